@@ -1,4 +1,4 @@
-// The content of files in tests.
+// Test data for files.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 using Bytes = std::vector<std::uint8_t>;
 
-// Bytes that count up from `seed`.
+// Return bytes that count up from `seed`.
 inline Bytes numbered(std::size_t size, unsigned seed) {
   Bytes bytes(size);
   std::iota(bytes.begin(), bytes.end(), static_cast<std::uint8_t>(seed));

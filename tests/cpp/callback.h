@@ -1,14 +1,23 @@
-// Continuations for the tests: functions, counted, that note when they run where they must not.
+// Continuations for the tests: they call a function, count their instances, and record a broken rule when they run
+// outside the runtime but must not.
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <functional>
+#include <ostream>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "core/continuation.h"
 #include "core/future.h"
 #include "fake_runtime.h"
+
+// Format for doctest's messages.
+namespace cudafuture {
+inline std::ostream& operator<<(std::ostream& out, State state) { return out << name_of(state); }
+}  // namespace cudafuture
 
 namespace cudafuture::fake {
 
@@ -29,7 +38,7 @@ class Callback final : public Continuation {
   void run(Future& parent) noexcept override {
     if (is_foreign_ && !Runtime::inside()) Runtime::broken("a foreign callback ran outside the runtime");
     const Run body = std::move(run_);
-    delete this;  // first: whoever the body tells that it ran may count what is alive
+    delete this;  // before the body, because a thread that the body wakes may check `alive`
     if (body) body(parent);
   }
   void abandon() noexcept override {
@@ -40,7 +49,7 @@ class Callback final : public Continuation {
   }
   int visit(ForeignVisitor visitor) const override { return visitor(kept.get()); }
 
-  Foreign kept;  // a reference of the runtime that this callback owns
+  Foreign kept;  // an object of the runtime that this callback owns
 
   static inline std::atomic<int> alive{0};
 
@@ -60,7 +69,7 @@ inline Callback* call_inside(Callback::Run run, Executor* executor = nullptr) {
 
 inline FuturePtr pending(int priority = 0) { return c10::make_intrusive<Future>(priority); }
 
-inline std::vector<FuturePtr> many(int count) {  // pending ones
+inline std::vector<FuturePtr> many_pending(int count) {
   std::vector<FuturePtr> futures(static_cast<std::size_t>(count));
   for (FuturePtr& future : futures) future = pending();
   return futures;
@@ -72,7 +81,11 @@ inline FuturePtr completed(EventSet&& events = {}) {
   return future;
 }
 
-// The numbers of callbacks, in the order in which they ran.
+inline Value error_value(const char* what) {
+  return Value::of_error(std::make_exception_ptr(std::runtime_error(what)));
+}
+
+// Numbers of callbacks in the order in which they ran.
 using Order = std::vector<int>;
 
 }  // namespace cudafuture::fake

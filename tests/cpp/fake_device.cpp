@@ -19,7 +19,7 @@ namespace {
 
 using c10::impl::DeviceGuardImplInterface;
 
-// One recording of an event. A stream that waits for it waits for this recording, whatever is recorded later.
+// One recording of an event. A stream that waits for the event waits for this recording, not for later ones.
 struct Recording {
   bool reached = false;
 };
@@ -31,11 +31,11 @@ struct Event {
   RecordingPtr last;
 };
 
-// What stands in a stream.
+// An entry in a stream.
 struct Step {
   enum Kind { work, record, wait } kind;
-  bool may_end = false;    // work
-  RecordingPtr recording;  // record, wait
+  bool may_end = false;    // of work
+  RecordingPtr recording;  // of record and wait
 };
 
 using StreamKey = std::pair<int, c10::StreamId>;
@@ -55,7 +55,7 @@ struct Machine {
   int events_alive = 0;
   c10::StreamId streams_made = 0;
 
-  // Lets every stream run as far as it can.
+  // Advance every stream as far as possible.
   void run() {
     for (bool progress = true; progress;) {
       progress = false;
@@ -88,8 +88,8 @@ struct Machine {
 };
 
 Machine& state() {
-  static auto* const one = new Machine;  // events may be destroyed until the very end of the process
-  return *one;
+  static auto* const machine = new Machine;  // never freed: events may be destroyed until the process ends
+  return *machine;
 }
 
 thread_local int current_device = 0;
@@ -162,7 +162,7 @@ class Guard final : public DeviceGuardImplInterface {
   void synchronizeEvent(void* handle) const override {
     Machine& s = state();
     std::unique_lock lock(s.mutex);
-    if (Runtime::inside()) Runtime::broken("a device was waited for inside the runtime, which its work may need");
+    if (Runtime::inside()) Runtime::broken("a thread waited for a device inside the runtime, which the work may need");
     const RecordingPtr recording = static_cast<const Event*>(handle)->last;
     s.moved.wait(lock, [&] { return recording->reached; });
   }
@@ -180,7 +180,7 @@ class Guard final : public DeviceGuardImplInterface {
     note({.call = Call::use, .stream = by.id(), .data = data.get()}, by.device_index());
   }
 
-  // No `override`: the interface of older versions of torch does not have it.
+  // No `override`, because older versions of torch do not declare this function.
   bool isStreamCapturing(const c10::Stream& asked) const {
     Machine& s = state();
     std::lock_guard lock(s.mutex);
@@ -217,8 +217,8 @@ at::Tensor tensor_on(c10::Device device) {
 void Accelerator::install() { c10::impl::registerDeviceGuard(c10::DeviceType::PrivateUse1, new Guard); }
 
 Accelerator& Accelerator::get() {
-  static auto* const one = new Accelerator;
-  return *one;
+  static auto* const instance = new Accelerator;
+  return *instance;
 }
 
 void Accelerator::reset() {

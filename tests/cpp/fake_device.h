@@ -1,7 +1,7 @@
-// An accelerator whose clock the test holds: streams run their work when they are told to, events are reached when the
-// streams get there, and every call is written down with the device that was current.
+// A fake accelerator that the test controls. Work in a stream ends when the test calls finish(), an event is reached
+// when its stream reaches it, and each call is noted with the current device.
 //
-// It stands behind torch's device type PrivateUse1, so the core meets it as it meets any accelerator.
+// It is registered as torch's device type PrivateUse1, so the core uses it like any other accelerator.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,28 +23,28 @@ inline c10::Stream stream(int device_index, c10::StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, device(device_index), id);
 }
 
-// A tensor of four floats on that device. Its storage tells it from others in the accelerator's notes.
+// Return a tensor of four floats on a device. The address of its storage identifies it in the accelerator's notes.
 at::Tensor tensor_on(c10::Device device);
 
 enum class Call {
-  make,        // of an event, with its first recording
-  record,      // of an event on a stream
-  block,       // of a stream by an event
-  query,       // of an event
-  destroy,     // of an event
-  use,         // of a storage by a stream
-  new_stream,  // out of the pool
-  capturing,   // is the stream capturing?
+  make,        // an event is created, by its first recording
+  record,      // an event is recorded on a stream
+  block,       // a stream waits for an event
+  query,       // an event is queried
+  destroy,     // an event is destroyed
+  use,         // a stream uses a storage
+  new_stream,  // a stream is taken from the pool
+  capturing,   // the capture state of a stream is queried
 };
 
 struct Note {
   Call call;
-  int event = 0;               // its number
-  int device = -1;             // of the event or stream
-  int current = -1;            // the device that was current
-  c10::StreamId stream = -1;   // where there is one
-  int priority = 0;            // of a new stream
-  const void* data = nullptr;  // of a storage
+  int event = 0;               // the event's number
+  int device = -1;             // the device of the event or stream
+  int current = -1;            // the current device of the calling thread
+  c10::StreamId stream = -1;   // -1: the call names no stream
+  int priority = 0;            // the priority of a new stream
+  const void* data = nullptr;  // the address of a storage
 };
 
 struct DeviceFailure : std::runtime_error {
@@ -56,30 +56,30 @@ class Accelerator {
   static void install();  // once, before the first future
   static Accelerator& get();
 
-  // Finishes all work, forgets the notes, the failures and the captures, and makes device 0 and the default streams
-  // current in this thread.
+  // Finish all work, clear the notes, failures and captures, and make device 0 and the default streams current in this
+  // thread.
   void reset();
 
-  // ---- the clock
-  void launch(const c10::Stream& stream);  // puts one piece of work into the stream; it lasts until finish()
-  void finish(const c10::Stream& stream);  // ends what has been launched there so far
+  // ---- work
+  void launch(const c10::Stream& stream);  // enqueues work that runs until finish()
+  void finish(const c10::Stream& stream);  // ends all work that was launched in the stream before
   void finish_all();
 
-  // ---- what goes wrong
-  void fail_queries(c10::Device device, bool failing = true);     // of the events of that device
-  void fail_recordings(c10::Device device, bool failing = true);  // on the streams of that device
-  void lose(c10::Device device);                                  // nobody can make it current
-  void capture(const c10::Stream& stream);                        // the stream records a graph
+  // ---- failures and captures
+  void fail_queries(c10::Device device, bool failing = true);     // queries of the device's events fail
+  void fail_recordings(c10::Device device, bool failing = true);  // recordings on the device's streams fail
+  void lose(c10::Device device);                                  // making the device current fails
+  void capture(const c10::Stream& stream);                        // the stream captures a graph
 
-  // Called after each query of an event has been answered, with no lock held.
+  // Set a hook that each query of an event calls before it returns, with no lock held.
   void after_query(std::function<void()> hook);
 
-  // ---- what was done
+  // ---- calls so far
   std::vector<Note> notes(Call call) const;
   int events_alive() const;
 };
 
-// The accelerator as new, for a scope.
+// Resets the accelerator at the start and the end of a scope.
 class FreshAccelerator {
  public:
   FreshAccelerator() { Accelerator::get().reset(); }

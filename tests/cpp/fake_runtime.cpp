@@ -26,7 +26,7 @@ bool enter() noexcept {
 }
 
 void leave() noexcept {
-  if (!holds_gil) Runtime::broken("a thread gave back a lock that it did not hold");
+  if (!holds_gil) Runtime::broken("a thread released a lock that it did not hold");
   holds_gil = false;
   gil.unlock();
 }
@@ -49,10 +49,10 @@ void step_in(void* state) noexcept {
 
 void release(void* reference) noexcept {
   if (!holds_gil) Runtime::broken("a reference was dropped outside the runtime");
-  auto* const one = static_cast<Object*>(reference);
-  if (one->references.fetch_sub(1) > 1) return;
-  if (one->on_death) one->on_death();
-  delete one;
+  auto* const counted = static_cast<Object*>(reference);
+  if (counted->references.fetch_sub(1) > 1) return;
+  if (counted->on_death) counted->on_death();
+  delete counted;
 }
 
 }  // namespace
@@ -96,6 +96,6 @@ Inside::~Inside() { leave(); }
 
 EngineThread::EngineThread() noexcept { is_engine = true; }
 EngineThread::~EngineThread() { is_engine = false; }
-void EngineThread::for_good() noexcept { is_engine = true; }
+void EngineThread::mark_this_thread() noexcept { is_engine = true; }
 
 }  // namespace cudafuture::fake

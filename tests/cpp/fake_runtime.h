@@ -1,11 +1,10 @@
-// A foreign runtime that plays Python: a mutex for the GIL, objects with counted references, and a list of broken
-// rules.
+// A fake of the Python runtime: a mutex for the GIL, objects with reference counts, and a list of broken rules.
 //
-// The rules, kept for the whole run of the program:
-//   - a thread of an engine never takes the lock (`EngineThread` says who is one);
-//   - nobody takes it twice, and nobody who has said that he is done with it takes it again;
-//   - an object of the runtime dies inside it, and its code (callbacks flagged `foreign`) runs inside it.
-// ThreadSanitizer, which sees the mutex, adds: the lock is never taken under a lock of the core.
+// The rules hold for the whole run of the program:
+//   - a thread of an engine never takes the lock (`EngineThread` marks such threads);
+//   - a thread that holds the lock does not take it again, and a thread that has retired never takes it;
+//   - an object of the runtime is destroyed inside it, and its code (callbacks flagged `foreign`) runs inside it.
+// ThreadSanitizer sees the mutex and adds a rule: the lock is never taken under a lock of the core.
 #pragma once
 
 #include <atomic>
@@ -23,12 +22,12 @@ class Runtime {
   static void install();  // before the first future
   static bool inside() noexcept;
 
-  // What an interpreter does when it goes away: whoever asks for its lock is refused.
+  // Behave like an interpreter that is finalizing: refuse the lock to every thread.
   static void set_finalizing(bool finalizing) noexcept;
 
-  static int retired() noexcept;  // how many threads have said that they will not enter again
+  static int retired() noexcept;  // number of threads that have retired
 
-  static void broken(std::string rule);  // notes that a rule was broken
+  static void broken(std::string rule);  // records a broken rule
   static std::vector<std::string> take_broken();
 };
 
@@ -41,7 +40,7 @@ class Inside {
   Inside& operator=(const Inside&) = delete;
 };
 
-// This thread belongs to an engine for a scope: it must never take the runtime's lock.
+// Marks this thread as an engine's for a scope: in it the thread must not take the runtime's lock.
 class EngineThread {
  public:
   EngineThread() noexcept;
@@ -49,10 +48,10 @@ class EngineThread {
   EngineThread(const EngineThread&) = delete;
   EngineThread& operator=(const EngineThread&) = delete;
 
-  static void for_good() noexcept;  // for a thread that the test did not start
+  static void mark_this_thread() noexcept;  // permanently, for a thread that the test did not start
 };
 
-// One object of the runtime. `on_death` runs when the last reference is dropped.
+// An object of the runtime. `on_death` runs when the last reference is dropped.
 struct Object {
   using OnDeath = std::function<void()>;
 
@@ -69,7 +68,7 @@ struct Object {
 
 inline Foreign object(Object::OnDeath on_death = {}) { return Foreign(new Object(std::move(on_death))); }
 
-// A second reference to what `reference` refers to.
+// Return a second reference to the same object.
 Foreign share(const Foreign& reference) noexcept;
 
 }  // namespace cudafuture::fake

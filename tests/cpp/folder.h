@@ -1,4 +1,4 @@
-// A temporary folder for the files of a test.
+// A temporary folder for a test's files.
 #pragma once
 
 #include <stdlib.h>

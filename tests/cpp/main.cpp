@@ -1,6 +1,6 @@
-// The program of the native tests: puts the fakes in place before the first future, then hands over to doctest.
+// The program of the native tests. It installs the fakes before the first future, then runs doctest.
 #define DOCTEST_CONFIG_IMPLEMENT
-#define DOCTEST_CONFIG_NO_POSIX_SIGNALS  // the sanitizers say more about a crash
+#define DOCTEST_CONFIG_NO_POSIX_SIGNALS  // the sanitizers report a crash in more detail
 #include <doctest/doctest.h>
 
 #include "core/process.h"
@@ -13,6 +13,6 @@ int main(int argc, char** argv) {
   cudafuture::fake::Runtime::install();
   cudafuture::fake::Accelerator::install();
   const int result = doctest::Context(argc, argv).run();
-  cudafuture::shut_down();  // joins the library's threads, as every program does: the sanitizers miss none
+  cudafuture::shut_down();  // joins the library's threads, so that the sanitizers check them too
   return result;
 }

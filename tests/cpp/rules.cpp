@@ -15,13 +15,13 @@
 
 namespace cudafuture::fake {
 
-// The last thing that the watcher does for a future is to count it out.
+// The watcher decrements `pending` as its last step for a future.
 void settle_watcher() {
   while (Watcher::get().statistics().pending > 0) std::this_thread::yield();
 }
 
 void settle_callback_thread() {
-  // Twice: dropping one thing there can post another.
+  // Two rounds, because an object that is dropped on the callback thread can post another.
   for (int round = 0; round < 2; ++round) {
     Signal reached;
     Callback* last = call([&](Future&) { reached.send(); });
@@ -34,7 +34,7 @@ void settle_callback_thread() {
 Rules::Rules() : callbacks_before_(Callback::alive), objects_before_(Object::alive) {}
 
 Rules::~Rules() {
-  if (is_shut_down()) return;  // the threads that would do the rest are gone
+  if (is_shut_down()) return;  // the threads that would run the rest have ended
   settle_watcher();
   settle_callback_thread();
   CHECK(Callback::alive.load() == callbacks_before_);
@@ -52,7 +52,7 @@ void run_alone(const char* test_case) {
   const int status = pclose(pipe);
   INFO(output);
   CHECK(status == 0);
-  CHECK(output.find("1 passed") != std::string::npos);  // the test case exists
+  CHECK(output.find("1 passed") != std::string::npos);  // fails if no test case has this name
 }
 
 bool in_forked_child(const std::function<bool()>& body) {

@@ -1,8 +1,8 @@
-// The fixture of every test: when a test ends, all its callbacks have run or were abandoned, all its objects are dead,
-// and no rule of the runtime was broken.
+// The fixture of every test. At the end of a test it checks that all callbacks ran or were abandoned, that all objects
+// were destroyed, and that no rule of the fake runtime was broken.
 #pragma once
 
-// torch defines CHECK and its kin as well. Whoever comes last wins: that must be doctest.
+// torch defines CHECK and similar macros too. The last definition takes effect, so include doctest after torch.
 #include <c10/util/Logging.h>
 
 #include <doctest/doctest.h>
@@ -11,10 +11,10 @@
 
 namespace cudafuture::fake {
 
-// Returns when nothing is watched any more.
+// Return when the watcher has no pending futures.
 void settle_watcher();
 
-// Returns when the callback thread has done everything that was posted before.
+// Return when the callback thread has run all callbacks that were posted before this call.
 void settle_callback_thread();
 
 class Rules {
@@ -29,11 +29,11 @@ class Rules {
   int objects_before_;
 };
 
-// Runs another test case, one that is skipped otherwise, in a process of its own: what it does to the process cannot be
-// undone. Fails with what the process printed, unless that ended well.
+// Run a test case that is otherwise skipped in its own process, because it changes the process permanently. If the
+// process fails, fail with its output.
 void run_alone(const char* test_case);
 
-// Runs `body` in a forked child; true when it says so.
+// Run `body` in a forked child, and return its result; false if the child crashed.
 bool in_forked_child(const std::function<bool()>& body);
 
 }  // namespace cudafuture::fake

@@ -6,13 +6,13 @@
 namespace cudafuture::fake {
 
 SerialQueue& new_serial_queue(std::string name) {
-  static auto* const all = new std::deque<SerialQueue>;
-  return all->emplace_back(std::move(name));
+  static auto* const queues = new std::deque<SerialQueue>;
+  return queues->emplace_back(std::move(name));
 }
 
-void settle(Executor& line) {
+void settle(Executor& queue) {
   Signal reached;
-  completed()->attach(call_inside([&](Future&) { reached.send(); }, &line));
+  completed()->attach(call_inside([&](Future&) { reached.send(); }, &queue));
   reached.wait();
 }
 

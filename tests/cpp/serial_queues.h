@@ -1,4 +1,4 @@
-// Serial queues for the tests, and how to wait in one and for one.
+// Serial queues for the tests, and functions that wait for a queue or inside one.
 #pragma once
 
 #include <string>
@@ -10,15 +10,17 @@
 
 namespace cudafuture::fake {
 
-// Never freed, as no serial queue is: the thread that ran the last callback may look into the line once more.
+// Return a new serial queue. Serial queues are never freed, because the thread that ran the last callback may read the
+// queue once more.
 SerialQueue& new_serial_queue(std::string name = "queue");
 
-// Returns when everything that stands in the line now has run.
-void settle(Executor& line);
+// Return when all callbacks that are in the queue now have run.
+void settle(Executor& queue);
 
-// Waits as a callback should: outside the runtime, where others can go on.
+// Wait outside the runtime, as a callback should, so that other threads can enter it.
 void wait_outside(const Signal& signal);
 
+// Return a function that appends `number` to `order`.
 inline Callback::Run mark(Order& order, int number) {
   return [&order, number](Future&) { order.push_back(number); };
 }

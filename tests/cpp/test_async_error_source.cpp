@@ -1,4 +1,4 @@
-// Async error sources of a future: the failures that its engine reports after completion.
+// Async error sources of a future: failures that its engine reports after completion.
 #include <atomic>
 #include <memory>
 #include <stdexcept>
@@ -17,26 +17,26 @@ namespace {
 
 std::exception_ptr failure(const char* what) { return std::make_exception_ptr(std::runtime_error(what)); }
 
-// An engine that answers what it is told, and counts how often it is asked. The test and the future share it.
+// An engine with a configured answer that counts its calls. The test and the future share it.
 struct Engine {
   std::exception_ptr answer;
   bool decided = true;
   bool succeeded = false;
-  std::atomic<int> asked{0};
-  std::atomic<int> confirmed{0};
+  std::atomic<int> queries{0};
+  std::atomic<int> confirmations{0};
   std::atomic<int> dropped{0};
 };
 
-class Asked final : public AsyncErrorSource {
+class EngineSource final : public AsyncErrorSource {
  public:
-  explicit Asked(Engine& engine) : engine_(engine) {}
-  ~Asked() override { ++engine_.dropped; }
+  explicit EngineSource(Engine& engine) : engine_(engine) {}
+  ~EngineSource() override { ++engine_.dropped; }
   std::exception_ptr error() noexcept override {
-    ++engine_.asked;
+    ++engine_.queries;
     return engine_.answer;
   }
   bool confirm() noexcept override {
-    ++engine_.confirmed;
+    ++engine_.confirmations;
     return engine_.decided;
   }
   bool has_succeeded() const noexcept override { return engine_.succeeded; }
@@ -45,9 +45,10 @@ class Asked final : public AsyncErrorSource {
   Engine& engine_;
 };
 
+// Return a pending future whose async error source is `engine`.
 FuturePtr of(Engine& engine) {
   FuturePtr future = pending();
-  future->add_async_errors(std::make_shared<Asked>(engine));
+  future->add_async_errors(std::make_shared<EngineSource>(engine));
   return future;
 }
 
@@ -55,34 +56,34 @@ FuturePtr of(Engine& engine) {
 
 TEST_SUITE_BEGIN("async error source");
 
-TEST_CASE_FIXTURE(Rules, "a source is asked for errors only once its future is done") {
+TEST_CASE_FIXTURE(Rules, "a future queries its source only after it is done") {
   Engine engine;
   const FuturePtr future = of(engine);
   CHECK_FALSE(future->device_work_finished());
   CHECK(future->late_error() == nullptr);
-  CHECK(engine.asked == 0);
+  CHECK(engine.queries == 0);
   future->complete({});
-  CHECK(engine.asked == 0);
+  CHECK(engine.queries == 0);
   CHECK(future->device_work_finished());
-  CHECK(engine.asked == 1);
+  CHECK(engine.queries == 1);
   CHECK(future->late_error() == nullptr);
-  CHECK(engine.asked == 2);
+  CHECK(engine.queries == 2);
 }
 
-TEST_CASE_FIXTURE(Rules, "what the engine learns later becomes the late error, whoever asks first") {
+TEST_CASE_FIXTURE(Rules, "a failure that the engine reports after completion becomes the late error") {
   Engine engine;
   const FuturePtr future = of(engine);
   future->complete(Value::of_native(7));
   CHECK(future->late_error() == nullptr);
   engine.answer = failure("the other rank died");
-  SUBCASE("the error is asked for") { CHECK(future->late_error() == engine.answer); }
-  SUBCASE("the device is asked for") { CHECK(future->device_work_finished()); }
+  SUBCASE("the late error is read") { CHECK(future->late_error() == engine.answer); }
+  SUBCASE("the device is queried") { CHECK(future->device_work_finished()); }
   CHECK(future->late_error() == engine.answer);
   CHECK(future->state() == State::completed);
   CHECK(future->value().native.toInt() == 7);
 }
 
-TEST_CASE_FIXTURE(Rules, "a late error counts as finished device work: nothing more will come") {
+TEST_CASE_FIXTURE(Rules, "after a late error the device work counts as finished") {
   const FreshAccelerator fresh;
   Accelerator::get().launch(stream(0, 0));
   Engine engine;
@@ -94,20 +95,20 @@ TEST_CASE_FIXTURE(Rules, "a late error counts as finished device work: nothing m
   CHECK(future->late_error() == engine.answer);
 }
 
-TEST_CASE_FIXTURE(Rules, "a source decides only after the device work has finished") {
+TEST_CASE_FIXTURE(Rules, "a source must confirm success only after the device work has finished") {
   const FreshAccelerator fresh;
   Accelerator::get().launch(stream(0, 0));
   Engine engine;
   const FuturePtr future = of(engine);
   future->complete({}, EventSet::record(device(0)));
   CHECK_FALSE(future->device_work_finished());
-  CHECK(engine.confirmed == 0);
+  CHECK(engine.confirmations == 0);
   Accelerator::get().finish_all();
   CHECK(future->device_work_finished());
-  CHECK(engine.confirmed == 1);
+  CHECK(engine.confirmations == 1);
 }
 
-TEST_CASE_FIXTURE(Rules, "finished device work is no success before its source has decided") {
+TEST_CASE_FIXTURE(Rules, "device work counts as finished only when its source has decided") {
   const FreshAccelerator fresh;
   Engine engine;
   engine.decided = false;
@@ -115,19 +116,19 @@ TEST_CASE_FIXTURE(Rules, "finished device work is no success before its source h
   future->complete({}, EventSet::record(device(0)));
   Accelerator::get().finish_all();
   CHECK_FALSE(future->device_work_finished());
-  SUBCASE("it succeeded") {
+  SUBCASE("the operation succeeded") {
     engine.decided = true;
     CHECK(future->device_work_finished());
     CHECK(future->late_error() == nullptr);
   }
-  SUBCASE("it failed") {
+  SUBCASE("the operation failed") {
     engine.answer = failure("aborted");
     CHECK(future->device_work_finished());
     CHECK(future->late_error() == engine.answer);
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "an error that the source finds when it decides is reported at once") {
+TEST_CASE_FIXTURE(Rules, "an error that the source finds in confirm() is reported at once") {
   const FreshAccelerator fresh;
   struct Aborted final : AsyncErrorSource {
     std::exception_ptr error() noexcept override { return found; }
@@ -145,13 +146,13 @@ TEST_CASE_FIXTURE(Rules, "an error that the source finds when it decides is repo
   CHECK(future->late_error() != nullptr);
 }
 
-TEST_CASE_FIXTURE(Rules, "a future that is made from others reports the failure of any of them") {
+TEST_CASE_FIXTURE(Rules, "a future that inherits the sources of others reports the failure of any of them") {
   Engine first;
   Engine second;
   const FuturePtr parents[] = {of(first), of(second)};
   const FuturePtr child = pending();
   for (const FuturePtr& parent : parents) {
-    child->inherit_async_errors(*parent);  // too early: ignored
+    child->inherit_async_errors(*parent);  // ignored, because the parent is still pending
     parent->complete({});
     child->inherit_async_errors(*parent);
     child->inherit_async_errors(*parent);
@@ -175,28 +176,28 @@ TEST_CASE_FIXTURE(Rules, "sources that have succeeded are not inherited") {
   const FuturePtr child = pending();
   child->inherit_async_errors(*parent);
   child->complete({});
-  engine.asked = 0;
+  engine.queries = 0;
   CHECK(child->late_error() == nullptr);
-  CHECK(engine.asked == 0);
+  CHECK(engine.queries == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "a source that is added to a future that is done is ignored") {
+TEST_CASE_FIXTURE(Rules, "a source that is added to a done future is ignored") {
   Engine engine;
   const FuturePtr future = pending();
   future->complete({});
-  future->add_async_errors(std::make_shared<Asked>(engine));
+  future->add_async_errors(std::make_shared<EngineSource>(engine));
   CHECK(engine.dropped == 1);
   CHECK(future->device_work_finished());
-  CHECK(engine.asked == 0);
+  CHECK(engine.queries == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that waits for the device runs when the engine reports an error instead") {
+TEST_CASE_FIXTURE(Rules, "a when_ready callback runs when the engine reports an error before the device finishes") {
   const FreshAccelerator fresh;
   Accelerator::get().launch(stream(0, 0));
-  // Answers only at the second time: the callback is watched by then.
+  // A source that reports the error at the second query, when the callback is watched.
   struct Later final : AsyncErrorSource {
-    std::exception_ptr error() noexcept override { return ++asked > 1 ? failure("aborted") : nullptr; }
-    int asked = 0;  // by one thread at a time
+    std::exception_ptr error() noexcept override { return ++queries > 1 ? failure("aborted") : nullptr; }
+    int queries = 0;  // used by one thread at a time
   };
   const FuturePtr future = pending();
   future->add_async_errors(std::make_shared<Later>());
@@ -208,7 +209,7 @@ TEST_CASE_FIXTURE(Rules, "a callback that waits for the device runs when the eng
   CHECK(future->late_error() != nullptr);
 }
 
-TEST_CASE_FIXTURE(Rules, "the first late error stays, whether it came from the engine or the device") {
+TEST_CASE_FIXTURE(Rules, "the first late error stays, from the engine or from set_late_error()") {
   Engine engine;
   const FuturePtr future = of(engine);
   future->complete({});
@@ -218,7 +219,7 @@ TEST_CASE_FIXTURE(Rules, "the first late error stays, whether it came from the e
     CHECK(future->late_error() == first);
     future->set_late_error(failure("second"));
   }
-  SUBCASE("from elsewhere") {
+  SUBCASE("from set_late_error()") {
     future->set_late_error(first);
     engine.answer = failure("second");
   }
@@ -226,7 +227,7 @@ TEST_CASE_FIXTURE(Rules, "the first late error stays, whether it came from the e
   CHECK(future->late_error() == first);
 }
 
-TEST_CASE_FIXTURE(Rules, "a source may be asked by many threads at once") {
+TEST_CASE_FIXTURE(Rules, "many threads may query a source at the same time") {
   for (int round = 0; round < 50; ++round) {
     Engine engine;
     const FuturePtr future = of(engine);
@@ -242,7 +243,7 @@ TEST_CASE_FIXTURE(Rules, "a source may be asked by many threads at once") {
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "a source is dropped with the last future that has it") {
+TEST_CASE_FIXTURE(Rules, "the last future that has a source drops it") {
   Engine engine;
   FuturePtr future = of(engine);
   future->complete({});
@@ -254,7 +255,7 @@ TEST_CASE_FIXTURE(Rules, "a source is dropped with the last future that has it")
   }
   CHECK(engine.dropped == 0);
   future->device_work_finished();
-  CHECK(engine.asked == 2);
+  CHECK(engine.queries == 2);
   future.reset();
   CHECK(engine.dropped == 0);
   child.reset();
@@ -265,43 +266,43 @@ TEST_SUITE_END();
 
 TEST_SUITE_BEGIN("origin");
 
-TEST_CASE_FIXTURE(Rules, "a future knows the object that says what made it, and drops it with itself") {
-  bool died = false;
+TEST_CASE_FIXTURE(Rules, "a future keeps its origin object until the future is destroyed") {
+  bool destroyed = false;
   FuturePtr future = pending();
   CHECK(future->origin() == nullptr);
-  Foreign origin = object([&] { died = true; });
+  Foreign origin = object([&] { destroyed = true; });
   void* const raw = origin.get();
   future->set_origin(std::move(origin));
   CHECK(future->origin() == raw);
   future->complete({});
   CHECK(future->origin() == raw);
-  CHECK_FALSE(died);
+  CHECK_FALSE(destroyed);
   SUBCASE("inside the runtime") {
     const Inside inside;
     future.reset();
-    CHECK(died);
+    CHECK(destroyed);
   }
-  SUBCASE("outside") {
+  SUBCASE("outside the runtime") {
     on_engine_thread([&] { future.reset(); });
   }
   settle_callback_thread();
-  CHECK(died);
+  CHECK(destroyed);
 }
 
-TEST_CASE_FIXTURE(Rules, "the origin is shown to the collector, and given up when it clears the future") {
+TEST_CASE_FIXTURE(Rules, "visit() reports the origin, and clear() drops it") {
   const Inside inside;
   const FuturePtr future = pending();
-  bool died = false;
-  // Dropping an object can run any code: it must not happen under the future's lock.
+  bool destroyed = false;
+  // The destruction of an object can run any code, so it must not happen under the future's lock.
   Foreign origin = object([&] {
-    died = true;
+    destroyed = true;
     CHECK_FALSE(future->detach(nullptr));
   });
   void* const raw = origin.get();
   future->set_origin(std::move(origin));
   std::vector<void*> seen;
-  const ForeignVisitor all{[](void* one, void* into) {
-                             static_cast<std::vector<void*>*>(into)->push_back(one);
+  const ForeignVisitor all{[](void* reference, void* into) {
+                             static_cast<std::vector<void*>*>(into)->push_back(reference);
                              return 0;
                            },
                            &seen};
@@ -310,7 +311,7 @@ TEST_CASE_FIXTURE(Rules, "the origin is shown to the collector, and given up whe
   const ForeignVisitor stops{[](void*, void*) { return 42; }, nullptr};
   CHECK(future->visit(stops) == 42);
   future->clear();
-  CHECK(died);
+  CHECK(destroyed);
   CHECK(future->origin() == nullptr);
   seen.clear();
   CHECK(future->visit(all) == 0);

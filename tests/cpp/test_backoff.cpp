@@ -1,4 +1,4 @@
-// The pauses of whoever polls: short at first, in proportion later, and few in all.
+// Backoff: pauses between polls that are short at first and then grow in proportion to the elapsed time.
 #include "core/watcher.h"
 
 #include "rules.h"
@@ -8,7 +8,7 @@ using namespace std::chrono_literals;
 
 TEST_SUITE_BEGIN("backoff");
 
-TEST_CASE("pauses grow from the first to the longest, and stay there") {
+TEST_CASE("pauses grow from the first to the longest, and reset() starts again") {
   Backoff backoff(5us, 100us);
   Backoff::Pause before = backoff.next();
   CHECK(before == 5us);
@@ -22,7 +22,7 @@ TEST_CASE("pauses grow from the first to the longest, and stay there") {
   CHECK(backoff.next() == 5us);
 }
 
-TEST_CASE("even the shortest pause grows, and the longest is no shorter than the first") {
+TEST_CASE("a first pause of zero grows, and the longest pause is never shorter than the first") {
   Backoff none(0us, 1us);
   CHECK(none.next() == 0us);
   CHECK(none.next() > 0us);
@@ -31,19 +31,19 @@ TEST_CASE("even the shortest pause grows, and the longest is no shorter than the
   CHECK(fixed.next() == 7us);
 }
 
-TEST_CASE("what happens is noticed late by a sixteenth of the time it took, or by the longest pause") {
+TEST_CASE("each pause is at most a sixteenth of the elapsed time, or the longest pause") {
   constexpr auto kFirst = 5us;
   constexpr auto kLongest = 5000us;
   Backoff backoff(kFirst, kLongest);
   Backoff::Pause elapsed = 0ns;
-  int looks = 0;
-  for (; elapsed < 1s; ++looks) {
+  int polls = 0;
+  for (; elapsed < 1s; ++polls) {
     const Backoff::Pause pause = backoff.next();
     CHECK(pause <= kLongest);
     CHECK(pause <= kFirst + elapsed / 16 + 1us);
     elapsed += pause;
   }
-  CHECK(looks < 300);  // so a second costs the watcher the time of so many looks
+  CHECK(polls < 300);  // the cost of the watcher in the first second
 }
 
 TEST_SUITE_END();

@@ -1,4 +1,4 @@
-// Memory of a pool for threads that must not wait.
+// Buffer pool: allocation without blocking, for threads that must not wait.
 #include "storage/buffer_pool.h"
 
 #include <cstdint>
@@ -30,7 +30,7 @@ bool is_aligned(const c10::DataPtr& memory) { return reinterpret_cast<std::uintp
 
 }  // namespace
 
-TEST_CASE("storage buffer pool: an exhausted pool allocates aligned memory outside, and counts it") {
+TEST_CASE("storage buffer pool: an exhausted pool allocates aligned memory outside the pool, and counts the bytes") {
   const auto pool = make_pool();
   BufferPoolAllocator allocator(pool);
   c10::DataPtr most = allocator.allocate(3 * kPage - 10);
@@ -48,7 +48,7 @@ TEST_CASE("storage buffer pool: an exhausted pool allocates aligned memory outsi
   CHECK(pool->outside() == kPage + 1);
 }
 
-TEST_CASE("storage buffer pool: what is allocated at once does not overtake requests that wait") {
+TEST_CASE("storage buffer pool: an allocation without waiting takes no memory ahead of waiting requests") {
   const auto pool = make_pool();
   c10::DataPtr half = pool->allocate(2 * kPage);
   const auto waiting = c10::make_intrusive<Future>();
@@ -62,7 +62,7 @@ TEST_CASE("storage buffer pool: what is allocated at once does not overtake requ
   CHECK(pool->free() == kPage);
 }
 
-TEST_CASE("storage buffer pool: memory outlives its pool, and a closed pool allocates outside") {
+TEST_CASE("storage buffer pool: memory outlives its pool, and a closed pool allocates outside the pool") {
   auto pool = make_pool();
   const c10::DataPtr memory = pool->allocate(kPage);
   pool->close();
@@ -73,12 +73,12 @@ TEST_CASE("storage buffer pool: memory outlives its pool, and a closed pool allo
   static_cast<std::uint8_t*>(outside.get())[kPage - 1] = 1;
 }
 
-TEST_CASE("storage buffer pool: threads allocate and free, and nothing is lost or lent twice") {
+TEST_CASE("storage buffer pool: when threads allocate and free, no memory is lost or lent twice") {
   const auto pool = make_pool();
   std::vector<std::thread> threads;
   for (std::uint8_t mine = 1; mine <= 4; ++mine) {
     threads.emplace_back([&pool, mine] {
-      for (int turn = 0; turn < 200; ++turn) {
+      for (int round = 0; round < 200; ++round) {
         const c10::DataPtr memory = pool->allocate(2 * kPage);
         auto* const bytes = static_cast<std::uint8_t*>(memory.get());
         bytes[0] = bytes[2 * kPage - 1] = mine;

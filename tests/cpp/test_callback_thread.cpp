@@ -1,4 +1,5 @@
-// The thread that runs foreign callbacks for threads that may not: what it runs, drops, helps with, and how it ends.
+// The callback thread, which runs foreign callbacks for threads outside the runtime: callbacks, drops, help() and
+// stop().
 #include <pthread.h>
 
 #include <algorithm>
@@ -19,35 +20,35 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-// A continuation that can be posted: its parent is done.
+// Return a continuation whose parent is done, so that it can be posted.
 Callback* due(Callback::Run run, std::uint8_t flags = Continuation::foreign) {
   Callback* c = call(std::move(run), flags);
   c->parent = completed();
   return c;
 }
 
-// What a thread that stopped leaks on purpose, so that the test can free it.
+// Owns the continuations that a stopped callback thread leaks by design.
 class Leaked {
  public:
   Callback* operator()(Callback* c) {
-    all_.push_back(c);
+    callbacks_.push_back(c);
     return c;
   }
   ~Leaked() {
-    for (Callback* c : all_) delete c;
+    for (Callback* c : callbacks_) delete c;
   }
 
  private:
-  std::vector<Callback*> all_;
+  std::vector<Callback*> callbacks_;
 };
 
-// A callback thread and when it stopped.
+// A callback thread, and whether it has stopped.
 struct Round {
   CallbackThread thread;
   std::atomic<bool> stopped{false};
 };
 
-// Notes when it is dropped after the end.
+// A continuation that counts each time it is abandoned after its thread has stopped.
 struct Probe final : Continuation {
   void run(Future&) noexcept override {}
   void abandon() noexcept override { late += round->stopped ? 1 : 0; }
@@ -59,7 +60,7 @@ struct Probe final : Continuation {
 
 TEST_SUITE_BEGIN("callback_thread");
 
-TEST_CASE_FIXTURE(Rules, "callbacks of futures that engines complete run in order, in one thread, inside") {
+TEST_CASE_FIXTURE(Rules, "callbacks of futures that engines complete run in order on the callback thread") {
   constexpr int kFutures = 100;
   std::vector<int> order;
   std::vector<std::thread::id> threads;
@@ -84,47 +85,47 @@ TEST_CASE_FIXTURE(Rules, "callbacks of futures that engines complete run in orde
   CHECK(std::string(name.c_str()) == "cudafuture-cb");
 }
 
-TEST_CASE_FIXTURE(Rules, "every callback that it runs is counted") {
+TEST_CASE_FIXTURE(Rules, "callbacks_run() counts the callbacks") {
   CallbackThread thread;
   for (int i = 0; i < 5; ++i) thread.post(due({}));
   thread.stop();
   CHECK(thread.callbacks_run() == 5);
 }
 
-TEST_CASE_FIXTURE(Rules, "an object dropped outside dies inside, on the callback thread") {
-  std::thread::id died_in;
+TEST_CASE_FIXTURE(Rules, "an object that is dropped outside the runtime is destroyed on the callback thread") {
+  std::thread::id destroyed_in;
   bool inside = false;
-  const auto dies = [&] {
-    died_in = std::this_thread::get_id();
+  const auto note_destruction = [&] {
+    destroyed_in = std::this_thread::get_id();
     inside = Runtime::inside();
   };
-  SUBCASE("by its owner") {
-    on_engine_thread([&] { object(dies); });
+  SUBCASE("dropped by its owner") {
+    on_engine_thread([&] { object(note_destruction); });
   }
-  SUBCASE("with the future that holds it") {
+  SUBCASE("dropped with the future that owns it") {
     on_engine_thread([&] {
       const FuturePtr future = pending();
-      future->complete(Value::of_object(object(dies)));
+      future->complete(Value::of_object(object(note_destruction)));
     });
   }
-  SUBCASE("as a value that came too late") {
+  SUBCASE("dropped as the value for a future that is done") {
     const FuturePtr future = completed();
-    on_engine_thread([&] { future->complete(Value::of_object(object(dies))); });
+    on_engine_thread([&] { future->complete(Value::of_object(object(note_destruction))); });
   }
   settle_callback_thread();
   CHECK(inside);
-  CHECK(died_in != std::thread::id());
-  CHECK(died_in != std::this_thread::get_id());
+  CHECK(destroyed_in != std::thread::id());
+  CHECK(destroyed_in != std::this_thread::get_id());
 }
 
-TEST_CASE_FIXTURE(Rules, "an object dropped inside dies there and then") {
-  std::thread::id died_in;
+TEST_CASE_FIXTURE(Rules, "an object that is dropped inside the runtime is destroyed at once") {
+  std::thread::id destroyed_in;
   Inside inside;
-  object([&] { died_in = std::this_thread::get_id(); });
-  CHECK(died_in == std::this_thread::get_id());
+  object([&] { destroyed_in = std::this_thread::get_id(); });
+  CHECK(destroyed_in == std::this_thread::get_id());
 }
 
-TEST_CASE_FIXTURE(Rules, "callbacks posted by callbacks run after those that stand before them") {
+TEST_CASE_FIXTURE(Rules, "a callback that a callback posts runs after the callbacks already posted") {
   CallbackThread& thread = CallbackThread::get();
   std::vector<int> order;
   Signal both_posted;
@@ -139,13 +140,13 @@ TEST_CASE_FIXTURE(Rules, "callbacks posted by callbacks run after those that sta
   CHECK(order == std::vector{1, 2, 3});
 }
 
-TEST_CASE_FIXTURE(Rules, "it gives the runtime back while it has nothing to do") {
+TEST_CASE_FIXTURE(Rules, "the callback thread releases the runtime's lock while it is idle") {
   settle_callback_thread();
-  Inside inside;  // would wait for ever
+  Inside inside;  // deadlocks if the callback thread keeps the lock
   CHECK(Runtime::inside());
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that waits for one behind it helps, and both run") {
+TEST_CASE_FIXTURE(Rules, "help() in a callback runs the awaited callback behind it") {
   CallbackThread& thread = CallbackThread::get();
   const FuturePtr awaited = pending();
   std::vector<int> order;
@@ -168,7 +169,7 @@ TEST_CASE_FIXTURE(Rules, "a callback that waits for one behind it helps, and bot
 }
 
 TEST_CASE_FIXTURE(Rules,
-                  "helping wakes when an engine completes the awaited future, and lets others inside meanwhile") {
+                  "help() returns when an engine completes the future, and releases the runtime's lock meanwhile") {
   CallbackThread& thread = CallbackThread::get();
   const FuturePtr awaited = pending();
   Signal helping;
@@ -182,12 +183,12 @@ TEST_CASE_FIXTURE(Rules,
   helping.wait();
   {
     Inside inside;
-  }  // the helper gave the lock back to sleep
+  }  // deadlocks if help() sleeps with the lock
   on_engine_thread([&] { awaited->complete({}); });
   helped.wait();
 }
 
-TEST_CASE_FIXTURE(Rules, "helping ends at its deadline, and loses nothing that was posted") {
+TEST_CASE_FIXTURE(Rules, "help() returns at its deadline, and all posted callbacks run") {
   CallbackThread& thread = CallbackThread::get();
   const FuturePtr never = pending();
   Signal helped;
@@ -205,7 +206,7 @@ TEST_CASE_FIXTURE(Rules, "helping ends at its deadline, and loses nothing that w
   CHECK(ran == 10);
 }
 
-TEST_CASE_FIXTURE(Rules, "helping for a done future returns at once") {
+TEST_CASE_FIXTURE(Rules, "help() returns at once if the future is done") {
   CallbackThread& thread = CallbackThread::get();
   std::vector<int> order;
   Signal both_posted;
@@ -220,7 +221,7 @@ TEST_CASE_FIXTURE(Rules, "helping for a done future returns at once") {
   CHECK(order == std::vector{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "helpers that help end at a depth, and everything still runs") {
+TEST_CASE_FIXTURE(Rules, "nested help() of the callback thread stops at a maximum depth, and all callbacks still run") {
   constexpr int kMany = 300;
   CallbackThread& thread = CallbackThread::get();
   const FuturePtr awaited = pending();
@@ -234,7 +235,7 @@ TEST_CASE_FIXTURE(Rules, "helpers that help end at a depth, and everything still
       deepest = std::max(deepest, ++depth);
       thread.help(*awaited, nullptr);
       --depth;
-      if (++ran == 1) awaited->complete({});  // the deepest, which could not help
+      if (++ran == 1) awaited->complete({});  // in the deepest callback, where help() did nothing
     }));
   }
   all_posted.send();
@@ -244,18 +245,20 @@ TEST_CASE_FIXTURE(Rules, "helpers that help end at a depth, and everything still
   CHECK(deepest <= 100);
 }
 
-TEST_CASE_FIXTURE(Rules, "stop runs what was posted; what comes later is abandoned inside, and leaked outside") {
+TEST_CASE_FIXTURE(
+    Rules,
+    "stop() runs posted callbacks; later ones are abandoned if posted inside the runtime, and leaked otherwise") {
   CallbackThread thread;
   Leaked leaked;
   int ran = 0;
-  int died = 0;
+  int dropped = 0;
   for (int i = 0; i < 100; ++i) thread.post(due([&](Future&) { ++ran; }));
-  Foreign dies = object([&] { ++died; });
-  thread.post_release(dies.take());
-  thread.post_abandon(new Callback({}, Continuation::foreign, nullptr, [&] { ++died; }));
+  Foreign released = object([&] { ++dropped; });
+  thread.post_release(released.take());
+  thread.post_abandon(new Callback({}, Continuation::foreign, nullptr, [&] { ++dropped; }));
   thread.stop();
   CHECK(ran == 100);
-  CHECK(died == 2);
+  CHECK(dropped == 2);
 
   thread.post(leaked(due([&](Future&) { ++ran; })));
   Foreign kept = object();
@@ -274,14 +277,14 @@ TEST_CASE_FIXTURE(Rules, "stop runs what was posted; what comes later is abandon
   CHECK(thread.callbacks_run() == 100);
 }
 
-TEST_CASE_FIXTURE(Rules, "a thread that never started stops, and then does not start") {
+TEST_CASE_FIXTURE(Rules, "a callback thread that is stopped before its start never starts") {
   CallbackThread thread;
   Leaked leaked;
   thread.stop();
   thread.post(leaked(due([](Future&) { FAIL_CHECK("ran after stop()"); })));
 }
 
-TEST_CASE_FIXTURE(Rules, "stopping ends a helper whose future nobody will complete") {
+TEST_CASE_FIXTURE(Rules, "stop() ends a help() whose future never completes") {
   auto thread = std::make_unique<CallbackThread>();
   const FuturePtr never = pending();
   Signal helping;
@@ -294,8 +297,9 @@ TEST_CASE_FIXTURE(Rules, "stopping ends a helper whose future nobody will comple
   thread->stop();
 }
 
-TEST_CASE_FIXTURE(Rules, "nothing runs once stop has returned, however posts and stop interleave") {
-  // Kept until the process ends: a thread that started too late would still use them, and could not be destroyed.
+TEST_CASE_FIXTURE(Rules,
+                  "no continuation is abandoned after stop() returns, for any interleaving of posts and stop()") {
+  // Never freed: a thread that starts too late would still use them, and its CallbackThread could not be destroyed.
   static auto* const rounds = new std::vector<std::unique_ptr<Round>>;
   static auto* const probes = new std::vector<std::unique_ptr<Probe>>;
 
@@ -318,7 +322,7 @@ TEST_CASE_FIXTURE(Rules, "nothing runs once stop has returned, however posts and
   CHECK(Probe::late == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "when the runtime refuses, what was posted is leaked and the thread ends") {
+TEST_CASE_FIXTURE(Rules, "if the runtime is finalizing, posted callbacks are leaked and the thread ends") {
   CallbackThread thread;
   Leaked leaked;
   Runtime::set_finalizing(true);

@@ -1,4 +1,4 @@
-// Chains too long for recursion, in threads whose stack has no room for any.
+// Chains of callbacks that are too long for recursion, in threads with a small stack.
 #include <stdexcept>
 
 #include "callback.h"
@@ -11,11 +11,12 @@ using namespace cudafuture::fake;
 namespace {
 
 constexpr int kLinks = 1'000'000;
-constexpr int kFewer = 100'000;  // still forty times what recursion would survive
+constexpr int kFewer = 100'000;  // forty times the length at which recursion would overflow the stack
 
 int links_alive = 0;  // changed by one thread at a time
 
-// Completes its child with one more than its parent has. Abandoned, it drops the child, or fails it.
+// A callback that completes its child with the parent's value plus one. When it is abandoned, it drops or fails the
+// child.
 class Link final : public Continuation {
  public:
   Link(FuturePtr child, std::uint8_t flags, bool fails) : Continuation(flags), child_(std::move(child)), fails_(fails) {
@@ -66,7 +67,7 @@ struct Chain {
 
 TEST_SUITE_BEGIN("chain");
 
-TEST_CASE_FIXTURE(Rules, "a chain of a million completes, and is freed, in constant stack") {
+TEST_CASE_FIXTURE(Rules, "a chain of a million links completes and is freed in constant stack") {
   on_small_stack([] {
     Chain chain(kLinks);
     CHECK(chain.first->complete(Value::of_native(0)));
@@ -76,7 +77,7 @@ TEST_CASE_FIXTURE(Rules, "a chain of a million completes, and is freed, in const
   CHECK(links_alive == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "a pending chain of a million is dropped inside the runtime in constant stack") {
+TEST_CASE_FIXTURE(Rules, "a pending chain of a million links is dropped inside the runtime in constant stack") {
   on_small_stack([] {
     Inside inside;
     Chain chain(kLinks);
@@ -86,7 +87,7 @@ TEST_CASE_FIXTURE(Rules, "a pending chain of a million is dropped inside the run
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "a pending chain dropped by a thread of an engine is taken apart on the callback thread") {
+TEST_CASE_FIXTURE(Rules, "a pending chain that an engine's thread drops is destroyed on the callback thread") {
   on_small_stack([] {
     EngineThread engine;
     Chain chain(kFewer);
@@ -95,7 +96,7 @@ TEST_CASE_FIXTURE(Rules, "a pending chain dropped by a thread of an engine is ta
   CHECK(links_alive == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "a chain whose parent is dropped fails link by link in constant stack") {
+TEST_CASE_FIXTURE(Rules, "a pending chain whose first future is dropped fails link by link in constant stack") {
   on_small_stack([] {
     Inside inside;
     Chain chain(kFewer, Continuation::none, true);
@@ -105,7 +106,7 @@ TEST_CASE_FIXTURE(Rules, "a chain whose parent is dropped fails link by link in 
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "a chain of foreign callbacks that an engine sets off runs on the callback thread") {
+TEST_CASE_FIXTURE(Rules, "a chain of foreign callbacks whose first future an engine completes runs to the end") {
   FuturePtr last;
   on_engine_thread([&] {
     Chain chain(kFewer, Continuation::foreign);
@@ -118,7 +119,7 @@ TEST_CASE_FIXTURE(Rules, "a chain of foreign callbacks that an engine sets off r
   CHECK(links_alive == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "a chain that waits for the device at each link completes in constant stack") {
+TEST_CASE_FIXTURE(Rules, "a chain of when_ready callbacks completes in constant stack") {
   on_small_stack([] {
     Chain chain(kFewer, Continuation::when_ready);
     chain.first->complete(Value::of_native(0));
@@ -126,7 +127,7 @@ TEST_CASE_FIXTURE(Rules, "a chain that waits for the device at each link complet
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "objects that own futures that own objects die one after the other") {
+TEST_CASE_FIXTURE(Rules, "a chain of objects and futures that own one another is destroyed in constant stack") {
   on_small_stack([] {
     Inside inside;
     FuturePtr owner = completed();

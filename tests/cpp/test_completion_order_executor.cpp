@@ -1,4 +1,4 @@
-// Serial executors: callbacks in the order of completion, on a thread that waits for nobody else's callbacks.
+// Completion-order executor: callbacks run in completion order, on a thread that runs no other callbacks.
 #include "core/completion_order_executor.h"
 
 #include <algorithm>
@@ -21,20 +21,20 @@ using namespace cudafuture::fake;
 namespace {
 
 CompletionOrderExecutor& new_serial(std::string name) {
-  static auto* const all =
-      new std::vector<CompletionOrderExecutor*>;  // it is never freed, and is to be found by leak checkers
-  all->push_back(&CompletionOrderExecutor::make(std::move(name)));
-  return *all->back();
+  // The executors are never freed. The list keeps them reachable for leak checkers.
+  static auto* const executors = new std::vector<CompletionOrderExecutor*>;
+  executors->push_back(&CompletionOrderExecutor::make(std::move(name)));
+  return *executors->back();
 }
 
 }  // namespace
 
 TEST_SUITE_BEGIN("completion_order_executor");
 
-TEST_CASE_FIXTURE(Rules, "callbacks run in the order in which their futures were completed") {
+TEST_CASE_FIXTURE(Rules, "callbacks run in the order in which their futures complete") {
   constexpr int kCallbacks = 50;
   CompletionOrderExecutor& serial = new_serial("serial");
-  std::vector<FuturePtr> parents = many(kCallbacks);
+  std::vector<FuturePtr> parents = many_pending(kCallbacks);
   Order order;
   for (int i = 0; i < kCallbacks; ++i)
     parents[static_cast<std::size_t>(i)]->attach(call_inside(mark(order, i), &serial));
@@ -48,8 +48,7 @@ TEST_CASE_FIXTURE(Rules, "callbacks run in the order in which their futures were
   CHECK(order == shuffled);
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "a callback that blocks on the callback thread, or on another serial executor, holds up none") {
+TEST_CASE_FIXTURE(Rules, "callbacks that block the callback thread or another executor do not delay this executor") {
   CompletionOrderExecutor& serial = new_serial("serial");
   CompletionOrderExecutor& other = new_serial("other");
   Signal go_on;
@@ -63,7 +62,7 @@ TEST_CASE_FIXTURE(Rules,
 }
 
 TEST_CASE_FIXTURE(Rules,
-                  "callbacks of many threads run one at a time, and for the order of collectives in no serial queue") {
+                  "callbacks that many threads attach run one at a time, and current() returns no serial queue") {
   CompletionOrderExecutor& serial = new_serial("serial");
   int running = 0;
   int count = 0;
@@ -85,7 +84,7 @@ TEST_CASE_FIXTURE(Rules,
   CHECK(count == 400);
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that is dropped before it is posted has no place") {
+TEST_CASE_FIXTURE(Rules, "a callback that is dropped before it is posted delays no other") {
   CompletionOrderExecutor& serial = new_serial("serial");
   Order order;
   {

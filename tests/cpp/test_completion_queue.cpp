@@ -1,4 +1,4 @@
-// Where continuations run, and in which order: the queue of a thread, executors, helping.
+// The thread and the order in which continuations run: the queue of a thread, executors, help().
 #include <string>
 #include <thread>
 #include <vector>
@@ -14,8 +14,8 @@ using namespace cudafuture::fake;
 
 namespace {
 
-// Keeps what it is given until the test runs it.
-struct HeldBack final : Executor {
+// An executor that keeps posted continuations until the test runs them.
+struct HoldingExecutor final : Executor {
   void post(Continuation* c) noexcept override { held.push_back(c); }
   void run_all() {
     for (Continuation* c : std::exchange(held, {})) {
@@ -30,7 +30,7 @@ struct HeldBack final : Executor {
 
 TEST_SUITE_BEGIN("completion_queue");
 
-TEST_CASE_FIXTURE(Rules, "callbacks run in the order in which they were attached") {
+TEST_CASE_FIXTURE(Rules, "callbacks of a future run in attachment order") {
   const FuturePtr future = pending();
   Order order;
   for (int i = 0; i < 10; ++i) future->attach(call([&, i](Future&) { order.push_back(i); }));
@@ -40,7 +40,7 @@ TEST_CASE_FIXTURE(Rules, "callbacks run in the order in which they were attached
   CHECK_FALSE(CompletionQueue::current().draining());
 }
 
-TEST_CASE_FIXTURE(Rules, "a completion inside a callback adds to the queue and runs nothing there") {
+TEST_CASE_FIXTURE(Rules, "callbacks of a future completed inside a callback are queued and run later") {
   const FuturePtr outer = pending();
   const FuturePtr inner = pending();
   Order order;
@@ -56,7 +56,7 @@ TEST_CASE_FIXTURE(Rules, "a completion inside a callback adds to the queue and r
   CHECK(order == Order{1, 2, 3, 4});
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback attached inside a callback to a done future waits its turn") {
+TEST_CASE_FIXTURE(Rules, "a callback attached to a done future inside a callback runs after that callback returns") {
   const FuturePtr done = completed();
   Order order;
   done->attach(call([&](Future& self) {
@@ -66,27 +66,28 @@ TEST_CASE_FIXTURE(Rules, "a callback attached inside a callback to a done future
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that a native one causes from inside the runtime runs inside it") {
+TEST_CASE_FIXTURE(Rules,
+                  "a foreign callback runs inside the runtime if a native callback completes its future inside it") {
   const FuturePtr outer = pending();
   const FuturePtr inner = pending();
   Signal ran;
   inner->attach(call_inside([&](Future&) { ran.send(); }));
   outer->attach(call([&](Future&) {
-    const Inside for_a_moment;  // as to drop a tensor, whose last reference completes a future
+    const Inside inside;  // like a callback that drops the last reference to a tensor
     inner->complete({});
   }));
   std::thread([&] { outer->complete({}); }).join();
   ran.wait();
 }
 
-TEST_CASE_FIXTURE(Rules, "each thread has a queue of its own") {
+TEST_CASE_FIXTURE(Rules, "each thread has its own queue") {
   const FuturePtr outer = pending();
   const FuturePtr inner = pending();
   bool ran = false;
   inner->attach(call([&](Future&) { ran = true; }));
   outer->attach(call([&](Future&) {
     std::thread([&] { inner->complete({}); }).join();
-    CHECK(ran);  // there, not behind us
+    CHECK(ran);  // in the other thread, not later in this thread's queue
   }));
   outer->complete({});
 }
@@ -99,13 +100,13 @@ TEST_CASE_FIXTURE(Rules, "the parent lives until its callback returns") {
     CHECK(parent.name() == "still here");
   }));
   Future& raw = *future;
-  const FuturePtr completing = future;  // whoever completes holds a reference
+  const FuturePtr completing = future;  // the completing thread holds a reference
   raw.complete({});
   CHECK_FALSE(future);
 }
 
-TEST_CASE_FIXTURE(Rules, "an executor gets its callbacks in order, with the parent") {
-  HeldBack executor;
+TEST_CASE_FIXTURE(Rules, "an executor receives callbacks in attachment order, with the parent") {
+  HoldingExecutor executor;
   Order order;
   FuturePtr future = pending();
   for (int i = 0; i < 3; ++i) {
@@ -121,12 +122,12 @@ TEST_CASE_FIXTURE(Rules, "an executor gets its callbacks in order, with the pare
 }
 
 TEST_CASE_FIXTURE(Rules,
-                  "a callback runs on the executor that it names; the future's own is a fact that nothing here uses") {
-  HeldBack usual;
-  HeldBack named;
+                  "a callback runs on the executor that it names, and the future's default executor is not used") {
+  HoldingExecutor by_default;
+  HoldingExecutor named;
   Order order;
   const FuturePtr future = pending();
-  future->set_default_executor(&usual);
+  future->set_default_executor(&by_default);
   const auto mark = [&](int i) { return [&order, i](Future&) { order.push_back(i); }; };
   future->attach(call(mark(0)));
   future->attach(call_inside(mark(1)));
@@ -135,31 +136,31 @@ TEST_CASE_FIXTURE(Rules,
   const Inside inside;
   future->complete({});
   CHECK(order == Order{0, 1, 3});
-  CHECK(usual.held.empty());
+  CHECK(by_default.held.empty());
   named.run_all();
   CHECK(order == Order{0, 1, 3, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "an executor hears of a callback when it is attached, before anybody can post it") {
-  struct Enrolling final : Executor {
-    void enrol(Continuation&) noexcept override { heard.push_back("enrol"); }
+TEST_CASE_FIXTURE(Rules, "an executor enrols a callback at attachment, before the callback is posted") {
+  struct EnrollingExecutor final : Executor {
+    void enrol(Continuation&) noexcept override { calls.push_back("enrol"); }
     void post(Continuation* c) noexcept override {
-      heard.push_back("post");
+      calls.push_back("post");
       InlineExecutor::get().post(c);
     }
-    std::vector<std::string> heard;
+    std::vector<std::string> calls;
   } executor;
-  using Heard = std::vector<std::string>;
+  using Calls = std::vector<std::string>;
   const FuturePtr future = pending();
   future->attach(call({}, Continuation::none, &executor));
-  CHECK(executor.heard == Heard{"enrol"});
+  CHECK(executor.calls == Calls{"enrol"});
   future->complete({});
-  CHECK(executor.heard == Heard{"enrol", "post"});
+  CHECK(executor.calls == Calls{"enrol", "post"});
   future->attach(call({}, Continuation::none, &executor));
-  CHECK(executor.heard == Heard{"enrol", "post", "enrol", "post"});
+  CHECK(executor.calls == Calls{"enrol", "post", "enrol", "post"});
 }
 
-TEST_CASE_FIXTURE(Rules, "a foreign callback runs where the future is completed, when that thread is inside") {
+TEST_CASE_FIXTURE(Rules, "a foreign callback runs in the completing thread if that thread is inside the runtime") {
   const FuturePtr future = pending();
   std::thread::id ran_in;
   future->attach(call_inside([&](Future&) { ran_in = std::this_thread::get_id(); }));
@@ -168,7 +169,8 @@ TEST_CASE_FIXTURE(Rules, "a foreign callback runs where the future is completed,
   CHECK(ran_in == std::this_thread::get_id());
 }
 
-TEST_CASE_FIXTURE(Rules, "a foreign callback goes to the callback thread when the completing thread is outside") {
+TEST_CASE_FIXTURE(Rules,
+                  "a foreign callback runs on the callback thread if the completing thread is outside the runtime") {
   for (Executor* executor : {static_cast<Executor*>(nullptr), static_cast<Executor*>(&InlineExecutor::get())}) {
     const FuturePtr future = pending();
     Signal ran;
@@ -185,7 +187,8 @@ TEST_CASE_FIXTURE(Rules, "a foreign callback goes to the callback thread when th
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "the inline executor runs what is posted to it in the posting thread, in its turn") {
+TEST_CASE_FIXTURE(Rules,
+                  "the inline executor runs callbacks in the posting thread, in the order in which they were posted") {
   Order order;
   const auto post = [&](int i, Callback::Run then = {}) {
     Callback* c = call([&order, i, then](Future& parent) {
@@ -202,13 +205,13 @@ TEST_CASE_FIXTURE(Rules, "the inline executor runs what is posted to it in the p
   CHECK(order == Order{1, 2, 3});
 }
 
-TEST_CASE_FIXTURE(Rules, "helping runs what stands in the queue until the awaited future is done, and no further") {
+TEST_CASE_FIXTURE(Rules, "help() runs queued callbacks until the awaited future is done, and no further ones") {
   const FuturePtr trigger = pending();
   const FuturePtr awaited = pending();
   Order order;
   trigger->attach(call([&](Future&) {
     order.push_back(1);
-    CompletionQueue::current().help(*awaited);  // without it this callback would wait for ever
+    CompletionQueue::current().help(*awaited);  // without it a wait in this callback would never end
     CHECK(awaited->done());
     order.push_back(4);
   }));
@@ -222,7 +225,7 @@ TEST_CASE_FIXTURE(Rules, "helping runs what stands in the queue until the awaite
   CHECK(order == Order{1, 2, 3, 4, 5});
 }
 
-TEST_CASE_FIXTURE(Rules, "helping with an empty queue, or for a done future, returns at once") {
+TEST_CASE_FIXTURE(Rules, "help() returns at once if the queue is empty or the future is done") {
   const FuturePtr never = pending();
   CompletionQueue::current().help(*never);
   int ran = 0;
@@ -236,7 +239,7 @@ TEST_CASE_FIXTURE(Rules, "helping with an empty queue, or for a done future, ret
   CHECK(ran == 1);
 }
 
-TEST_CASE_FIXTURE(Rules, "helpers that help end at a depth, and everything still runs") {
+TEST_CASE_FIXTURE(Rules, "nested help() stops at a maximum depth, and all callbacks still run") {
   constexpr int kMany = 1000;
   const FuturePtr never = pending();
   const FuturePtr trigger = pending();

@@ -1,4 +1,4 @@
-// What a callback finds as its caller left it, and what the thread finds afterwards.
+// The caller's context: the modes of torch that a callback inherits, and their restoration afterwards.
 #include <ATen/autocast_mode.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
@@ -27,7 +27,7 @@ struct Modes {
   bool operator==(const Modes&) const = default;
 };
 
-// Runs `body` in a thread as new: modes belong to threads.
+// Run `body` in a new thread, which has torch's default modes.
 template <class Body>
 void in_new_thread(Body body) {
   std::thread(body).join();
@@ -63,7 +63,7 @@ TEST_CASE_FIXTURE(Rules, "a context carries grad mode, forward grad mode and inf
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "a context without inference mode takes a thread out of it, and back") {
+TEST_CASE_FIXTURE(Rules, "a context without inference mode leaves it for the scope, and restores it") {
   const CallerContext context = CallerContext::capture();
   in_new_thread([&] {
     const c10::InferenceMode mode(true);
@@ -78,7 +78,8 @@ TEST_CASE_FIXTURE(Rules, "a context without inference mode takes a thread out of
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "a context carries autocast, its dtype and its cache, and leaves none of them behind") {
+TEST_CASE_FIXTURE(Rules,
+                  "a context carries autocast, its dtype and its cache flag, and restores them after the scope") {
   CallerContext context;
   in_new_thread([&] {
     at::autocast::set_autocast_enabled(kCpu, true);
@@ -100,7 +101,7 @@ TEST_CASE_FIXTURE(Rules, "a context carries autocast, its dtype and its cache, a
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "a context without autocast switches it off for the scope only") {
+TEST_CASE_FIXTURE(Rules, "a context without autocast disables it for the scope only") {
   const CallerContext context = CallerContext::capture();
   in_new_thread([&] {
     at::autocast::set_autocast_enabled(kCpu, true);
@@ -114,7 +115,7 @@ TEST_CASE_FIXTURE(Rules, "a context without autocast switches it off for the sco
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "scopes nest") {
+TEST_CASE_FIXTURE(Rules, "scopes of contexts nest") {
   CallerContext no_grad;
   in_new_thread([&] {
     c10::AutogradState::get_tls_state().set_grad_mode(false);
@@ -130,7 +131,7 @@ TEST_CASE_FIXTURE(Rules, "scopes nest") {
   CHECK_FALSE(c10::GradMode::is_enabled());
 }
 
-TEST_CASE_FIXTURE(Rules, "what a callback changes within a scope ends with it") {
+TEST_CASE_FIXTURE(Rules, "a scope restores modes that a callback changes in it") {
   const CallerContext context = CallerContext::capture();
   const Modes before;
   {

@@ -1,4 +1,4 @@
-// Events are kept and used again, per device, and made and destroyed under their own device only.
+// The event pool keeps events per device for reuse, and creates and destroys each with its own device current.
 #include <set>
 #include <vector>
 
@@ -19,7 +19,7 @@ int number_of_last_recording() { return accelerator.notes(Call::record).back().e
 
 TEST_SUITE_BEGIN("event_pool");
 
-TEST_CASE_FIXTURE(DeviceRules, "an event that nobody uses any more is used again") {
+TEST_CASE_FIXTURE(DeviceRules, "an event without references is reused") {
   DeviceEvent::record(stream(0, 0));
   const int number = number_of_last_recording();
   const auto before = EventPool::get().statistics();
@@ -31,7 +31,7 @@ TEST_CASE_FIXTURE(DeviceRules, "an event that nobody uses any more is used again
   CHECK(after.idle == before.idle - 1);
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "an event that somebody still holds is not used again") {
+TEST_CASE_FIXTURE(DeviceRules, "an event with a reference is not reused") {
   const DeviceEventPtr one = DeviceEvent::record(stream(0, 0));
   const int number = number_of_last_recording();
   const DeviceEventPtr shared = one;
@@ -39,7 +39,7 @@ TEST_CASE_FIXTURE(DeviceRules, "an event that somebody still holds is not used a
   CHECK(number_of_last_recording() != number);
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "events of one device are not used on another") {
+TEST_CASE_FIXTURE(DeviceRules, "events of one device are not reused on another") {
   DeviceEvent::record(stream(0, 0));
   const int number = number_of_last_recording();
   const DeviceEventPtr elsewhere = DeviceEvent::record(stream(1, 0));
@@ -47,14 +47,14 @@ TEST_CASE_FIXTURE(DeviceRules, "events of one device are not used on another") {
   CHECK(elsewhere->device() == device(1));
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "an event used again answers for its new recording") {
+TEST_CASE_FIXTURE(DeviceRules, "a query of a reused event returns the state of the new recording") {
   accelerator.launch(stream(0, 1));
-  DeviceEvent::record(stream(0, 1));  // given back before the device is there
+  DeviceEvent::record(stream(0, 1));  // released before the device reaches it
   const DeviceEventPtr again = DeviceEvent::record(stream(0, 2));
   CHECK(again->query());
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "events are made, recorded and queried under their own device") {
+TEST_CASE_FIXTURE(DeviceRules, "events are created, recorded and queried with their own device current") {
   std::vector<DeviceEventPtr> held;
   for (int i = 0; i < 100; ++i) held.push_back(DeviceEvent::record(stream(2, 0)));
   for (const DeviceEventPtr& event : held) CHECK(event->query());
@@ -64,7 +64,8 @@ TEST_CASE_FIXTURE(DeviceRules, "events are made, recorded and queried under thei
   CHECK(c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).getDevice() == device(0));
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "the pool keeps a bounded number, and destroys the rest under its own device") {
+TEST_CASE_FIXTURE(DeviceRules,
+                  "the pool keeps a bounded number of events, and destroys the others with their own device current") {
   constexpr std::size_t kMany = 1500;  // more than the pool keeps
   const int alive_before = accelerator.events_alive();
   const auto before = EventPool::get().statistics();
@@ -83,7 +84,8 @@ TEST_CASE_FIXTURE(DeviceRules, "the pool keeps a bounded number, and destroys th
   CHECK(accelerator.events_alive() == alive_before + static_cast<int>(after.idle) - static_cast<int>(before.idle));
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "the events of a device that is lost are kept, and serve when it is there again") {
+TEST_CASE_FIXTURE(DeviceRules,
+                  "the pool keeps the events of a lost device, and reuses them when the device works again") {
   constexpr std::size_t kMany = 1500;
   std::vector<DeviceEventPtr> held;
   for (std::size_t i = 0; i < kMany; ++i) held.push_back(DeviceEvent::record(stream(2, 0)));
@@ -98,8 +100,10 @@ TEST_CASE_FIXTURE(DeviceRules, "the events of a device that is lost are kept, an
   CHECK(accelerator.events_alive() == alive);
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "an event whose recording fails dies under its own device, and the error gets out") {
-  DeviceEvent::record(stream(1, 0));  // one to use again
+TEST_CASE_FIXTURE(DeviceRules,
+                  "if the recording of a reused event fails, the event is destroyed with its own device current, and "
+                  "the error is thrown") {
+  DeviceEvent::record(stream(1, 0));  // an idle event to reuse
   accelerator.fail_recordings(device(1));
   const int alive = accelerator.events_alive();
   CHECK_THROWS_AS(DeviceEvent::record(stream(1, 0)), DeviceFailure);
@@ -108,7 +112,8 @@ TEST_CASE_FIXTURE(DeviceRules, "an event whose recording fails dies under its ow
   CHECK(accelerator.events_alive() == alive - static_cast<int>(destroyed.size()));
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "a new event whose recording fails dies under its own device") {
+TEST_CASE_FIXTURE(DeviceRules,
+                  "if the recording of a new event fails, the event is destroyed with its own device current") {
   std::vector<DeviceEventPtr> all_idle;
   while (accelerator.notes(Call::make).empty()) all_idle.push_back(DeviceEvent::record(stream(1, 0)));
   accelerator.fail_recordings(device(1));
@@ -116,18 +121,18 @@ TEST_CASE_FIXTURE(DeviceRules, "a new event whose recording fails dies under its
   for (const Note& note : accelerator.notes(Call::destroy)) CHECK(note.current == 1);
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "when one device of several fails, the events of the others go back") {
+TEST_CASE_FIXTURE(DeviceRules, "if one of several devices fails, the events of the others return to the pool") {
   const auto idle = [] { return EventPool::get().statistics().idle; };
   DeviceEvent::record(stream(0, 0));
   const auto before = idle();
   accelerator.fail_recordings(device(1));
   CHECK_THROWS_AS(EventSet::record({device(0), device(1)}), DeviceFailure);
   accelerator.fail_recordings(device(1), false);
-  CHECK(idle() + 1 >= before);  // at most the failed one is gone
+  CHECK(idle() + 1 >= before);  // at most the failed event was destroyed
   CHECK(c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).getDevice() == device(0));
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "threads record and drop at once: no event is in two hands") {
+TEST_CASE_FIXTURE(DeviceRules, "threads record and drop events at the same time, and no event has two owners") {
   constexpr int kThreads = 6;
   together(kThreads, [&](int thread) {
     for (int i = 0; i < 300; ++i) {

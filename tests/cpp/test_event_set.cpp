@@ -1,4 +1,4 @@
-// The events of a future: one per device, on the right streams, joined, waited for.
+// The events of a future: one per device, recorded on the right streams, joined and waited for.
 #include <vector>
 
 #include "callback.h"
@@ -14,7 +14,7 @@ using namespace cudafuture::fake;
 
 namespace {
 
-// An event on that stream, behind work that has not finished.
+// Return an event on a stream, behind unfinished work.
 EventSet busy_on(const c10::Stream& on) {
   accelerator.launch(on);
   return EventSet::record(on.device(), on);
@@ -38,7 +38,8 @@ TEST_CASE_FIXTURE(DeviceRules, "an empty set has finished and orders nothing") {
   CHECK(accelerator.notes(Call::block).empty());
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "one event per device, on the current streams of this thread, under each device") {
+TEST_CASE_FIXTURE(DeviceRules,
+                  "record() records one event per device, on this thread's current stream, with the device current") {
   const StreamScope scope({stream(0, 7), stream(2, 9)});
   const EventSet set = EventSet::record({device(2), device(0), device(1)});
   CHECK(set.devices() == Devices{device(2), device(0), device(1)});
@@ -53,25 +54,25 @@ TEST_CASE_FIXTURE(DeviceRules, "one event per device, on the current streams of 
   CHECK(c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).getDevice() == device(0));
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "another thread's current streams are its own") {
+TEST_CASE_FIXTURE(DeviceRules, "record() ignores the current streams of other threads") {
   const StreamScope scope(stream(1, 5));
   on_engine_thread([] { EventSet::record(device(1)); });
   REQUIRE(accelerator.notes(Call::record).size() == 1);
   CHECK(accelerator.notes(Call::record)[0].stream == 0);
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "a given stream is taken for its own device, and only there") {
+TEST_CASE_FIXTURE(DeviceRules, "record() uses a given stream for that stream's device only") {
   const StreamScope scope({stream(0, 4), stream(1, 5)});
   const EventSet set = EventSet::record({device(0), device(1)}, {stream(2, 8), stream(1, 6)});
   const auto recorded = accelerator.notes(Call::record);
   REQUIRE(recorded.size() == 2);
   CHECK(recorded[0].device == 0);
-  CHECK(recorded[0].stream == 4);  // nothing was given: the current one
+  CHECK(recorded[0].stream == 4);  // the current stream, because none was given
   CHECK(recorded[1].device == 1);
   CHECK(recorded[1].stream == 6);
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "the set has finished when every device has") {
+TEST_CASE_FIXTURE(DeviceRules, "query() returns true when all devices have finished") {
   for (int i : {0, 1}) accelerator.launch(stream(i, 0));
   const EventSet set = EventSet::record({device(0), device(1)});
   CHECK_FALSE(set.query());
@@ -81,14 +82,14 @@ TEST_CASE_FIXTURE(DeviceRules, "the set has finished when every device has") {
   CHECK(set.query());
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "work launched after the event does not hold it up") {
+TEST_CASE_FIXTURE(DeviceRules, "work that is launched after the event does not delay it") {
   const EventSet set = busy_on(stream(0, 1));
   accelerator.finish(stream(0, 1));
   accelerator.launch(stream(0, 1));
   CHECK(set.query());
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "a query that fails says what the device said, under its device") {
+TEST_CASE_FIXTURE(DeviceRules, "query() throws the device's error, and queries with the device current") {
   const EventSet set = busy_on(stream(1, 0));
   accelerator.fail_queries(device(1));
   CHECK_THROWS_AS(set.query(), DeviceFailure);
@@ -96,7 +97,7 @@ TEST_CASE_FIXTURE(DeviceRules, "a query that fails says what the device said, un
   CHECK(accelerator.notes(Call::query)[0].current == 1);
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "the current streams wait, each for the event of its device") {
+TEST_CASE_FIXTURE(DeviceRules, "each current stream waits for the event of its device") {
   for (int i : {0, 1}) accelerator.launch(stream(i, 1));
   const EventSet set = EventSet::record({device(0), device(1)}, {stream(0, 1), stream(1, 1)});
   const StreamScope scope({stream(0, 2), stream(1, 2)});
@@ -124,7 +125,7 @@ TEST_CASE_FIXTURE(DeviceRules, "a stream waits for the event of its own device o
   CHECK(behind.query());
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "synchronize blocks the thread until the device is there, under its device") {
+TEST_CASE_FIXTURE(DeviceRules, "synchronize() blocks the thread until the device has finished") {
   const EventSet set = busy_on(stream(1, 0));
   bool finished = false;
   together(2, [&](int i) {
@@ -138,7 +139,7 @@ TEST_CASE_FIXTURE(DeviceRules, "synchronize blocks the thread until the device i
   });
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "sets that share no device are joined as they are") {
+TEST_CASE_FIXTURE(DeviceRules, "join() keeps the events of sets that share no device") {
   const EventSet one = EventSet::record(device(0));
   const EventSet two = EventSet::record({device(2), device(1)});
   const EventSet none;
@@ -151,7 +152,7 @@ TEST_CASE_FIXTURE(DeviceRules, "sets that share no device are joined as they are
 }
 
 TEST_CASE_FIXTURE(DeviceRules,
-                  "events of one device are joined on a pool stream of the priority: one event behind all") {
+                  "join() merges the events of one device into one event, on a pool stream with the priority") {
   const EventSet one = busy_on(stream(1, 1));
   const EventSet two = busy_on(stream(1, 2));
   const EventSet three = busy_on(stream(1, 3));
@@ -184,7 +185,7 @@ TEST_SUITE_END();
 
 TEST_SUITE_BEGIN("future and devices");
 
-TEST_CASE_FIXTURE(DeviceRules, "the devices of a future are its bounding set, else those of its events") {
+TEST_CASE_FIXTURE(DeviceRules, "devices() returns the bounding set, or the devices of the events if there is none") {
   const FuturePtr free = completed(EventSet::record({device(1), device(2)}));
   CHECK(free->devices() == Devices{device(1), device(2)});
   const FuturePtr bounded = pending();
@@ -193,7 +194,7 @@ TEST_CASE_FIXTURE(DeviceRules, "the devices of a future are its bounding set, el
   CHECK(bounded->devices() == Devices{device(0), device(2)});
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "a failed future has events too, so that who recovers is ordered") {
+TEST_CASE_FIXTURE(DeviceRules, "a failed future has events too, which order consumers that recover") {
   const FuturePtr future = pending();
   future->fail(Value::of_error(nullptr), busy_on(stream(0, 1)));
   future->mark_seen();
@@ -202,7 +203,7 @@ TEST_CASE_FIXTURE(DeviceRules, "a failed future has events too, so that who reco
   CHECK(future->device_work_finished());
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "complete does not mean that the device has finished") {
+TEST_CASE_FIXTURE(DeviceRules, "a completed future's device work may be unfinished") {
   const FuturePtr future = pending();
   CHECK_FALSE(future->device_work_finished());  // pending
   future->complete({}, busy_on(stream(0, 1)));
@@ -213,7 +214,7 @@ TEST_CASE_FIXTURE(DeviceRules, "complete does not mean that the device has finis
   CHECK(completed()->device_work_finished());
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "a device that fails leaves a late error and counts as finished") {
+TEST_CASE_FIXTURE(DeviceRules, "a device failure sets a late error, and the device work counts as finished") {
   const FuturePtr future = completed(busy_on(stream(0, 1)));
   accelerator.fail_queries(device(0));
   CHECK(future->device_work_finished());
@@ -222,7 +223,7 @@ TEST_CASE_FIXTURE(DeviceRules, "a device that fails leaves a late error and coun
   CHECK(future->state() == State::completed);
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "events are recorded by who completes, and shared by all who wait, in any thread") {
+TEST_CASE_FIXTURE(DeviceRules, "the completing thread records the events, and all waiting threads share them") {
   const FuturePtr future = completed(busy_on(stream(0, 1)));
   const auto recordings = accelerator.notes(Call::record).size();
   together(4, [&](int i) {
@@ -234,7 +235,7 @@ TEST_CASE_FIXTURE(DeviceRules, "events are recorded by who completes, and shared
   for (int i = 0; i < 4; ++i) CHECK_FALSE(EventSet::record(device(0), stream(0, 10 + i)).query());
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "ordering tells the allocator which streams use which storages") {
+TEST_CASE_FIXTURE(DeviceRules, "order_current_streams() records the use of storages by streams with the allocator") {
   const at::Tensor on_zero = tensor_on(device(0));
   const at::Tensor on_one = tensor_on(device(1));
   const FuturePtr future = completed(EventSet::record({device(0), device(1)}));
@@ -249,7 +250,8 @@ TEST_CASE_FIXTURE(DeviceRules, "ordering tells the allocator which streams use w
   CHECK(used[1].stream == 4);
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "a future that holds the memory tells the allocator nothing, and orders all the same") {
+TEST_CASE_FIXTURE(DeviceRules,
+                  "order_current_streams() records no use if the future holds the memory, but orders the streams") {
   const FuturePtr future = c10::make_intrusive<Future>(0, Lifetime::hold);
   future->complete({}, EventSet::record(device(0)));
   order_current_streams(*future, {tensor_on(device(0))});
@@ -257,14 +259,14 @@ TEST_CASE_FIXTURE(DeviceRules, "a future that holds the memory tells the allocat
   CHECK(accelerator.notes(Call::block).size() == 1);
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "tensors of the host need no ordering") {
+TEST_CASE_FIXTURE(DeviceRules, "host tensors need no order") {
   const at::Tensor host = tensor_on(c10::Device(c10::DeviceType::CPU));
   order_current_streams(*completed(), {host});
   CHECK(accelerator.notes(Call::use).empty());
   CHECK(devices_of({host}).empty());
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "the devices of tensors are named once, in the order in which they come") {
+TEST_CASE_FIXTURE(DeviceRules, "devices_of() returns each device once, in the order of the tensors") {
   const at::Tensor host = tensor_on(c10::Device(c10::DeviceType::CPU));
   const at::Tensor one = tensor_on(device(1));
   CHECK(devices_of({one, host, tensor_on(device(0)), one, tensor_on(device(1))}) == Devices{device(1), device(0)});

@@ -1,4 +1,4 @@
-// The state machine: every transition, what comes with it, and who is told.
+// The state machine of a future: its transitions, their effects, and the calls to its producer.
 #include <ostream>
 #include <stdexcept>
 #include <string>
@@ -9,9 +9,8 @@
 #include "rules.h"
 #include "threads.h"
 
-// How the test framework shows them.
+// Format for doctest's messages.
 namespace cudafuture {
-std::ostream& operator<<(std::ostream& out, State state) { return out << name_of(state); }
 std::ostream& operator<<(std::ostream& out, TraceEvent event) { return out << static_cast<int>(event); }
 }  // namespace cudafuture
 
@@ -20,30 +19,28 @@ using namespace cudafuture::fake;
 
 namespace {
 
-Value error(const char* what) { return Value::of_error(std::make_exception_ptr(std::runtime_error(what))); }
-
-// Writes down what it is asked and told.
-struct Watched final : Producer {
+// A producer that counts its calls.
+struct CountingProducer final : Producer {
   bool cancel(Future& future) override {
-    ++asked;
+    ++cancels;
     if (on_cancel) on_cancel(future);
     return agrees;
   }
   void finished(Future& future) noexcept override {
-    ++told;
+    ++notifications;
     if (on_finished) on_finished(future);
   }
   int visit(ForeignVisitor visitor) const override { return visitor(kept.get()); }
 
   bool agrees = true;
-  int asked = 0;
-  int told = 0;
+  int cancels = 0;
+  int notifications = 0;
   std::function<void(Future&)> on_cancel;
   std::function<void(Future&)> on_finished;
   Foreign kept;
 };
 
-// Hangs under the future's lock.
+// Take the future's lock: a thread that already holds it deadlocks.
 void take_lock_of(Future& future) { CHECK_FALSE(future.detach(nullptr)); }
 
 std::vector<TraceEvent> traced;
@@ -53,7 +50,7 @@ std::vector<std::string> unseen;
 
 TEST_SUITE_BEGIN("future");
 
-TEST_CASE_FIXTURE(Rules, "a new future is pending and has nothing") {
+TEST_CASE_FIXTURE(Rules, "a new future is pending and has no value, name, devices or executor") {
   const FuturePtr future = pending(-1);
   CHECK(future->state() == State::pending);
   CHECK_FALSE(future->done());
@@ -70,7 +67,7 @@ TEST_CASE_FIXTURE(Rules, "a new future is pending and has nothing") {
   CHECK(future->age().count() >= 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "facts are kept as they were given, devices sorted and once") {
+TEST_CASE_FIXTURE(Rules, "a future keeps its properties, and its devices sorted without duplicates") {
   const FuturePtr future = c10::make_intrusive<Future>(3, Lifetime::hold);
   const c10::Device one(c10::DeviceType::PrivateUse1, 1);
   const c10::Device two(c10::DeviceType::PrivateUse1, 2);
@@ -89,9 +86,9 @@ TEST_CASE_FIXTURE(Rules, "facts are kept as they were given, devices sorted and 
   CHECK(future->released().get() == released.get());
 }
 
-TEST_CASE_FIXTURE(Rules, "a release that is promised is made when somebody asks, before it or after") {
+TEST_CASE_FIXTURE(Rules, "released() returns a future that release() completes, also if release() came first") {
   const FuturePtr early = c10::make_intrusive<Future>(2);
-  early->release();  // of nothing that was promised
+  early->release();  // no effect without a promise
   CHECK_FALSE(early->released());
   early->promise_release();
   const FuturePtr released = early->released();
@@ -109,21 +106,21 @@ TEST_CASE_FIXTURE(Rules, "a release that is promised is made when somebody asks,
   CHECK(late->state() == State::pending);
 }
 
-TEST_CASE_FIXTURE(Rules, "an empty bounding set is a bound") {
+TEST_CASE_FIXTURE(Rules, "a future with an empty bounding set is bounded") {
   const FuturePtr future = pending();
   future->set_bounding_set({});
   CHECK(future->is_bounded());
   CHECK(future->bounding_set().empty());
 }
 
-TEST_CASE_FIXTURE(Rules, "every state has its name") {
+TEST_CASE_FIXTURE(Rules, "name_of() returns the name of each state") {
   CHECK(std::string(name_of(State::pending)) == "pending");
   CHECK(std::string(name_of(State::completed)) == "completed");
   CHECK(std::string(name_of(State::failed)) == "failed");
   CHECK(std::string(name_of(State::cancelled)) == "cancelled");
 }
 
-TEST_CASE_FIXTURE(Rules, "the first outcome is the outcome for ever") {
+TEST_CASE_FIXTURE(Rules, "the first outcome of a future is final") {
   const FuturePtr future = pending();
   bool first = false;
   State outcome = State::pending;
@@ -137,13 +134,13 @@ TEST_CASE_FIXTURE(Rules, "the first outcome is the outcome for ever") {
     outcome = State::completed;
   }
   SUBCASE("failed") {
-    first = future->fail(error("no"));
+    first = future->fail(error_value("no"));
     future->mark_seen();
     outcome = State::failed;
   }
   SUBCASE("failed after it was started") {
     CHECK(future->start());
-    first = future->fail(error("no"));
+    first = future->fail(error_value("no"));
     future->mark_seen();
     outcome = State::failed;
   }
@@ -155,7 +152,7 @@ TEST_CASE_FIXTURE(Rules, "the first outcome is the outcome for ever") {
   CHECK(future->state() == outcome);
   CHECK(future->done());
   CHECK_FALSE(future->complete(Value::of_native(8)));
-  CHECK_FALSE(future->fail(error("too late")));
+  CHECK_FALSE(future->fail(error_value("too late")));
   CHECK_FALSE(future->start());
   future->give_back();
   future->cancel();
@@ -164,14 +161,14 @@ TEST_CASE_FIXTURE(Rules, "the first outcome is the outcome for ever") {
   CHECK((future->value().error != nullptr) == (outcome == State::failed));
 }
 
-TEST_CASE_FIXTURE(Rules, "cancelling succeeds once") {
+TEST_CASE_FIXTURE(Rules, "cancel() succeeds once") {
   const FuturePtr future = pending();
   CHECK(future->cancel());
   CHECK_FALSE(future->cancel());
   CHECK(future->state() == State::cancelled);
 }
 
-TEST_CASE_FIXTURE(Rules, "a started future cannot be cancelled until it is given back") {
+TEST_CASE_FIXTURE(Rules, "a started future cannot be cancelled until give_back()") {
   const FuturePtr future = pending();
   CHECK(future->start());
   CHECK_FALSE(future->cancel());
@@ -181,216 +178,131 @@ TEST_CASE_FIXTURE(Rules, "a started future cannot be cancelled until it is given
   CHECK(future->state() == State::cancelled);
 }
 
-TEST_CASE_FIXTURE(Rules, "a value that comes too late is dropped") {
+TEST_CASE_FIXTURE(Rules, "a value for a done future is dropped") {
   const FuturePtr future = completed();
-  bool died = false;
+  bool destroyed = false;
   {
     Inside inside;
-    CHECK_FALSE(future->complete(Value::of_object(object([&] { died = true; }))));
+    CHECK_FALSE(future->complete(Value::of_object(object([&] { destroyed = true; }))));
   }
-  CHECK(died);
+  CHECK(destroyed);
 }
 
-TEST_CASE_FIXTURE(Rules, "the producer is asked before a future is cancelled, and can refuse") {
+TEST_CASE_FIXTURE(Rules, "cancel() of a future calls the producer, which can refuse") {
   const FuturePtr future = pending();
-  const auto producer = std::make_shared<Watched>();
+  const auto producer = std::make_shared<CountingProducer>();
   producer->agrees = false;
   future->set_producer(producer);
   CHECK_FALSE(future->cancel());
   CHECK(future->state() == State::pending);
   producer->agrees = true;
   CHECK(future->cancel());
-  CHECK(producer->asked == 2);
-  CHECK(producer->told == 1);
+  CHECK(producer->cancels == 2);
+  CHECK(producer->notifications == 1);
 }
 
-TEST_CASE_FIXTURE(Rules, "the producer is not asked once the future has started or is done") {
+TEST_CASE_FIXTURE(Rules, "cancel() does not call the producer of a started or done future") {
   const FuturePtr future = pending();
-  const auto producer = std::make_shared<Watched>();
+  const auto producer = std::make_shared<CountingProducer>();
   future->set_producer(producer);
   future->start();
   CHECK_FALSE(future->cancel());
   future->complete({});
   CHECK_FALSE(future->cancel());
-  CHECK(producer->asked == 0);
+  CHECK(producer->cancels == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "a producer that completes the future when it is asked to cancel wins") {
+TEST_CASE_FIXTURE(Rules, "cancel() fails if the producer completes the future in its own cancel()") {
   const FuturePtr future = pending();
-  const auto producer = std::make_shared<Watched>();
+  const auto producer = std::make_shared<CountingProducer>();
   producer->on_cancel = [](Future& f) { f.complete(Value::of_native(1)); };
   future->set_producer(producer);
   CHECK_FALSE(future->cancel());
   CHECK(future->state() == State::completed);
 }
 
-TEST_CASE_FIXTURE(Rules, "a producer that starts the future when it is asked to cancel wins") {
+TEST_CASE_FIXTURE(Rules, "cancel() fails if the producer starts the future in its own cancel()") {
   const FuturePtr future = pending();
-  const auto producer = std::make_shared<Watched>();
+  const auto producer = std::make_shared<CountingProducer>();
   producer->on_cancel = [](Future& f) { CHECK(f.start()); };
   future->set_producer(producer);
   CHECK_FALSE(future->cancel());
   CHECK(future->state() == State::pending);
-  CHECK(producer->told == 0);
+  CHECK(producer->notifications == 0);
   CHECK(future->complete({}));
 }
 
-TEST_CASE_FIXTURE(Rules, "the producer is told once, without the future's lock, and dropped") {
+TEST_CASE_FIXTURE(Rules,
+                  "finished() of the producer is called once, without the future's lock, and the producer is dropped") {
   const FuturePtr future = pending();
-  auto producer = std::make_shared<Watched>();
-  const std::weak_ptr<Watched> alive = producer;
-  int told = 0;
-  bool told_before_callbacks = false;
+  auto producer = std::make_shared<CountingProducer>();
+  const std::weak_ptr<CountingProducer> alive = producer;
+  int notifications = 0;
+  bool notified_before_callbacks = false;
   producer->on_finished = [&](Future& f) {
     CHECK(&f == future.get());
     CHECK(f.done());
     take_lock_of(f);
-    ++told;
+    ++notifications;
   };
-  future->attach(call([&](Future&) { told_before_callbacks = told == 1; }));
+  future->attach(call([&](Future&) { notified_before_callbacks = notifications == 1; }));
   future->set_producer(std::move(producer));
   SUBCASE("completed") { future->complete({}); }
   SUBCASE("failed") {
-    future->fail(error("no"));
+    future->fail(error_value("no"));
     future->mark_seen();
   }
   SUBCASE("cancelled") { future->cancel(); }
-  CHECK(told == 1);
-  CHECK(told_before_callbacks);
+  CHECK(notifications == 1);
+  CHECK(notified_before_callbacks);
   CHECK(alive.expired());
 }
 
-TEST_CASE_FIXTURE(Rules, "a producer whose future is dropped pending is told nothing") {
-  const auto producer = std::make_shared<Watched>();
+TEST_CASE_FIXTURE(Rules, "finished() is not called if the future is dropped while pending") {
+  const auto producer = std::make_shared<CountingProducer>();
   {
     const FuturePtr future = pending();
     future->set_producer(producer);
   }
-  CHECK(producer->told == 0);
+  CHECK(producer->notifications == 0);
   CHECK(producer.use_count() == 1);
 }
 
-TEST_CASE_FIXTURE(Rules, "a continuation runs once, with its parent done, whatever the outcome") {
-  FuturePtr future = pending();
-  std::vector<State> seen;
-  future->attach(call([&](Future& parent) { seen.push_back(parent.state()); }));
-  SUBCASE("completed") {
-    future->complete({});
-    CHECK(seen == std::vector{State::completed});
-  }
-  SUBCASE("failed") {
-    future->fail(error("no"));
-    future->mark_seen();
-    CHECK(seen == std::vector{State::failed});
-  }
-  SUBCASE("cancelled") {
-    future->cancel();
-    CHECK(seen == std::vector{State::cancelled});
-  }
-  future.reset();
-  CHECK(seen.size() == 1);
-}
-
-TEST_CASE_FIXTURE(Rules, "a continuation of a done future runs at once, in the thread that attaches it") {
-  const FuturePtr future = completed();
-  std::thread::id ran_in;
-  future->attach(call([&](Future&) { ran_in = std::this_thread::get_id(); }));
-  CHECK(ran_in == std::this_thread::get_id());
-}
-
-TEST_CASE_FIXTURE(Rules, "a detached continuation belongs to the caller, and those around it keep their order") {
-  const FuturePtr future = pending();
-  std::vector<int> ran;
-  Callback* callbacks[5];
-  for (int i = 0; i < 5; ++i) {
-    callbacks[i] = call([&, i](Future&) { ran.push_back(i); });
-    future->attach(callbacks[i]);
-  }
-  for (const int i : {0, 2, 4}) {  // first, middle, last
-    CHECK(future->detach(callbacks[i]));
-    CHECK_FALSE(future->detach(callbacks[i]));
-    callbacks[i]->abandon();
-  }
-  future->attach(call([&](Future&) { ran.push_back(5); }));
-  future->complete({});
-  CHECK(ran == std::vector{1, 3, 5});
-  CHECK_FALSE(future->detach(callbacks[1]));
-}
-
-TEST_CASE_FIXTURE(Rules, "detach_if takes the first that fits") {
-  const FuturePtr future = pending();
-  Callback* const one = call({});
-  Callback* const two = call({}, Continuation::foreign);
-  Callback* const three = call({}, Continuation::foreign);
-  for (Callback* c : {one, two, three}) future->attach(c);
-  const auto is_foreign = [](const Continuation& c) { return (c.flags & Continuation::foreign) != 0; };
-  CHECK(future->detach_if(is_foreign) == two);
-  CHECK(future->detach_if(is_foreign) == three);
-  CHECK(future->detach_if(is_foreign) == nullptr);
-  Inside inside;
-  two->abandon();
-  three->abandon();
-  CHECK(future->detach(one));
-  one->abandon();
-}
-
-TEST_CASE_FIXTURE(Rules, "continuations of a future that dies pending are abandoned in order, in the runtime") {
-  FuturePtr future = pending();
-  std::vector<int> abandoned;
-  bool all_inside = true;
-  for (int i = 0; i < 3; ++i) {
-    future->attach(new Callback({}, Continuation::none, nullptr, [&, i] {
-      abandoned.push_back(i);
-      all_inside = all_inside && Runtime::inside();
-    }));
-  }
-  SUBCASE("here, when this thread is inside") {
-    Inside inside;
-    future.reset();
-    CHECK(abandoned.size() == 3);
-  }
-  SUBCASE("on the callback thread, when it is not") {
-    future.reset();
-    settle_callback_thread();
-  }
-  CHECK(abandoned == std::vector{0, 1, 2});
-  CHECK(all_inside);
-}
-
-TEST_CASE_FIXTURE(Rules, "clear gives up callbacks, producer and objects, and keeps quiet about it") {
+TEST_CASE_FIXTURE(Rules, "clear() drops callbacks, producer and objects, and reports no unseen failure") {
   Inside inside;
   set_unseen_failure_hook([](Value&&, const std::string& name, Foreign&&) { unseen.push_back(name); });
   unseen.clear();
   int abandoned = 0;
-  int died = 0;
+  int destroyed = 0;
   {
     const FuturePtr future = pending();
     future->attach(new Callback({}, Continuation::foreign, nullptr, [&] { ++abandoned; }));
-    const auto producer = std::make_shared<Watched>();
+    const auto producer = std::make_shared<CountingProducer>();
     future->set_producer(producer);
     future->clear();
     CHECK(abandoned == 1);
     CHECK(producer.use_count() == 1);
 
     const FuturePtr failed = pending();
-    // Dropping an object can run any code: it must not happen under the future's lock.
-    const auto dies = [&died, f = failed.get()] {
-      ++died;
+    // The destruction of an object can run any code, so it must not happen under the future's lock.
+    const auto destroy = [&destroyed, f = failed.get()] {
+      ++destroyed;
       take_lock_of(*f);
     };
-    failed->fail(Value::of_error(object(dies), object(dies)));
+    failed->fail(Value::of_error(object(destroy), object(destroy)));
     failed->clear();
-    CHECK(died == 2);
+    CHECK(destroyed == 2);
     CHECK(failed->state() == State::failed);
   }
   CHECK(unseen.empty());
   set_unseen_failure_hook(nullptr);
 }
 
-TEST_CASE_FIXTURE(Rules, "visit shows every reference that a future owns, and stops when it is told to") {
+TEST_CASE_FIXTURE(Rules,
+                  "visit() reports every reference that a future owns, and stops if the visitor returns non-zero") {
   Inside inside;
   const FuturePtr future = pending();
-  const auto producer = std::make_shared<Watched>();
+  const auto producer = std::make_shared<CountingProducer>();
   producer->kept = object();
   void* const of_producer = producer->kept.get();
   future->set_producer(producer);
@@ -401,8 +313,8 @@ TEST_CASE_FIXTURE(Rules, "visit shows every reference that a future owns, and st
 
   using Seen = std::vector<void*>;
   Seen seen;
-  const ForeignVisitor all{[](void* one, void* into) {
-                             static_cast<Seen*>(into)->push_back(one);
+  const ForeignVisitor all{[](void* reference, void* into) {
+                             static_cast<Seen*>(into)->push_back(reference);
                              return 0;
                            },
                            &seen};
@@ -410,8 +322,8 @@ TEST_CASE_FIXTURE(Rules, "visit shows every reference that a future owns, and st
   CHECK(seen == Seen{of_callback, of_producer});
 
   seen.clear();
-  const ForeignVisitor first{[](void* one, void* into) {
-                               static_cast<Seen*>(into)->push_back(one);
+  const ForeignVisitor first{[](void* reference, void* into) {
+                               static_cast<Seen*>(into)->push_back(reference);
                                return 42;
                              },
                              &seen};
@@ -425,10 +337,10 @@ TEST_CASE_FIXTURE(Rules, "visit shows every reference that a future owns, and st
   future->mark_seen();
   seen.clear();
   CHECK(future->visit(all) == 0);
-  CHECK(seen == outcome);  // the callback has run, the producer is gone
+  CHECK(seen == outcome);  // the callback has run, and the producer was dropped
 }
 
-TEST_CASE_FIXTURE(Rules, "a failure that nobody has seen is reported once, with its name, when the future dies") {
+TEST_CASE_FIXTURE(Rules, "an unseen failure is reported once, with the future's name, when the future is destroyed") {
   set_unseen_failure_hook([](Value&& value, const std::string& name, Foreign&&) {
     CHECK(value.error != nullptr);
     unseen.push_back(name);
@@ -437,12 +349,12 @@ TEST_CASE_FIXTURE(Rules, "a failure that nobody has seen is reported once, with 
   const auto fails = [](const char* name) {
     FuturePtr future = pending();
     future->set_name(name);
-    future->fail(error("no"));
+    future->fail(error_value("no"));
     return future;
   };
-  fails("nobody looked");
-  CHECK(unseen == std::vector<std::string>{"nobody looked"});
-  fails("somebody looked")->mark_seen();
+  fails("unseen");
+  CHECK(unseen == std::vector<std::string>{"unseen"});
+  fails("seen")->mark_seen();
   completed();
   pending()->cancel();
   pending();
@@ -450,7 +362,7 @@ TEST_CASE_FIXTURE(Rules, "a failure that nobody has seen is reported once, with 
   set_unseen_failure_hook(nullptr);
 }
 
-TEST_CASE_FIXTURE(Rules, "the first late error stays") {
+TEST_CASE_FIXTURE(Rules, "a future keeps its first late error") {
   const FuturePtr future = completed();
   const auto first = std::make_exception_ptr(std::runtime_error("first"));
   future->set_late_error(first);
@@ -459,7 +371,7 @@ TEST_CASE_FIXTURE(Rules, "the first late error stays") {
   CHECK(future->state() == State::completed);
 }
 
-TEST_CASE_FIXTURE(Rules, "the tracer hears of the birth and of the end, without the future's lock") {
+TEST_CASE_FIXTURE(Rules, "the trace hook is called at creation and at the end, without the future's lock") {
   traced.clear();
   trace_hook = [](TraceEvent event, const Future& future) {
     traced.push_back(event);

@@ -1,4 +1,4 @@
-// The virtual time of host threads: where futures note it, and when a time counts.
+// The virtual time of host threads: the times that futures store, and which times are valid.
 #include "core/host_clock.h"
 
 #include <algorithm>
@@ -27,27 +27,27 @@ struct ThreadClock {
 
 TEST_SUITE_BEGIN("host clock");
 
-TEST_CASE_FIXTURE(Rules, "without a clock there is no time") {
+TEST_CASE_FIXTURE(Rules, "without a clock the host time is zero and joining a time has no effect") {
   CHECK(host_time().generation == 0);
   CHECK(completed()->completed_at().generation == 0);
   join_host_time({5, 1});
   CHECK(host_time().seconds == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "a future is completed when its thread completes it, and no earlier than it was made") {
+TEST_CASE_FIXTURE(Rules, "a future's completion time is its thread's time, but not before the future's creation") {
   const ThreadClock clock;
   seconds_of_thread = 2;
   const FuturePtr future = pending();
   seconds_of_thread = 3;
   future->complete({});
   CHECK(future->completed_at().seconds == 3);
-  const FuturePtr made_later = pending();
+  const FuturePtr created_later = pending();
   seconds_of_thread = 1;
-  made_later->complete({});
-  CHECK(made_later->completed_at().seconds == 3);
+  created_later->complete({});
+  CHECK(created_later->completed_at().seconds == 3);
 }
 
-TEST_CASE_FIXTURE(Rules, "a future that is made of others is completed no earlier than they are") {
+TEST_CASE_FIXTURE(Rules, "a future that inherits the time of others completes no earlier than they do") {
   const ThreadClock clock;
   const FuturePtr whole = pending();
   seconds_of_thread = 7;
@@ -61,7 +61,7 @@ TEST_CASE_FIXTURE(Rules, "a future that is made of others is completed no earlie
   CHECK(done->completed_at().seconds == 4);
 }
 
-TEST_CASE_FIXTURE(Rules, "a time of an earlier clock is no time") {
+TEST_CASE_FIXTURE(Rules, "a time of an earlier clock is ignored") {
   const ThreadClock clock;
   seconds_of_thread = 9;
   const FuturePtr old = completed();

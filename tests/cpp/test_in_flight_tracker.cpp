@@ -1,4 +1,4 @@
-// What flushes and the end of a store wait for, and which failures they hear of.
+// In-flight tracker: the calls that a flush or the close of a store waits for, and the failures that it reports.
 #include <exception>
 #include <memory>
 #include <stdexcept>
@@ -12,8 +12,7 @@ using namespace cudafuture;
 using namespace cudafuture::fake;
 using namespace cudafuture::store;
 
-TEST_CASE(
-    "in-flight tracker: a flush reports each failure of the calls before it, and none from before an earlier flush") {
+TEST_CASE("in-flight tracker: a flush reports the failures of earlier calls that no earlier flush has reported") {
   InFlightTracker tracker;
   const auto begin = [&] {
     const auto call = std::make_shared<Call>();
@@ -38,7 +37,7 @@ TEST_CASE(
   end(third, true);
   end(first, true);
   CHECK(failed(one));
-  const FuturePtr three = tracker.flush();  // of the failures there were two, and they are told
+  const FuturePtr three = tracker.flush();  // the first two flushes report both failures
   CHECK_FALSE(two->done());
   const FuturePtr closing = tracker.close();
   CHECK_FALSE(closing->done());

@@ -1,4 +1,4 @@
-// The order in which a program and its callbacks issue: whose turn it is, and who waits.
+// The order in which a program and its callbacks issue operations, and which of them must wait.
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,86 +16,86 @@ namespace {
 
 IssueOrder& order() { return IssueOrder::get(); }
 
-bool is_turn() { return order().wait_until(IssueOrder::Clock::now()); }
+bool may_issue() { return order().wait_until(IssueOrder::Clock::now()); }
 
-void await_turn() { CHECK(order().wait_until(IssueOrder::Clock::now() + std::chrono::minutes(1))); }
+void wait_to_issue() { CHECK(order().wait_until(IssueOrder::Clock::now() + std::chrono::minutes(1))); }
 
-bool is_turn_of(const IssueOrder::Position& position) {
+bool may_issue_at(const IssueOrder::Position& position) {
   const IssueOrder::Running running(position);
-  return is_turn();
+  return may_issue();
 }
 
-// Never freed, as no executor of a group is.
+// Return the executor of a new group that takes part in the order of issue. Executors of groups are never freed.
 OrderedExecutor& new_ring() {
-  static auto* const all = new std::vector<OrderedExecutor*>;
-  return *all->emplace_back(&OrderedExecutor::make("ring", true));
+  static auto* const rings = new std::vector<OrderedExecutor*>;
+  return *rings->emplace_back(&OrderedExecutor::make("ring", true));
 }
 
 }  // namespace
 
 TEST_SUITE_BEGIN("issue_order");
 
-TEST_CASE_FIXTURE(Rules, "the program's turn comes when no callback is pending") {
-  CHECK(is_turn());
+TEST_CASE_FIXTURE(Rules, "the program may issue when no callback is pending") {
+  CHECK(may_issue());
   const IssueOrder::Position first = order().enter();
   const IssueOrder::Position second = order().enter();
-  CHECK_FALSE(is_turn());
+  CHECK_FALSE(may_issue());
   order().leave(second);
-  CHECK_FALSE(is_turn());
+  CHECK_FALSE(may_issue());
   order().leave(first);
-  CHECK(is_turn());
+  CHECK(may_issue());
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback's turn comes when those that were attached before it have run") {
+TEST_CASE_FIXTURE(Rules, "a callback may issue when all callbacks that were attached before it have run") {
   const IssueOrder::Position first = order().enter();
   const IssueOrder::Position second = order().enter();
-  CHECK(is_turn_of(first));
-  CHECK_FALSE(is_turn_of(second));
+  CHECK(may_issue_at(first));
+  CHECK_FALSE(may_issue_at(second));
   order().leave(first);
-  CHECK(is_turn_of(second));
+  CHECK(may_issue_at(second));
   order().leave(second);
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback waits for those that it has attached, which do not wait for it") {
+TEST_CASE_FIXTURE(Rules, "a callback waits for the callbacks that it has attached, and they do not wait for it") {
   const IssueOrder::Position outer = order().enter();
   const IssueOrder::Position behind = order().enter();
   IssueOrder::Position inner;
   {
     const IssueOrder::Running running(outer);
     inner = order().enter();
-    CHECK_FALSE(is_turn());
+    CHECK_FALSE(may_issue());
   }
-  CHECK(is_turn_of(inner));
-  CHECK_FALSE(is_turn_of(behind));
+  CHECK(may_issue_at(inner));
+  CHECK_FALSE(may_issue_at(behind));
   order().leave(outer);
-  CHECK_FALSE(is_turn_of(behind));
+  CHECK_FALSE(may_issue_at(behind));
   order().leave(inner);
-  CHECK(is_turn_of(behind));
+  CHECK(may_issue_at(behind));
   order().leave(behind);
 }
 
-TEST_CASE_FIXTURE(Rules, "what a callback attaches later comes later") {
+TEST_CASE_FIXTURE(Rules, "callbacks that a callback attaches issue in attachment order") {
   const IssueOrder::Position outer = order().enter();
   const IssueOrder::Running running(outer);
   const IssueOrder::Position first = order().enter();
   const IssueOrder::Position second = order().enter();
   CHECK(first < second);
-  CHECK(is_turn_of(first));
-  CHECK_FALSE(is_turn_of(second));
+  CHECK(may_issue_at(first));
+  CHECK_FALSE(may_issue_at(second));
   order().leave(first);
-  CHECK(is_turn_of(second));
+  CHECK(may_issue_at(second));
   order().leave(second);
   order().leave(outer);
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback without a position gives none to what it attaches") {
+TEST_CASE_FIXTURE(Rules, "callbacks that are attached in a callback without a position have none either") {
   const IssueOrder::Position none;
   const IssueOrder::Running running(none);
   CHECK(order().enter().empty());
-  CHECK(is_turn());
+  CHECK(may_issue());
 }
 
-TEST_CASE_FIXTURE(Rules, "callbacks of several serial queues issue in the order of their attachment") {
+TEST_CASE_FIXTURE(Rules, "callbacks of several serial queues issue in attachment order") {
   for (int round = 0; round < 20; ++round) {
     OrderedExecutor& group = new_ring();
     OrderedExecutor& other = new_ring();
@@ -108,35 +108,35 @@ TEST_CASE_FIXTURE(Rules, "callbacks of several serial queues issue in the order 
       parents.back()->attach(call_inside(
           [&issued, mine = number++](Future&) {
             void* const state = foreign_runtime().step_out();
-            await_turn();
+            wait_to_issue();
             foreign_runtime().step_in(state);
             issued.push_back(mine);
           },
           executor));
     }
-    for (std::size_t i = parents.size(); i-- > 0;) parents[i]->complete({});  // the last one first
-    await_turn();
+    for (std::size_t i = parents.size(); i-- > 0;) parents[i]->complete({});  // in reverse order
+    wait_to_issue();
     CHECK(issued == Order{0, 1, 2, 3, 4});
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that is dropped gives up its position") {
+TEST_CASE_FIXTURE(Rules, "a callback that is dropped loses its position") {
   OrderedExecutor& group = new_ring();
   FuturePtr parent = pending();
   Callback* const callback = call_inside([](Future&) {}, &group);
   parent->attach(callback);
-  CHECK_FALSE(is_turn());
+  CHECK_FALSE(may_issue());
   parent.reset();
   settle_callback_thread();
-  CHECK(is_turn());
+  CHECK(may_issue());
 }
 
-TEST_CASE_FIXTURE(Rules, "executors that take no part hold nobody up") {
+TEST_CASE_FIXTURE(Rules, "callbacks of an executor without a part in the order delay no other") {
   static OrderedExecutor& beside = OrderedExecutor::make("beside");
   FuturePtr parent = pending();
   Signal ran;
   parent->attach(call_inside([&](Future&) { ran.send(); }, &beside));
-  CHECK(is_turn());
+  CHECK(may_issue());
   parent->complete({});
   ran.wait();
 }

@@ -1,4 +1,4 @@
-// The table of a store's keys, against a map.
+// The key table of a store, compared with a std::map.
 #include <cstdint>
 #include <map>
 #include <random>
@@ -24,12 +24,12 @@ void expect_same(const Table& table, const std::map<std::string, int>& model) {
 
 }  // namespace
 
-TEST_CASE("key table: random additions, erasures and lookups agree with a map, also where probing wraps around") {
+TEST_CASE("key table: random additions, erasures and lookups agree with a map, also when probing wraps around") {
   std::mt19937 random(0);
   Table table;
   std::map<std::string, int> model;
   for (int step = 0; step < 20'000; ++step) {
-    const std::string key(random() % 40, 'k');  // few, so that runs of slots form and break up
+    const std::string key(random() % 40, 'k');  // few keys, so that runs of slots form and break up
     const std::string name = key + std::to_string(random() % 4);
     Table::Node* const known = table.find(name);
     REQUIRE((known != nullptr) == model.contains(name));
@@ -44,7 +44,7 @@ TEST_CASE("key table: random additions, erasures and lookups agree with a map, a
   expect_same(table, model);
 }
 
-TEST_CASE("key table: a batch finds what single lookups find, whatever its length, while it adds keys") {
+TEST_CASE("key table: batches of any length that add and find keys return the entries that single lookups return") {
   for (const std::size_t count : {0, 1, 7, 8, 9, 16, 23, 24, 25, 1'000}) {
     Table table;
     std::vector<std::string> keys;

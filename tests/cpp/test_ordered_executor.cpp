@@ -1,4 +1,4 @@
-// Which serial queue a callback goes to: one for each attacher and each depth.
+// OrderedExecutor: it has one serial queue for each attacher and each depth.
 #include <string>
 #include <vector>
 
@@ -14,18 +14,18 @@ namespace {
 
 using Names = std::vector<std::string>;
 
-// Never freed, as no executor of a group is.
+// Return the executor of a new group. Executors of groups are never freed.
 OrderedExecutor& new_group(const std::string& name = "group") {
-  static auto* const all = new std::vector<OrderedExecutor*>;
-  return *all->emplace_back(&OrderedExecutor::make(name));
+  static auto* const groups = new std::vector<OrderedExecutor*>;
+  return *groups->emplace_back(&OrderedExecutor::make(name));
 }
 
-// Says in which serial queue it runs.
-Callback* say_queue(Names& names, Executor& executor, Signal* said = nullptr) {
+// Return a callback that appends the name of its serial queue to `names`.
+Callback* record_queue(Names& names, Executor& executor, Signal* recorded = nullptr) {
   return call_inside(
-      [&names, said](Future&) {
+      [&names, recorded](Future&) {
         names.push_back(SerialQueue::current()->name());
-        if (said != nullptr) said->send();
+        if (recorded != nullptr) recorded->send();
       },
       &executor);
 }
@@ -34,7 +34,7 @@ Callback* say_queue(Names& names, Executor& executor, Signal* said = nullptr) {
 
 TEST_SUITE_BEGIN("ordered_executor");
 
-TEST_CASE_FIXTURE(Rules, "each depth is one object, which knows its name and its queues") {
+TEST_CASE_FIXTURE(Rules, "each depth is one object, with the group's name and queues") {
   OrderedExecutor& group = new_group("ring");
   OrderedExecutor& deeper = group.deeper();
   OrderedExecutor& deepest = deeper.deeper();
@@ -49,16 +49,16 @@ TEST_CASE_FIXTURE(Rules, "each depth is one object, which knows its name and its
   CHECK_FALSE(group.shares_queues_with(new_group("ring")));
 }
 
-TEST_CASE_FIXTURE(Rules, "threads that ask at once get the same object of a depth") {
+TEST_CASE_FIXTURE(Rules, "threads that request a depth at the same time get the same object") {
   for (int round = 0; round < 50; ++round) {
     OrderedExecutor& group = new_group();
     std::vector<OrderedExecutor*> seen(4);
     together(4, [&](int i) { seen[static_cast<std::size_t>(i)] = &group.deeper().deeper(); });
-    for (const OrderedExecutor* one : seen) CHECK(one == &group.deeper().deeper());
+    for (const OrderedExecutor* executor : seen) CHECK(executor == &group.deeper().deeper());
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "a future tells whether its executor is ordered") {
+TEST_CASE_FIXTURE(Rules, "a future returns its default executor if that is an ordered one") {
   OrderedExecutor& group = new_group();
   const FuturePtr future = pending();
   CHECK(future->ordered_executor() == nullptr);
@@ -69,26 +69,27 @@ TEST_CASE_FIXTURE(Rules, "a future tells whether its executor is ordered") {
   CHECK(new_serial_queue().ordered() == nullptr);
 }
 
-TEST_CASE_FIXTURE(Rules, "what the program attaches goes to the serial queue of the depth") {
+TEST_CASE_FIXTURE(Rules, "a callback that the program attaches runs in the serial queue of the depth") {
   OrderedExecutor& group = new_group();
   Names names;
-  completed()->attach(say_queue(names, group));
+  completed()->attach(record_queue(names, group));
   settle(group);
-  completed()->attach(say_queue(names, group.deeper()));
+  completed()->attach(record_queue(names, group.deeper()));
   settle(group.deeper());
-  completed()->attach(say_queue(names, group));
+  completed()->attach(record_queue(names, group));
   settle(group);
   CHECK(names == Names{"group.0", "group.1", "group.0"});
 }
 
-TEST_CASE_FIXTURE(Rules, "what a serial queue attaches goes to a serial queue of its own, by the group and the depth") {
+TEST_CASE_FIXTURE(Rules, "a callback attached in a serial queue runs in a nested queue for the group and depth") {
   OrderedExecutor& group = new_group();
   OrderedExecutor& other = new_group("other");
   Names names;
   const auto attached_in_queue_to = [&](Executor& executor) {
-    Signal said;
-    completed()->attach(call_inside([&](Future& self) { self.attach(say_queue(names, executor, &said)); }, &group));
-    said.wait();
+    Signal recorded;
+    completed()->attach(
+        call_inside([&](Future& self) { self.attach(record_queue(names, executor, &recorded)); }, &group));
+    recorded.wait();
   };
   attached_in_queue_to(group);
   attached_in_queue_to(group.deeper());
@@ -97,17 +98,17 @@ TEST_CASE_FIXTURE(Rules, "what a serial queue attaches goes to a serial queue of
   CHECK(names == Names{"group.0>group.0", "group.0>group.1", "group.0>other.0", "group.0>group.0"});
 }
 
-TEST_CASE_FIXTURE(Rules, "a serial queue that a serial queue's callbacks attach to attaches to one further on") {
+TEST_CASE_FIXTURE(Rules, "a callback attached in a nested queue runs in a queue that is nested once more") {
   OrderedExecutor& group = new_group();
   Names names;
-  Signal said;
-  const auto twice_inside = [&](Future& self) { self.attach(say_queue(names, group.deeper(), &said)); };
+  Signal recorded;
+  const auto twice_inside = [&](Future& self) { self.attach(record_queue(names, group.deeper(), &recorded)); };
   completed()->attach(call_inside([&](Future& self) { self.attach(call_inside(twice_inside, &group)); }, &group));
-  said.wait();
+  recorded.wait();
   CHECK(names == Names{"group.0>group.0>group.1"});
 }
 
-TEST_CASE_FIXTURE(Rules, "any thread that runs no serial queue's callback counts as the program") {
+TEST_CASE_FIXTURE(Rules, "threads that run no serial queue's callback share the program's queue") {
   OrderedExecutor& group = new_group();
   const FuturePtr first = pending();
   Order order;
@@ -118,7 +119,7 @@ TEST_CASE_FIXTURE(Rules, "any thread that runs no serial queue's callback counts
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "what a serial queue attaches and what the program attaches do not wait for each other") {
+TEST_CASE_FIXTURE(Rules, "callbacks of the program and of a serial queue do not wait for each other") {
   OrderedExecutor& group = new_group();
   const FuturePtr of_queue = pending();
   const FuturePtr of_program = pending();
@@ -137,14 +138,14 @@ TEST_CASE_FIXTURE(Rules, "what a serial queue attaches and what the program atta
       },
       &group));
   attached.wait();
-  SUBCASE("the program's runs though the serial queue's is held up") {
+  SUBCASE("the program's callback runs while the serial queue's callback waits") {
     completed()->attach(call_inside(mark(order, 1), &group));
     settle(group);
     of_queue->complete({});
     ran_in_queue.wait();
     CHECK(order == Order{1, 2});
   }
-  SUBCASE("the serial queue's runs though the program's is held up") {
+  SUBCASE("the serial queue's callback runs while the program's callback waits") {
     of_program->attach(call_inside(mark(order, 1), &group));
     of_queue->complete({});
     ran_in_queue.wait();
@@ -154,10 +155,10 @@ TEST_CASE_FIXTURE(Rules, "what a serial queue attaches and what the program atta
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "the second step of a chain does not hold up the first step of the next") {
+TEST_CASE_FIXTURE(Rules, "the second step of a chain does not delay the first step of the next chain") {
   OrderedExecutor& group = new_group();
   const FuturePtr issued = completed();
-  const FuturePtr results[2] = {pending(), pending()};  // of the first steps: complete only once both have run
+  const FuturePtr results[2] = {pending(), pending()};  // of the first steps; both complete after both steps have run
   Order order;
   for (int chain = 0; chain < 2; ++chain) {
     issued->attach(call_inside(
@@ -175,7 +176,7 @@ TEST_CASE_FIXTURE(Rules, "the second step of a chain does not hold up the first 
   CHECK(order == Order{10, 11, 20, 21});
 }
 
-TEST_CASE_FIXTURE(Rules, "every serial queue runs the same callbacks in the same order, whatever completes first") {
+TEST_CASE_FIXTURE(Rules, "every serial queue runs its callbacks in the same order for any order of completion") {
   constexpr int kFutures = 20;
   for (unsigned seed = 0; seed < 8; ++seed) {
     OrderedExecutor& group = new_group();
@@ -186,7 +187,7 @@ TEST_CASE_FIXTURE(Rules, "every serial queue runs the same callbacks in the same
     Order of_queue;
     Signal last;
     for (int i = 0; i < kFutures; ++i) {
-      // Each attaches one more, to a future that may be done by then or not.
+      // Each callback attaches one more, to a future that may already be done.
       const FuturePtr other = parents[static_cast<std::size_t>(kFutures - 1 - i)];
       parents[static_cast<std::size_t>(i)]->attach(call_inside(
           [&, i, other](Future&) {
@@ -212,7 +213,7 @@ TEST_CASE_FIXTURE(Rules, "every serial queue runs the same callbacks in the same
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that is posted without a place goes to the end of the line") {
+TEST_CASE_FIXTURE(Rules, "a callback that is posted without a place goes to the end of the queue") {
   OrderedExecutor& group = new_group();
   const FuturePtr first = pending();
   Order order;
@@ -225,7 +226,7 @@ TEST_CASE_FIXTURE(Rules, "a callback that is posted without a place goes to the 
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "a forked child gives no places, asks for no lock and runs nothing") {
+TEST_CASE_FIXTURE(Rules, "in a forked child no callback gets a place or runs, and no lock is taken") {
   OrderedExecutor& group = new_group();
   settle(group);
   static int ran = 0;

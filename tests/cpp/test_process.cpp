@@ -1,6 +1,6 @@
-// The life of the process: a fork after use is refused, and shutting down with everything pending ends.
+// The process: a child that was forked after use cannot use the library, and shutdown returns with futures pending.
 //
-// What cannot be undone happens in a process of its own, in a test case that is skipped otherwise.
+// Tests that change the process permanently run in their own process, in test cases that are otherwise skipped.
 #include <unistd.h>
 
 #include <string>
@@ -20,7 +20,7 @@ using namespace cudafuture::fake;
 
 TEST_SUITE_BEGIN("process");
 
-TEST_CASE_FIXTURE(Rules, "the parent of a forked child goes on as before") {
+TEST_CASE_FIXTURE(Rules, "the parent of a forked child can still use the library") {
   completed();
   CHECK(in_forked_child([] { return true; }));
   CHECK_FALSE(is_forked_child());
@@ -32,7 +32,8 @@ TEST_CASE_FIXTURE(Rules, "the parent of a forked child goes on as before") {
   ran.wait();
 }
 
-TEST_CASE_FIXTURE(Rules, "a child forked after use knows it, and is refused with the reason") {
+TEST_CASE_FIXTURE(Rules,
+                  "in a child that was forked after use, refuse_after_fork() throws an error that gives the reason") {
   completed();
   CHECK(in_forked_child([parent = std::to_string(getpid())] {
     if (!is_forked_child()) return false;
@@ -47,7 +48,9 @@ TEST_CASE_FIXTURE(Rules, "a child forked after use knows it, and is refused with
   }));
 }
 
-TEST_CASE_FIXTURE(Rules, "in such a child futures can be dropped, and nothing is run, dropped or waited for") {
+TEST_CASE_FIXTURE(
+    Rules,
+    "a child that was forked after use can drop futures, and this runs no callback and destroys no object or event") {
   FreshAccelerator fresh;
   settle_callback_thread();
   static int ran = 0;
@@ -69,7 +72,7 @@ TEST_CASE_FIXTURE(Rules, "in such a child futures can be dropped, and nothing is
 }
 
 TEST_CASE("alone: a child forked before the first future may use the library" * doctest::skip()) {
-  const bool good = in_forked_child([] {
+  const bool is_usable = in_forked_child([] {
     if (is_forked_child()) return false;
     refuse_after_fork();
     const FuturePtr future = pending();
@@ -77,7 +80,7 @@ TEST_CASE("alone: a child forked before the first future may use the library" * 
     future->attach(call([&](Future&) { ran = true; }));
     return future->complete({}) && ran;
   });
-  CHECK(good);
+  CHECK(is_usable);
   CHECK_FALSE(is_forked_child());
 }
 
@@ -85,7 +88,7 @@ TEST_CASE_FIXTURE(Rules, "a child forked before the first future may use the lib
   run_alone("alone: a child forked before the first future may use the library");
 }
 
-TEST_CASE("alone: shutting down with things pending" * doctest::skip()) {
+TEST_CASE("alone: shutdown with pending futures" * doctest::skip()) {
   accelerator.launch(stream(0, 0));
   const auto count = [](std::atomic<int>& n) { return [&n](Future&) { ++n; }; };
   std::atomic<int> posted{0};
@@ -98,7 +101,7 @@ TEST_CASE("alone: shutting down with things pending" * doctest::skip()) {
     constexpr auto flags = static_cast<std::uint8_t>(Continuation::foreign | Continuation::when_ready);
     return new Callback(count(late), flags, nullptr, [&] { ++abandoned; });
   };
-  busy->attach(when_ready());  // watched, and never due
+  busy->attach(when_ready());  // watched, and its work never finishes
   const FuturePtr never = pending();
   never->attach(call_inside(count(late)));
   on_engine_thread([&] {
@@ -111,7 +114,7 @@ TEST_CASE("alone: shutting down with things pending" * doctest::skip()) {
   CHECK_FALSE(is_shut_down());
   shut_down();
   CHECK(is_shut_down());
-  CHECK(posted == 1000);  // what was posted before has run
+  CHECK(posted == 1000);  // all callbacks that were posted before have run
   CHECK(abandoned == 1);
   shut_down();
   {
@@ -121,7 +124,7 @@ TEST_CASE("alone: shutting down with things pending" * doctest::skip()) {
   }
   CHECK_FALSE(CallbackThread::get().has_lost());
 
-  // Engines do not know, and go on: nothing runs, nothing hangs.
+  // Engines do not know of the shutdown and still complete futures. No callback runs, and no call blocks.
   on_engine_thread([&] {
     for (int i = 0; i < 10; ++i) {
       const FuturePtr future = pending();
@@ -137,7 +140,7 @@ TEST_CASE("alone: shutting down with things pending" * doctest::skip()) {
   std::atomic<int> here{0};
   plain->attach(call(count(here)));
   CHECK(plain->complete({}));
-  CHECK(here == 1);  // the core's own continuations run where they always did
+  CHECK(here == 1);  // the core's own continuations still run in the completing thread
   {
     Inside inside;
     never->clear();
@@ -147,12 +150,12 @@ TEST_CASE("alone: shutting down with things pending" * doctest::skip()) {
   for (Callback* c : leaked) delete c;
 }
 
-TEST_CASE_FIXTURE(Rules, "shutting down with things pending runs what was posted, and ends") {
-  run_alone("alone: shutting down with things pending");
+TEST_CASE_FIXTURE(Rules, "shutdown with pending futures runs all posted callbacks and returns") {
+  run_alone("alone: shutdown with pending futures");
 }
 
-TEST_CASE("alone: shutting down while engines complete futures" * doctest::skip()) {
-  // Callbacks that are posted too late leak on purpose, so they own nothing and are kept here.
+TEST_CASE("alone: shutdown while engines complete futures" * doctest::skip()) {
+  // The library leaks callbacks that are posted too late, by design. Therefore the test owns all callbacks.
   struct Counted final : Continuation {
     Counted() : Continuation(foreign) {}
     void run(Future&) noexcept override { ++runs; }
@@ -162,10 +165,10 @@ TEST_CASE("alone: shutting down while engines complete futures" * doctest::skip(
   constexpr int kThreads = 4;
   constexpr int kEach = 2000;
   std::vector<Counted> callbacks(kThreads * kEach);
-  std::atomic<int> begun{0};
+  std::atomic<int> completed_count{0};
   together(kThreads + 1, [&](int thread) {
     if (thread == kThreads) {
-      while (begun < kThreads * 10) std::this_thread::yield();
+      while (completed_count < kThreads * 10) std::this_thread::yield();
       shut_down();
       return;
     }
@@ -174,24 +177,24 @@ TEST_CASE("alone: shutting down while engines complete futures" * doctest::skip(
       const FuturePtr future = pending();
       future->attach(&callbacks[static_cast<std::size_t>(thread * kEach + i)]);
       future->complete({});
-      ++begun;
+      ++completed_count;
     }
   });
   int ran = 0;
-  int twice = 0;
+  int ran_twice = 0;
   for (const Counted& c : callbacks) {
     ran += c.runs;
-    twice += c.runs > 1;
+    ran_twice += c.runs > 1;
   }
-  CHECK(twice == 0);
+  CHECK(ran_twice == 0);
   CHECK(static_cast<int>(CallbackThread::get().callbacks_run()) == ran);
 }
 
-TEST_CASE_FIXTURE(Rules, "shutting down while engines complete futures runs each callback once or not at all") {
-  run_alone("alone: shutting down while engines complete futures");
+TEST_CASE_FIXTURE(Rules, "shutdown while engines complete futures runs each callback at most once") {
+  run_alone("alone: shutdown while engines complete futures");
 }
 
-TEST_CASE("alone: shutting down after the interpreter is gone" * doctest::skip()) {
+TEST_CASE("alone: shutdown after the interpreter has finalized" * doctest::skip()) {
   Runtime::set_finalizing(true);
   Callback* const callback = call_inside([](Future&) { FAIL_CHECK("ran without the runtime"); });
   Foreign kept = object();
@@ -209,8 +212,9 @@ TEST_CASE("alone: shutting down after the interpreter is gone" * doctest::skip()
   delete callback;
 }
 
-TEST_CASE_FIXTURE(Rules, "shutting down after the interpreter is gone leaks, and ends") {
-  run_alone("alone: shutting down after the interpreter is gone");
+TEST_CASE_FIXTURE(Rules,
+                  "shutdown after the interpreter has finalized leaks the pending callbacks and objects, and returns") {
+  run_alone("alone: shutdown after the interpreter has finalized");
 }
 
 TEST_SUITE_END();

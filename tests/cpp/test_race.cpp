@@ -1,4 +1,4 @@
-// Many threads on the same futures: whatever the order, each thing happens exactly once.
+// Many threads that use the same futures: each effect happens exactly once, in any order of the threads.
 #include <atomic>
 #include <memory>
 #include <stdexcept>
@@ -23,8 +23,8 @@ constexpr int kThreads = 8;
 
 TEST_SUITE_BEGIN("race");
 
-TEST_CASE_FIXTURE(DeviceRules, "the devices of a pending future can be asked for while it is completed") {
-  const auto futures = many(300);
+TEST_CASE_FIXTURE(DeviceRules, "the devices of a future can be read while another thread completes it") {
+  const auto futures = many_pending(300);
   const EventSet events = EventSet::record({device(0), device(1)});
   together(kThreads, [&](int thread) {
     for (const FuturePtr& future : futures) {
@@ -33,14 +33,14 @@ TEST_CASE_FIXTURE(DeviceRules, "the devices of a pending future can be asked for
         continue;
       }
       const std::size_t count = future->devices().size();
-      if (count != 0 && count != 2) Runtime::broken("the devices of a future were half written");
+      if (count != 0 && count != 2) Runtime::broken("a thread read devices of a future that were partly written");
       if (future->done() && future->events().devices().size() != 2) Runtime::broken("a done future had no events");
     }
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "many threads that wait for the first of several futures each get every one of them") {
-  const auto futures = many(200);
+TEST_CASE_FIXTURE(Rules, "each of many threads that wait for the first of several futures receives every future") {
+  const auto futures = many_pending(200);
   together(kThreads, [&](int thread) {
     if (thread == 0) {
       for (const FuturePtr& future : futures) future->complete({});
@@ -49,9 +49,9 @@ TEST_CASE_FIXTURE(Rules, "many threads that wait for the first of several future
     std::vector<Future*> waited_for;
     for (const FuturePtr& future : futures) waited_for.push_back(future.get());
     Arrivals arrivals(waited_for);
-    std::size_t wanted = thread % 2 == 0 ? futures.size() : futures.size() / 2;  // some stop early
+    std::size_t missing = thread % 2 == 0 ? futures.size() : futures.size() / 2;  // half of the threads stop early
     std::vector<bool> seen(futures.size());
-    while (wanted > 0) {
+    while (missing > 0) {
       std::size_t position = 0;
       if (!arrivals.take(position)) {
         arrivals.next()->wait_until(nullptr);
@@ -59,13 +59,14 @@ TEST_CASE_FIXTURE(Rules, "many threads that wait for the first of several future
       }
       if (seen[position] || !futures[position]->done()) Runtime::broken("a future arrived twice, or too early");
       seen[position] = true;
-      --wanted;
+      --missing;
     }
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "of many who complete, fail and cancel one future, one succeeds and its outcome stands") {
-  const auto futures = many(1000);
+TEST_CASE_FIXTURE(Rules,
+                  "of threads that complete, fail and cancel one future, one succeeds and determines the state") {
+  const auto futures = many_pending(1000);
   std::vector<std::atomic<int>> winner(futures.size());
   std::vector<std::atomic<int>> winners(futures.size());
   together(kThreads, [&](int thread) {
@@ -79,7 +80,7 @@ TEST_CASE_FIXTURE(Rules, "of many who complete, fail and cancel one future, one 
         case 1:
           won = future.fail(Value::of_error(std::make_exception_ptr(thread)));
           break;
-        default:  // several may learn that it is cancelled: only the state tells
+        default:  // several threads may call cancel(), so the state decides
           future.cancel();
           break;
       }
@@ -104,13 +105,13 @@ TEST_CASE_FIXTURE(Rules, "of many who complete, fail and cancel one future, one 
         CHECK(winners[i] == 0);
         break;
       case State::pending:
-        FAIL_CHECK("nobody won");
+        FAIL_CHECK("the future is still pending");
     }
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "cancel and start never both succeed, and one of them does") {
-  const auto futures = many(2000);
+TEST_CASE_FIXTURE(Rules, "exactly one of cancel() and start() succeeds") {
+  const auto futures = many_pending(2000);
   std::vector<char> started(futures.size());
   std::vector<char> cancelled(futures.size());
   together(2, [&](int thread) {
@@ -128,15 +129,15 @@ TEST_CASE_FIXTURE(Rules, "cancel and start never both succeed, and one of them d
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "a producer is told once however many end its future") {
+TEST_CASE_FIXTURE(Rules, "finished() of a producer is called once if many threads complete or cancel its future") {
   struct Counted final : Producer {
-    explicit Counted(std::atomic<int>& told) : told(told) {}
-    void finished(Future&) noexcept override { ++told; }
-    std::atomic<int>& told;
+    explicit Counted(std::atomic<int>& finished_count) : finished_count(finished_count) {}
+    void finished(Future&) noexcept override { ++finished_count; }
+    std::atomic<int>& finished_count;
   };
-  std::atomic<int> told{0};
-  const auto futures = many(500);
-  for (const FuturePtr& future : futures) future->set_producer(std::make_shared<Counted>(told));
+  std::atomic<int> finished_count{0};
+  const auto futures = many_pending(500);
+  for (const FuturePtr& future : futures) future->set_producer(std::make_shared<Counted>(finished_count));
   together(kThreads, [&](int thread) {
     for (const FuturePtr& future : futures) {
       if (thread % 2 == 0) {
@@ -146,13 +147,13 @@ TEST_CASE_FIXTURE(Rules, "a producer is told once however many end its future") 
       }
     }
   });
-  CHECK(told == 500);
+  CHECK(finished_count == 500);
 }
 
-TEST_CASE_FIXTURE(Rules, "threads that attach and complete at once: every callback runs exactly once") {
+TEST_CASE_FIXTURE(Rules, "while threads attach callbacks and complete futures, every callback runs exactly once") {
   constexpr int kFutures = 400;
   constexpr int kEach = 5;  // callbacks of each thread on each future
-  const auto futures = many(kFutures);
+  const auto futures = many_pending(kFutures);
   std::vector<std::atomic<int>> runs(kFutures * kThreads * kEach);
   together(kThreads, [&](int thread) {
     for (int i = 0; i < kFutures; ++i) {
@@ -168,10 +169,10 @@ TEST_CASE_FIXTURE(Rules, "threads that attach and complete at once: every callba
   CHECK(wrong == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "callbacks attached by one thread run in that order, whoever completes") {
+TEST_CASE_FIXTURE(Rules, "callbacks that one thread attaches run in attachment order, for any completing thread") {
   for (int round = 0; round < 300; ++round) {
     const FuturePtr future = pending();
-    std::vector<int> order;  // appended to by the completing thread only: all are attached before
+    std::vector<int> order;  // only the completing thread appends: all callbacks are attached before
     std::latch attached(1);
     together(3, [&](int thread) {
       if (thread == 0) {
@@ -187,8 +188,8 @@ TEST_CASE_FIXTURE(Rules, "callbacks attached by one thread run in that order, wh
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "a continuation is either detached or run, never both, never neither") {
-  const auto futures = many(2000);
+TEST_CASE_FIXTURE(Rules, "a continuation is either detached or run, and not both") {
+  const auto futures = many_pending(2000);
   std::vector<std::atomic<int>> ran(futures.size());
   std::vector<std::atomic<int>> detached(futures.size());
   std::vector<Callback*> callbacks;
@@ -211,7 +212,7 @@ TEST_CASE_FIXTURE(Rules, "a continuation is either detached or run, never both, 
   for (std::size_t i = 0; i < futures.size(); ++i) CHECK(ran[i] + detached[i] == 1);
 }
 
-TEST_CASE_FIXTURE(Rules, "100,000 futures, made and completed by 8 threads of engines, run callbacks of the runtime") {
+TEST_CASE_FIXTURE(Rules, "100,000 futures that eight engine threads create and complete run their foreign callbacks") {
   constexpr int kFutures = 100'000 / kThreads;
   std::atomic<int> ran{0};
   const auto before = CallbackThread::get().callbacks_run();
@@ -228,15 +229,15 @@ TEST_CASE_FIXTURE(Rules, "100,000 futures, made and completed by 8 threads of en
   CHECK(CallbackThread::get().callbacks_run() - before >= static_cast<std::uint64_t>(kFutures) * kThreads);
 }
 
-TEST_CASE_FIXTURE(Rules, "the last reference may go in any thread, with callbacks and objects still held") {
+TEST_CASE_FIXTURE(Rules, "any thread may drop the last reference to a future with callbacks or an object") {
   std::atomic<int> abandoned{0};
-  std::atomic<int> died{0};
-  const auto bump = [&] { ++died; };
+  std::atomic<int> destroyed{0};
+  const auto count = [&] { ++destroyed; };
   for (int round = 0; round < 100; ++round) {
     FuturePtr waiting = pending();
     waiting->attach(new Callback({}, Continuation::foreign, nullptr, [&] { ++abandoned; }));
     FuturePtr holding = pending();
-    holding->complete(Value::of_object(object(bump)));
+    holding->complete(Value::of_object(object(count)));
     std::vector<FuturePtr> references(kThreads * 2);
     for (int i = 0; i < kThreads; ++i) {
       references[static_cast<std::size_t>(i)] = waiting;
@@ -252,10 +253,10 @@ TEST_CASE_FIXTURE(Rules, "the last reference may go in any thread, with callback
   }
   settle_callback_thread();
   CHECK(abandoned == 100);
-  CHECK(died == 100);
+  CHECK(destroyed == 100);
 }
 
-TEST_CASE_FIXTURE(Rules, "the facts of a future can be read while a late error arrives") {
+TEST_CASE_FIXTURE(Rules, "a future's properties can be read while another thread sets a late error") {
   for (int round = 0; round < 200; ++round) {
     const FuturePtr future = completed();
     together(2, [&](int thread) {
@@ -273,7 +274,7 @@ TEST_CASE_FIXTURE(Rules, "the facts of a future can be read while a late error a
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "the facts of a future can be read while it is completed with named tensors") {
+TEST_CASE_FIXTURE(Rules, "a future's properties can be read while another thread completes it with named tensors") {
   for (int round = 0; round < 200; ++round) {
     const FuturePtr future = pending();
     together(2, [&](int thread) {

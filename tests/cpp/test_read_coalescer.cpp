@@ -1,4 +1,4 @@
-// Small reads that wait: which go, and together with which.
+// Read coalescer: which waiting reads are submitted, and which of them are merged.
 #include <memory>
 #include <string>
 #include <utility>
@@ -28,12 +28,12 @@ Memory memory_of(std::size_t size) {
 
 }  // namespace
 
-TEST_CASE("read coalescer: waiting reads go with their neighbours, in as few transfers, when few are in flight") {
+TEST_CASE("read coalescer: when few reads are in flight, waiting reads are merged with adjacent ones and submitted") {
   const Folder folder;
   const auto slabs = std::make_shared<Slabs>(Slabs::Options{folder.path(), Direct::no});
   slabs->reserve(8 * 4096);
   std::vector<Extent> extents = slabs->take(std::vector<std::uint64_t>(8, 4096));
-  ReadCoalescer coalescer(1, 3 * 4096 + kPage);  // three side by side fit
+  ReadCoalescer coalescer(1, 3 * 4096 + kPage);  // room for three adjacent reads
   const auto add = [&](std::size_t i) {
     return coalescer.add({nullptr, std::to_string(i), entry_at(std::move(extents[i])), memory_of(4096)});
   };
@@ -49,7 +49,7 @@ TEST_CASE("read coalescer: waiting reads go with their neighbours, in as few tra
   CHECK(keys(add(6)) == Lines{"6"});
   CHECK(keys(add(0)) == Lines{"0"});
   for (const std::size_t i : {5, 2, 1, 4, 7}) CHECK(add(i).empty());
-  CHECK(keys(coalescer.ended()) == Lines{"12", "45", "7"});  // one is still in flight
+  CHECK(keys(coalescer.ended()) == Lines{"12", "45", "7"});  // another read is still in flight
   for (int i = 0; i < 2; ++i) CHECK(coalescer.ended().empty());
   CHECK(add(3).empty());
   CHECK(keys(coalescer.ended()) == Lines{"3"});
@@ -57,7 +57,7 @@ TEST_CASE("read coalescer: waiting reads go with their neighbours, in as few tra
   CHECK(slabs->statistics().used == 0);
 }
 
-TEST_CASE("read coalescer: no read overtakes those that wait") {
+TEST_CASE("read coalescer: a new read does not overtake waiting reads") {
   const Folder folder;
   const auto slabs = std::make_shared<Slabs>(Slabs::Options{folder.path(), Direct::no});
   const auto read = [&](const char* key) {
@@ -68,7 +68,7 @@ TEST_CASE("read coalescer: no read overtakes those that wait") {
   for (int i = 0; i < 4; ++i) CHECK(coalescer.add(read("first")).size() == 1);
   CHECK(coalescer.add(read("waits")).empty());
   CHECK(coalescer.ended().empty());
-  CHECK(coalescer.add(read("late")).empty());  // though there would be room
+  CHECK(coalescer.add(read("late")).empty());  // waits, although fewer than two reads are in flight
   const auto both = coalescer.ended();
   REQUIRE(both.size() == 2);
   CHECK(both[0][0].key == "waits");

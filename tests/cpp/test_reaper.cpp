@@ -1,4 +1,4 @@
-// Taking things apart without recursion: what is dropped while something is dropped waits its turn.
+// The reaper: it drops objects and continuations without recursion. A drop inside a drop is queued.
 #include <vector>
 
 #include "callback.h"
@@ -17,9 +17,9 @@ Callback* abandoned(Callback::Abandon then) { return new Callback({}, Continuati
 
 TEST_SUITE_BEGIN("reaper");
 
-TEST_CASE_FIXTURE(Rules, "an empty list is nothing") { reap_continuations(nullptr); }
+TEST_CASE_FIXTURE(Rules, "the reaper accepts an empty list") { reap_continuations(nullptr); }
 
-TEST_CASE_FIXTURE(Rules, "a list is abandoned in order") {
+TEST_CASE_FIXTURE(Rules, "the continuations of a list are abandoned in order") {
   Order order;
   ContinuationList list;
   for (int i = 0; i < 4; ++i) list.push(abandoned([&, i] { order.push_back(i); }));
@@ -27,7 +27,7 @@ TEST_CASE_FIXTURE(Rules, "a list is abandoned in order") {
   CHECK(order == Order{0, 1, 2, 3});
 }
 
-TEST_CASE_FIXTURE(Rules, "an object dropped by the death of another dies after it, not within it") {
+TEST_CASE_FIXTURE(Rules, "an object that another object's destruction drops is destroyed after that object") {
   Inside inside;
   Order order;
   reap_foreign(object([&] {
@@ -37,7 +37,7 @@ TEST_CASE_FIXTURE(Rules, "an object dropped by the death of another dies after i
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "continuations dropped by the death of an object are abandoned after it, and the reverse") {
+TEST_CASE_FIXTURE(Rules, "drops by continuations and by objects wait for the current drop") {
   Inside inside;
   Order order;
   reap_foreign(object([&] {
@@ -50,25 +50,25 @@ TEST_CASE_FIXTURE(Rules, "continuations dropped by the death of an object are ab
   CHECK(order == Order{1, 2, 3});
 }
 
-TEST_CASE_FIXTURE(Rules, "after the outermost drop nothing is left, and the next starts anew") {
+TEST_CASE_FIXTURE(Rules, "the queue is empty after each outermost drop") {
   Inside inside;
-  int died = 0;
+  int dropped = 0;
   for (int i = 0; i < 3; ++i) {
-    reap_foreign(object([&] { ++died; }).take());
-    CHECK(died == i + 1);
+    reap_foreign(object([&] { ++dropped; }).take());
+    CHECK(dropped == i + 1);
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "each thread takes apart what it drops") {
+TEST_CASE_FIXTURE(Rules, "each thread drops its own objects and continuations") {
   Inside inside;
-  int died = 0;
+  int dropped = 0;
   reap_foreign(object([&] {
                  std::thread([&] {
-                   reap_continuations(abandoned([&] { ++died; }));
-                   CHECK(died == 1);
+                   reap_continuations(abandoned([&] { ++dropped; }));
+                   CHECK(dropped == 1);
                  }).join();
                }).take());
-  CHECK(died == 1);
+  CHECK(dropped == 1);
 }
 
 TEST_SUITE_END();

@@ -1,4 +1,4 @@
-// Serial queues: callbacks in the order of their attachment, places that are given up, and what runs inside.
+// Serial queues: callbacks run in attachment order, and a place is removed when its callback will not run.
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -22,7 +22,7 @@ Order ascending(int count) {
   return order;
 }
 
-// One that its future may drop whenever it looks for such.
+// A continuation that its future may drop at any time.
 struct Moot final : Continuation {
   using Continuation::Continuation;
   void run(Future&) noexcept override { delete this; }
@@ -34,11 +34,11 @@ struct Moot final : Continuation {
 
 TEST_SUITE_BEGIN("serial_queue");
 
-TEST_CASE_FIXTURE(Rules, "callbacks run in the order of their attachment, whatever order their parents complete in") {
+TEST_CASE_FIXTURE(Rules, "callbacks run in attachment order for any order in which their parents complete") {
   constexpr int kCallbacks = 50;
   for (unsigned seed = 0; seed < 10; ++seed) {
     SerialQueue& queue = new_serial_queue();
-    std::vector<FuturePtr> parents = many(kCallbacks);
+    std::vector<FuturePtr> parents = many_pending(kCallbacks);
     Order order;
     for (int i = 0; i < kCallbacks; ++i) {
       parents[static_cast<std::size_t>(i)]->attach(call_inside(mark(order, i), &queue));
@@ -59,10 +59,10 @@ TEST_CASE_FIXTURE(Rules, "callbacks run in the order of their attachment, whatev
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback runs whatever the outcome of its parent") {
+TEST_CASE_FIXTURE(Rules, "a callback runs if its parent completes, fails or is cancelled") {
   SerialQueue& queue = new_serial_queue();
   std::vector<State> seen;
-  const std::vector<FuturePtr> parents = many(3);
+  const std::vector<FuturePtr> parents = many_pending(3);
   for (const FuturePtr& parent : parents) {
     parent->attach(call_inside([&](Future& self) { seen.push_back(self.state()); }, &queue));
   }
@@ -74,7 +74,7 @@ TEST_CASE_FIXTURE(Rules, "a callback runs whatever the outcome of its parent") {
   CHECK((seen == std::vector{State::completed, State::failed, State::cancelled}));
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that will not run gives up its place, and those behind it run") {
+TEST_CASE_FIXTURE(Rules, "a callback that will not run leaves the queue, and the callbacks behind it run") {
   SerialQueue& queue = new_serial_queue();
   Order order;
   FuturePtr first = pending();
@@ -84,18 +84,18 @@ TEST_CASE_FIXTURE(Rules, "a callback that will not run gives up its place, and t
   done->attach(call_inside(mark(order, 2), &queue));
   done->attach(call_inside(mark(order, 3), &queue));
   CHECK(queue.length() == 3);
-  SUBCASE("it is taken back") {
+  SUBCASE("the callback is detached") {
     CHECK(first->detach(leaves));
     CHECK(queue.length() == 3);
     const Inside inside;
     leaves->abandon();
   }
-  SUBCASE("its parent dies inside the runtime") {
+  SUBCASE("the parent is destroyed inside the runtime") {
     const Inside inside;
     first.reset();
   }
-  SUBCASE("its parent dies outside") { first.reset(); }
-  SUBCASE("its parent is cleared") {
+  SUBCASE("the parent is destroyed outside the runtime") { first.reset(); }
+  SUBCASE("the parent is cleared") {
     const Inside inside;
     first->clear();
   }
@@ -103,10 +103,10 @@ TEST_CASE_FIXTURE(Rules, "a callback that will not run gives up its place, and t
   CHECK(order == Order{2, 3});
 }
 
-TEST_CASE_FIXTURE(Rules, "places in the middle and at the end can be given up too") {
+TEST_CASE_FIXTURE(Rules, "callbacks in the middle and at the end of the queue can be detached") {
   SerialQueue& queue = new_serial_queue();
   Order order;
-  const std::vector<FuturePtr> parents = many(5);
+  const std::vector<FuturePtr> parents = many_pending(5);
   std::vector<Callback*> callbacks;
   for (int i = 0; i < 5; ++i) {
     callbacks.push_back(call_inside(mark(order, i), &queue));
@@ -125,23 +125,22 @@ TEST_CASE_FIXTURE(Rules, "places in the middle and at the end can be given up to
   CHECK(queue.length() == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that its pending parent drops because it is moot gives up its place") {
+TEST_CASE_FIXTURE(Rules, "a callback that its pending parent drops as moot leaves the queue") {
   SerialQueue& queue = new_serial_queue();
   Order order;
   const FuturePtr parent = pending();
   parent->attach(new Moot(Continuation::none, &queue));
   completed()->attach(call_inside(mark(order, 1), &queue));
-  for (int i = 0; i < 1000; ++i) parent->attach(new Moot);  // so many that it looks
+  for (int i = 0; i < 1000; ++i) parent->attach(new Moot);  // enough that the parent removes moot ones
   settle(queue);
   CHECK(order == Order{1});
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "a callback of a done future goes through the serial queue, and never runs where it is attached") {
+TEST_CASE_FIXTURE(Rules, "a callback of a done future runs in the serial queue, not in the thread that attaches it") {
   SerialQueue& queue = new_serial_queue();
   std::thread::id ran_in;
   {
-    const Inside inside;  // so nothing runs in a serial queue meanwhile
+    const Inside inside;  // no callback of a serial queue can run while this thread holds the lock
     completed()->attach(call_inside([&](Future&) { ran_in = std::this_thread::get_id(); }, &queue));
     CHECK(ran_in == std::thread::id());
   }
@@ -150,7 +149,7 @@ TEST_CASE_FIXTURE(Rules,
   CHECK(ran_in != std::this_thread::get_id());
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback of a done future stands behind those attached before it") {
+TEST_CASE_FIXTURE(Rules, "a callback of a done future runs after callbacks that were attached before it") {
   SerialQueue& queue = new_serial_queue();
   Order order;
   const FuturePtr first = pending();
@@ -162,7 +161,7 @@ TEST_CASE_FIXTURE(Rules, "a callback of a done future stands behind those attach
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that waits for the device keeps its place meanwhile") {
+TEST_CASE_FIXTURE(Rules, "a callback keeps its place while it waits for the device") {
   const FreshAccelerator fresh;
   SerialQueue& queue = new_serial_queue();
   Order order;
@@ -176,7 +175,7 @@ TEST_CASE_FIXTURE(Rules, "a callback that waits for the device keeps its place m
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "a serial queue's callbacks, and nothing else, see it as the current one") {
+TEST_CASE_FIXTURE(Rules, "current() returns the serial queue in its callbacks only") {
   SerialQueue& queue = new_serial_queue("mine");
   SerialQueue* in_queue = nullptr;
   SerialQueue* in_callback_thread = &queue;
@@ -195,7 +194,7 @@ TEST_CASE_FIXTURE(Rules, "a serial queue's callbacks, and nothing else, see it a
 }
 
 TEST_CASE_FIXTURE(
-    Rules, "what a serial queue's callback completes goes on in the serial queue, behind it and before the next one") {
+    Rules, "an inline callback of a future completed in a serial queue runs before the next place in the queue") {
   SerialQueue& queue = new_serial_queue();
   const FuturePtr inner = pending();
   Order order;
@@ -219,7 +218,7 @@ TEST_CASE_FIXTURE(
   CHECK(seen == &queue);
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that blocks in one serial queue does not hold up another") {
+TEST_CASE_FIXTURE(Rules, "a callback that blocks in one serial queue does not delay another queue") {
   SerialQueue& blocked = new_serial_queue();
   SerialQueue& other = new_serial_queue();
   Signal go;
@@ -240,11 +239,11 @@ TEST_CASE_FIXTURE(Rules, "a callback that blocks in one serial queue does not ho
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback attached inside the serial queue runs behind those that stand in it") {
+TEST_CASE_FIXTURE(Rules, "a callback attached in the serial queue runs after the callbacks already in it") {
   SerialQueue& queue = new_serial_queue();
   Order order;
   {
-    const Inside inside;  // both are attached before the first one runs
+    const Inside inside;  // attaches both before the first one runs
     completed()->attach(call_inside(
         [&](Future& self) {
           self.attach(call_inside(mark(order, 3), &queue));
@@ -254,14 +253,14 @@ TEST_CASE_FIXTURE(Rules, "a callback attached inside the serial queue runs behin
     completed()->attach(call_inside(mark(order, 2), &queue));
   }
   settle(queue);
-  settle(queue);  // the first may have stood before 3
+  settle(queue);  // the first settle() may have taken its place before callback 3
   CHECK(order == Order{1, 2, 3});
 }
 
-TEST_CASE_FIXTURE(Rules, "a chain whose links complete one another runs through the serial queue") {
+TEST_CASE_FIXTURE(Rules, "a long chain of callbacks that complete one another's futures runs in the serial queue") {
   constexpr int kLinks = 10'000;
   SerialQueue& queue = new_serial_queue();
-  std::vector<FuturePtr> parents = many(kLinks + 1);
+  std::vector<FuturePtr> parents = many_pending(kLinks + 1);
   Order order;
   for (int i = 0; i < kLinks; ++i) {
     const FuturePtr next = parents[static_cast<std::size_t>(i) + 1];
@@ -283,11 +282,11 @@ namespace {
 constexpr int kQueues = 3;
 constexpr std::size_t kCallbacks = 200;
 
-// One thread attaches to random serial queues, and takes some of it back, while others complete in an order of their
-// own.
+// One thread attaches callbacks to random serial queues and detaches some of them. The other threads complete the
+// futures in random order.
 void race(unsigned seed) {
   std::mt19937 random(seed);
-  const std::vector<FuturePtr> parents = many(kCallbacks);
+  const std::vector<FuturePtr> parents = many_pending(kCallbacks);
   std::vector<FuturePtr> shuffled = parents;
   std::shuffle(shuffled.begin(), shuffled.end(), random);
   SerialQueue* queues[kQueues];
@@ -300,31 +299,31 @@ void race(unsigned seed) {
         if (static_cast<int>(i % 3) == thread - 1) shuffled[i]->complete({});
         continue;
       }
-      const std::size_t which = random() % kQueues;
-      Callback* const c = call_inside(mark(ran[which], static_cast<int>(i)), queues[which]);
+      const std::size_t chosen = random() % kQueues;
+      Callback* const c = call_inside(mark(ran[chosen], static_cast<int>(i)), queues[chosen]);
       parents[i]->attach(c);
       if (i % 5 == 0 && parents[i]->detach(c)) {
         const Inside inside;
         c->abandon();
       } else {
-        expected[which].push_back(static_cast<int>(i));
+        expected[chosen].push_back(static_cast<int>(i));
       }
     }
   });
-  for (int which = 0; which < kQueues; ++which) {
-    settle(*queues[which]);
-    CHECK(ran[which] == expected[which]);
-    CHECK(queues[which]->length() == 0);
+  for (int chosen = 0; chosen < kQueues; ++chosen) {
+    settle(*queues[chosen]);
+    CHECK(ran[chosen] == expected[chosen]);
+    CHECK(queues[chosen]->length() == 0);
   }
 }
 
 }  // namespace
 
-TEST_CASE_FIXTURE(Rules, "each serial queue keeps its order while several threads complete") {
+TEST_CASE_FIXTURE(Rules, "each serial queue keeps its order while several threads complete futures") {
   for (unsigned seed = 0; seed < 30; ++seed) race(seed);
 }
 
-TEST_CASE_FIXTURE(Rules, "a forked child gives no places and runs nothing") {
+TEST_CASE_FIXTURE(Rules, "in a forked child no callback gets a place or runs") {
   SerialQueue& queue = new_serial_queue();
   settle(queue);
   static int ran = 0;

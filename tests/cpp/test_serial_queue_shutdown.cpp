@@ -1,4 +1,4 @@
-// Callbacks of serial queues at the end of a process, each time in a process of its own.
+// Callbacks of serial queues at shutdown. Each test has its own process.
 #include <atomic>
 
 #include "core/callback_thread.h"
@@ -14,9 +14,9 @@ namespace {
 
 std::atomic<int> abandoned_count{0};
 
-// One that is told when nobody will run it.
-Callback* doomed(Executor& line) {
-  return new Callback([](Future&) { FAIL_CHECK("ran after the end"); }, Continuation::foreign, &line,
+// Return a callback that counts its abandonment and fails the test if it runs.
+Callback* expect_abandoned(Executor& queue) {
+  return new Callback([](Future&) { FAIL_CHECK("ran after shutdown"); }, Continuation::foreign, &queue,
                       [] { ++abandoned_count; });
 }
 
@@ -24,55 +24,55 @@ Callback* doomed(Executor& line) {
 
 TEST_SUITE_BEGIN("serial_queue_shutdown");
 
-TEST_CASE("alone: callbacks that are ready in a serial queue after the end" * doctest::skip()) {
+TEST_CASE("alone: callbacks that are ready in a serial queue after shutdown" * doctest::skip()) {
   SerialQueue& queue = new_serial_queue();
   FuturePtr first = pending();
-  first->attach(doomed(queue));
-  completed()->attach(doomed(queue));
+  first->attach(expect_abandoned(queue));
+  completed()->attach(expect_abandoned(queue));
   SerialQueue& other = new_serial_queue();
   settle(other);
   shut_down();
   CHECK(abandoned_count == 0);
   {
     const Inside inside;
-    completed()->attach(doomed(other));
+    completed()->attach(expect_abandoned(other));
     CHECK(abandoned_count == 1);
-    first.reset();  // now the one behind it could run
+    first.reset();  // the callback behind it becomes the head of the queue
     CHECK(abandoned_count == 3);
   }
   CHECK_FALSE(CallbackThread::get().has_lost());
 
-  on_engine_thread([&] { completed()->attach(doomed(other)); });
+  on_engine_thread([&] { completed()->attach(expect_abandoned(other)); });
   CHECK(abandoned_count == 3);
   CHECK(CallbackThread::get().has_lost());
   {
     const Inside inside;
-    completed()->attach(doomed(other));
-    CHECK(abandoned_count == 5);  // with the one that was lost
+    completed()->attach(expect_abandoned(other));
+    CHECK(abandoned_count == 5);  // including the lost callback
   }
   CHECK(Callback::alive == 0);
   CHECK(Runtime::take_broken().empty());
 }
 
 TEST_CASE_FIXTURE(Rules,
-                  "after the end a callback in a serial queue is abandoned inside the runtime, and lost outside") {
-  run_alone("alone: callbacks that are ready in a serial queue after the end");
+                  "after shutdown a callback in a serial queue is abandoned inside the runtime, and lost outside") {
+  run_alone("alone: callbacks that are ready in a serial queue after shutdown");
 }
 
-TEST_CASE("alone: a callback in a serial queue that runs when the end comes" * doctest::skip()) {
-  static Signal end_has_begun;
+TEST_CASE("alone: a callback in a serial queue that runs when shutdown begins" * doctest::skip()) {
+  static Signal shutdown_has_begun;
   SerialQueue& queue = new_serial_queue();
   Order order;
   const FuturePtr done = completed();
   done->attach(call_inside(
       [&](Future&) {
-        wait_outside(end_has_begun);
+        wait_outside(shutdown_has_begun);
         order.push_back(1);
       },
       &queue));
   done->attach(call_inside(mark(order, 2), &queue));
   shut_down([]() noexcept {
-    if (!end_has_begun.sent()) end_has_begun.send();
+    if (!shutdown_has_begun.sent()) shutdown_has_begun.send();
     return true;
   });
   CHECK(order == Order{1, 2});
@@ -80,12 +80,12 @@ TEST_CASE("alone: a callback in a serial queue that runs when the end comes" * d
   CHECK(Runtime::take_broken().empty());
 }
 
-TEST_CASE_FIXTURE(
-    Rules, "a callback in a serial queue that runs when the end comes finishes, as does what stands ready behind") {
-  run_alone("alone: a callback in a serial queue that runs when the end comes");
+TEST_CASE_FIXTURE(Rules,
+                  "a callback that runs when shutdown begins finishes, and so do the ready callbacks behind it") {
+  run_alone("alone: a callback in a serial queue that runs when shutdown begins");
 }
 
-TEST_CASE("alone: a serial queue after the interpreter is gone" * doctest::skip()) {
+TEST_CASE("alone: a serial queue after the interpreter has finalized" * doctest::skip()) {
   SerialQueue& queue = new_serial_queue();
   Runtime::set_finalizing(true);
   Callback* const leaked = call_inside([](Future&) { FAIL_CHECK("ran without the runtime"); }, &queue);
@@ -98,8 +98,9 @@ TEST_CASE("alone: a serial queue after the interpreter is gone" * doctest::skip(
   delete leaked;
 }
 
-TEST_CASE_FIXTURE(Rules, "a serial queue after the interpreter is gone leaks what stands in it, and ends") {
-  run_alone("alone: a serial queue after the interpreter is gone");
+TEST_CASE_FIXTURE(Rules,
+                  "after the interpreter has finalized, a serial queue leaks its callbacks, and shutdown returns") {
+  run_alone("alone: a serial queue after the interpreter has finalized");
 }
 
 TEST_SUITE_END();

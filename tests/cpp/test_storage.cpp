@@ -1,5 +1,5 @@
-// The storage engine under the sanitizers: on both backends, with results that are made up, cancelled, and never waited
-// for.
+// The storage engine under the sanitizers: both backends, with injected faults, cancelled operations, and operations
+// that outlive the engine's last reference.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -28,7 +28,7 @@ namespace {
 
 constexpr std::size_t kBlock = 4096;
 
-// Both backends, where both are there.
+// Return the backends that work on this system.
 std::vector<BackendKind> backends() {
   std::vector<BackendKind> found = {BackendKind::threads};
   try {
@@ -52,7 +52,7 @@ Engine::Options small(BackendKind backend) {
   return options;
 }
 
-// Memory that lives as long as the operation, and no longer: the sanitizer sees who comes too late.
+// An operation with memory that is freed when the operation is done, so that the sanitizer reports a late access.
 struct Transfer {
   std::unique_ptr<Bytes> bytes;
   FuturePtr future = pending();
@@ -75,7 +75,7 @@ void wait_for(const Transfer& transfer) { transfer.future->wait_until(nullptr); 
 
 }  // namespace
 
-TEST_CASE("storage: what is written by several threads is read, though the kernel does its worst") {
+TEST_CASE("storage: threads read back their own writes despite EAGAIN, EINTR, short and late results") {
   for (const BackendKind backend : backends()) {
     for (const Direct direct : {Direct::automatic, Direct::no}) {
       Engine::Options options = small(backend);
@@ -87,13 +87,13 @@ TEST_CASE("storage: what is written by several threads is read, though the kerne
       together(kThreads, [&](int number) {
         std::minstd_rand random(static_cast<unsigned>(number));
         const std::uint64_t mine = static_cast<std::uint64_t>(number) * 50'000;
-        for (int turn = 0; turn < 20; ++turn) {
+        for (int round = 0; round < 20; ++round) {
           const std::size_t size = 1 + random() % 50'000;
-          wait_for(submit(*engine, file, Direction::write, mine, numbered(size, static_cast<unsigned>(turn))));
+          wait_for(submit(*engine, file, Direction::write, mine, numbered(size, static_cast<unsigned>(round))));
           const Transfer read = submit(*engine, file, Direction::read, mine, Bytes(size));
           wait_for(read);
           CHECK(read.future->state() == State::completed);
-          CHECK(*read.bytes == numbered(size, static_cast<unsigned>(turn)));
+          CHECK(*read.bytes == numbered(size, static_cast<unsigned>(round)));
         }
       });
       engine->close();
@@ -104,7 +104,7 @@ TEST_CASE("storage: what is written by several threads is read, though the kerne
   }
 }
 
-TEST_CASE("storage: a failure fails its operation and no other") {
+TEST_CASE("storage: a failed block fails only its own operation") {
   for (const BackendKind backend : backends()) {
     Engine::Options options = small(backend);
     options.faults = FaultRates{3, 0.2, 0.2, 0, 0, 0, 0.5, false};
@@ -139,7 +139,7 @@ TEST_CASE("storage: a failure fails its operation and no other") {
   }
 }
 
-TEST_CASE("storage: memory is the engine's until the future is done, and not for a moment longer") {
+TEST_CASE("storage: the engine does not access an operation's memory after its future is done") {
   for (const BackendKind backend : backends()) {
     Engine::Options options = small(backend);
     options.faults = FaultRates{1, 0, 0, 0, 0, 0, 0, true};
@@ -158,7 +158,7 @@ TEST_CASE("storage: memory is the engine's until the future is done, and not for
         ++freed;
       }));
     }
-    while (engine->statistics().blocks == 0) std::this_thread::yield();  // the first has begun
+    while (engine->statistics().blocks == 0) std::this_thread::yield();  // until the first write has begun
     int cancelled = 0;
     for (const Transfer& write : writes) cancelled += write.future->cancel() ? 1 : 0;
     CHECK(cancelled > 0);
@@ -171,7 +171,7 @@ TEST_CASE("storage: memory is the engine's until the future is done, and not for
   }
 }
 
-TEST_CASE("storage: engines that nobody holds end by themselves") {
+TEST_CASE("storage: an engine without references finishes its operations") {
   for (const BackendKind backend : backends()) {
     const Folder folder;
     const auto file = File::open(folder.file(), Access::read_write, Start::empty, Direct::automatic);
@@ -189,7 +189,7 @@ TEST_CASE("storage: engines that nobody holds end by themselves") {
   }
 }
 
-TEST_CASE("storage: memory in strides is gathered and scattered from any place on") {
+TEST_CASE("storage: strided memory can be gathered and scattered from any offset") {
   std::vector<std::int16_t> numbers(6 * 7 * 8);
   std::iota(numbers.begin(), numbers.end(), std::int16_t{0});
   const std::int64_t sizes[] = {8, 6, 7};

@@ -1,4 +1,5 @@
-// The store under the sanitizers: many threads, on disks that fail, torn journals, and memory that ends with its call.
+// The store under the sanitizers: many threads, disks that fail, truncated journals, and memory that is freed when its
+// call is done.
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -32,7 +33,7 @@ using namespace cudafuture::store;
 
 namespace {
 
-// FNV-1a: the real one is in a library that Python finds.
+// FNV-1a, in place of XXH3, which is in a library that only Python finds.
 std::uint64_t fnv(const void* data, std::size_t size, std::uint64_t seed) {
   std::uint64_t hash = 0xcbf29ce484222325 ^ seed;
   for (std::size_t i = 0; i < size; ++i) hash = (hash ^ static_cast<const unsigned char*>(data)[i]) * 0x100000001b3;
@@ -64,7 +65,7 @@ CallPtr new_call(Call::Kind kind) {
   return call;
 }
 
-// The error of a call, when it is done; null: none.
+// Wait for a call, and return its error; null: none.
 std::exception_ptr error_of(const CallPtr& call) {
   call->future->wait_until(nullptr);
   call->future->mark_seen();
@@ -73,7 +74,7 @@ std::exception_ptr error_of(const CallPtr& call) {
 
 std::exception_ptr write(Store& store, const std::string& key, const Bytes& content,
                          std::optional<std::uint64_t> digest = std::nullopt) {
-  Bytes bytes = content;  // gone when the call is done: the sanitizer sees who comes too late
+  Bytes bytes = content;  // freed when the call is done, so that the sanitizer reports a late access
   const CallPtr call = new_call(Call::Kind::write);
   WriteList writes(1);
   writes[0] = {call, key, {c10::ScalarType::Byte, {static_cast<std::int64_t>(bytes.size())}}, {}, 0, digest};
@@ -111,8 +112,9 @@ std::vector<Record> records_of(const Folder& folder, Damage damage = Damage::ref
   return records;
 }
 
-constexpr std::uint64_t kContent = 2 * 4096;  // where the batches of a journal begin
+constexpr std::uint64_t kContent = 2 * 4096;  // offset of a journal's first batch
 
+// Flip one bit of the journal at `offset`.
 void flip(const Folder& folder, std::uint64_t offset) {
   std::fstream file(folder.path() + "/journal", std::ios::in | std::ios::out | std::ios::binary);
   file.seekg(static_cast<std::streamoff>(offset));
@@ -137,13 +139,13 @@ Record put(const std::string& key, std::uint64_t sequence) {
 
 }  // namespace
 
-TEST_CASE("free space: what is taken and given back in any order is one run again") {
+TEST_CASE("free space: extents that are released in any order merge into one run") {
   std::minstd_rand random(1);
   for (int round = 0; round < 50; ++round) {
     FreeSpace space(1 << 20);
     std::vector<bool> is_taken(1 << 8);
     std::vector<std::pair<std::uint64_t, std::uint64_t>> taken;
-    for (int turn = 0; turn < 300; ++turn) {
+    for (int step = 0; step < 300; ++step) {
       const std::uint64_t size = (1 + random() % 20) << 12;
       if (random() % 2 == 0 || taken.empty()) {
         if (const auto offset = space.take(size)) {
@@ -169,7 +171,7 @@ TEST_CASE("free space: what is taken and given back in any order is one run agai
   }
 }
 
-TEST_CASE("free space: an extent that is not free cannot be taken") {
+TEST_CASE("free space: take() and take_at() refuse an extent that is not free") {
   FreeSpace space(10);
   CHECK(space.take_at(3, 4));
   CHECK(!space.take_at(6, 1));
@@ -181,14 +183,14 @@ TEST_CASE("free space: an extent that is not free cannot be taken") {
   CHECK(space.runs() == 0);
 }
 
-TEST_CASE("write batcher: a full batch goes at once, the rest when no other is in flight") {
+TEST_CASE("write batcher: a full batch is submitted at once, a partial one when no batch is in flight") {
   Bytes bytes(1000);
   const auto writes = [&](std::size_t count) {
     WriteList made(count);
     for (Write& write : made) write.memory.add(bytes.data(), bytes.size());
     return made;
   };
-  WriteBatcher batcher(4096);  // of four extents of 1024 bytes each
+  WriteBatcher batcher(4096);  // a batch has room for four extents of 1024 bytes each
   CHECK(batcher.add(writes(1)).size() == 1);
   CHECK(batcher.add(writes(3)).empty());
   const auto full = batcher.add(writes(6));
@@ -202,10 +204,10 @@ TEST_CASE("write batcher: a full batch goes at once, the rest when no other is i
   CHECK(batcher.ended().empty());
 }
 
-TEST_CASE("journal: what was appended is shown again, and what a crash has torn is not") {
+TEST_CASE("journal: reading returns all appended records except those that a crash truncated") {
   const Folder folder;
   {
-    Journal journal(folder.path(), [](Record&&, std::uint64_t) { FAIL("there is nothing"); });
+    Journal journal(folder.path(), [](Record&&, std::uint64_t) { FAIL("a new journal has a record"); });
     journal.append({put("a", 1), put("b", 2)});
     Record deletion;
     deletion.key = "a";
@@ -225,13 +227,13 @@ TEST_CASE("journal: what was appended is shown again, and what a crash has torn 
     std::filesystem::resize_file(path, size);
     CHECK(records_of(folder).size() == 2);
   }
-  for (const auto size : {std::uintmax_t{5}, std::uintmax_t{0}}) {  // what it was made with cannot be torn
+  for (const auto size : {std::uintmax_t{5}, std::uintmax_t{0}}) {  // shorter than a new journal
     std::filesystem::resize_file(path, size);
     CHECK_THROWS_AS(records_of(folder), Failure);
   }
 }
 
-TEST_CASE("journal: damage before other records is an error") {
+TEST_CASE("journal: damage in front of other records is an error") {
   const Folder folder;
   {
     Journal journal(folder.path(), [](Record&&, std::uint64_t) {});
@@ -241,7 +243,7 @@ TEST_CASE("journal: damage before other records is an error") {
   CHECK_THROWS_AS(records_of(folder), Failure);
 }
 
-TEST_CASE("journal: each damaged bit costs one record at most, and is seen if the journal was closed") {
+TEST_CASE("journal: a damaged bit loses at most one record, and is detected if the journal was closed") {
   const Folder folder;
   std::uint64_t end = 0;
   {
@@ -264,7 +266,7 @@ TEST_CASE("journal: each damaged bit costs one record at most, and is seen if th
   CHECK(records_of(folder).size() == 6);
 }
 
-TEST_CASE("journal: what is reserved for deletions is there, whatever was written since") {
+TEST_CASE("journal: the space reserved for deletions stays allocated after further writes") {
   const Folder folder;
   Journal journal(folder.path(), [](Record&&, std::uint64_t) {});
   const auto blocks = [&] {
@@ -287,7 +289,7 @@ TEST_CASE("journal: what is reserved for deletions is there, whatever was writte
   CHECK(blocks() >= journal.size() + deletions);
 }
 
-TEST_CASE("journal: it is replaced at once") {
+TEST_CASE("journal: replace() leaves only the given records") {
   const Folder folder;
   {
     Journal journal(folder.path(), [](Record&&, std::uint64_t) {});
@@ -303,7 +305,7 @@ TEST_CASE("journal: it is replaced at once") {
   CHECK(records[1].key == "other");
 }
 
-TEST_CASE("store: threads write, read and delete, though the disk does its worst") {
+TEST_CASE("store: threads write, read and delete correctly on a disk with faults") {
   for (const bool is_durable : {false, true}) {
     const Folder folder;
     Store::Options options = durable(folder);
@@ -313,7 +315,7 @@ TEST_CASE("store: threads write, read and delete, though the disk does its worst
     together(4, [&](int number) {
       std::minstd_rand random(static_cast<unsigned>(number));
       std::map<std::string, Bytes> model;
-      for (int turn = 0; turn < 60; ++turn) {
+      for (int step = 0; step < 60; ++step) {
         const std::string key = std::to_string(number) + " " + std::to_string(random() % 5);
         const std::size_t size = random() % 4 == 0 ? random() % 600'000 : random() % 3000;
         const auto known = model.find(key);
@@ -356,7 +358,7 @@ TEST_CASE("store: threads write, read and delete, though the disk does its worst
   }
 }
 
-TEST_CASE("store: a durable one has its keys again") {
+TEST_CASE("store: a durable store has its keys after it is opened again") {
   const Folder folder;
   const auto disk = engine();
   for (unsigned round = 0; round < 3; ++round) {
@@ -372,7 +374,7 @@ TEST_CASE("store: a durable one has its keys again") {
   disk->join();
 }
 
-TEST_CASE("store: its last user may be a pending write") {
+TEST_CASE("store: a pending write succeeds after the last reference to the store is dropped") {
   const Folder folder;
   const auto disk = engine(FaultRates{0, 0, 0, 0, 0, 0, 0, true});
   auto store = Store::open(disk, durable(folder));

@@ -1,4 +1,4 @@
-// Streams: the devices that have them, those of the pool, those that are current, and scopes that change them.
+// Streams: devices with streams, pool streams, current streams, and scopes that change the current streams.
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <set>
@@ -20,14 +20,14 @@ namespace {
 using Streams = std::vector<c10::Stream>;
 
 const c10::impl::VirtualGuardImpl& guard() {
-  static const c10::impl::VirtualGuardImpl one(c10::DeviceType::PrivateUse1);
-  return one;
+  static const c10::impl::VirtualGuardImpl instance(c10::DeviceType::PrivateUse1);
+  return instance;
 }
 
 const Streams defaults{stream(0, 0), stream(1, 0), stream(2, 0)};
 Streams current() { return current_streams({device(0), device(1), device(2)}); }
 
-// Not every torch that is supported can say whether a stream is capturing.
+// False for the supported versions of torch that cannot query whether a stream is capturing.
 template <class Guard>
 constexpr bool torch_knows_captures =
     requires(const Guard& guard, const c10::Stream& stream) { guard.isStreamCapturing(stream); };
@@ -36,16 +36,16 @@ constexpr bool torch_knows_captures =
 
 TEST_SUITE_BEGIN("stream_pool");
 
-TEST_CASE_FIXTURE(DeviceRules, "devices with a registered accelerator have streams, the host has none") {
+TEST_CASE_FIXTURE(DeviceRules, "devices of a registered accelerator have streams, and the host has none") {
   CHECK(has_streams(device(0)));
-  CHECK_FALSE(has_streams(device(kDevices)));  // not there
+  CHECK_FALSE(has_streams(device(kDevices)));  // no such device
   CHECK_FALSE(has_streams(c10::Device(c10::DeviceType::CPU)));
   CHECK_FALSE(has_streams(c10::Device(c10::DeviceType::Meta)));
-  CHECK_FALSE(has_streams(c10::Device(c10::DeviceType::MTIA, 0)));  // nobody registered it
+  CHECK_FALSE(has_streams(c10::Device(c10::DeviceType::MTIA, 0)));  // not registered
   CHECK(any_device_with_streams());
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "all devices with streams are found") {
+TEST_CASE_FIXTURE(DeviceRules, "all_devices_with_streams() returns all devices of the accelerator") {
   std::vector<c10::Device> ours;
   for (const c10::Device d : all_devices_with_streams()) {
     if (d.type() == c10::DeviceType::PrivateUse1) ours.push_back(d);
@@ -53,7 +53,7 @@ TEST_CASE_FIXTURE(DeviceRules, "all devices with streams are found") {
   CHECK(ours == std::vector{device(0), device(1), device(2)});
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "a pool stream has the device and the priority that were asked for") {
+TEST_CASE_FIXTURE(DeviceRules, "a pool stream has the requested device and priority") {
   const Streams made = pool_streams({device(2), device(0)}, -1);
   const c10::Stream low = pool_stream(device(1), 5);
   const auto notes = accelerator.notes(Call::new_stream);
@@ -64,17 +64,17 @@ TEST_CASE_FIXTURE(DeviceRules, "a pool stream has the device and the priority th
   CHECK(notes[0].priority == -1);
   CHECK(notes[1].priority == -1);
   CHECK(notes[2].priority == 5);
-  CHECK(current() == defaults);  // asking for a stream makes it current nowhere
+  CHECK(current() == defaults);  // taking a stream from the pool does not make it current
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "current streams are those of this thread, in the order asked for") {
+TEST_CASE_FIXTURE(DeviceRules, "current_streams() returns this thread's current streams, in the requested order") {
   guard().exchangeStream(stream(1, 4));
   CHECK(current_stream(device(1)) == stream(1, 4));
   CHECK(current_streams({device(1), device(0)}) == Streams{stream(1, 4), stream(0, 0)});
   on_engine_thread([] { CHECK(current() == defaults); });
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "a scope makes its streams current, and puts back what was") {
+TEST_CASE_FIXTURE(DeviceRules, "a scope makes its streams current, and restores the previous ones") {
   guard().exchangeStream(stream(0, 9));
   {
     const StreamScope scope({stream(0, 1), stream(2, 2)});
@@ -83,7 +83,7 @@ TEST_CASE_FIXTURE(DeviceRules, "a scope makes its streams current, and puts back
   CHECK(current() == Streams{stream(0, 9), stream(1, 0), stream(2, 0)});
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "a scope puts streams and device back whatever was changed within") {
+TEST_CASE_FIXTURE(DeviceRules, "a scope restores streams and device after changes inside it") {
   guard().setDevice(device(1));
   {
     const StreamScope scope({stream(0, 1), stream(2, 2)});
@@ -95,7 +95,8 @@ TEST_CASE_FIXTURE(DeviceRules, "a scope puts streams and device back whatever wa
   CHECK(guard().getDevice() == device(1));
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "of two streams of one device the last is current, and the first of all comes back") {
+TEST_CASE_FIXTURE(DeviceRules,
+                  "in a scope with two streams of one device the last is current, and the previous one is restored") {
   guard().exchangeStream(stream(0, 9));
   {
     const StreamScope scope({stream(0, 1), stream(0, 2)});
@@ -104,7 +105,7 @@ TEST_CASE_FIXTURE(DeviceRules, "of two streams of one device the last is current
   CHECK(current_stream(device(0)) == stream(0, 9));
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "scopes nest, and an exception unwinds them") {
+TEST_CASE_FIXTURE(DeviceRules, "scopes of streams nest, and an exception unwinds them") {
   const StreamScope outer(stream(0, 1));
   try {
     const StreamScope inner({stream(0, 2), stream(1, 2)});
@@ -116,7 +117,7 @@ TEST_CASE_FIXTURE(DeviceRules, "scopes nest, and an exception unwinds them") {
   CHECK(guard().getDevice() == device(0));
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "an empty scope changes nothing") {
+TEST_CASE_FIXTURE(DeviceRules, "an empty scope changes no stream and no device") {
   guard().setDevice(device(2));
   {
     const StreamScope scope({});
@@ -125,7 +126,7 @@ TEST_CASE_FIXTURE(DeviceRules, "an empty scope changes nothing") {
   CHECK(guard().getDevice() == device(2));
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "a scope that cannot be entered leaves everything as it was") {
+TEST_CASE_FIXTURE(DeviceRules, "a scope that cannot be entered changes no current stream") {
   const auto enter = [](const c10::Stream& wrong) { const StreamScope scope({stream(0, 1), wrong}); };
   const c10::Stream beyond(c10::Stream::UNSAFE, c10::Device(c10::DeviceType::PrivateUse1, kDevices), 1);
   CHECK_THROWS(enter(beyond));
@@ -135,16 +136,16 @@ TEST_CASE_FIXTURE(DeviceRules, "a scope that cannot be entered leaves everything
   CHECK(current() == defaults);
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "a wait that would break a capture is refused, one device at a time") {
+TEST_CASE_FIXTURE(DeviceRules, "refuse_while_capturing() throws if the device's current stream is capturing") {
   if (!torch_knows_captures<c10::impl::DeviceGuardImplInterface>) return;
   refuse_while_capturing(device(0));
   accelerator.capture(stream(1, 3));
-  refuse_while_capturing(device(1));  // another stream of the device captures, not its current one
+  refuse_while_capturing(device(1));  // the capturing stream is not the device's current stream
   const StreamScope scope(stream(1, 3));
   refuse_while_capturing(device(0));
   try {
     refuse_while_capturing(device(1));
-    FAIL("was not refused");
+    FAIL("refuse_while_capturing() did not throw");
   } catch (const Error& error) {
     CHECK(error.kind() == ErrorKind::invalid_state);
     CHECK(std::string(error.what()).find("non_blocking=True") != std::string::npos);

@@ -1,4 +1,4 @@
-// The names of the sync edges, and the seam that cuts one.
+// The names of the sync edges, and the variable with which tests cut one.
 #include "core/sync_edge.h"
 
 #include <set>
@@ -16,7 +16,7 @@ constexpr int kCount = static_cast<int>(SyncEdge::count);
 
 }  // namespace
 
-TEST_CASE("every edge has a name of its own, and is found by it") {
+TEST_CASE("each sync edge has a unique name, and sync_edge_of() finds the edge by it") {
   std::set<std::string_view> names;
   for (int i = 1; i < kCount; ++i) {
     const SyncEdge edge = static_cast<SyncEdge>(i);
@@ -28,7 +28,7 @@ TEST_CASE("every edge has a name of its own, and is found by it") {
   CHECK(sync_edge_of("") == SyncEdge::none);
 }
 
-TEST_CASE("every edge stands until it is cut, and then only that one does not") {
+TEST_CASE("all sync edges stand, except the one that is cut") {
   for (int i = 1; i < kCount; ++i) CHECK(stands(static_cast<SyncEdge>(i)));
   cut_sync_edge = SyncEdge::join_wait;
   for (int i = 1; i < kCount; ++i) {

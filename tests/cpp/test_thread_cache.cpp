@@ -1,4 +1,4 @@
-// Threads that are never refused: each task gets one at once, few are kept, and all are joined.
+// The thread cache: each task gets a thread at once, a few idle threads are kept, and stop() joins all threads.
 #include <pthread.h>
 
 #include <atomic>
@@ -21,9 +21,9 @@ using namespace cudafuture::fake;
 
 namespace {
 
-constexpr int kMostIdle = 8;  // as many threads without a task are kept
+constexpr int kMostIdle = 8;  // number of idle threads that the cache keeps
 
-// A function as a task.
+// A task that runs a function.
 class Job final : public ThreadCache::Task {
  public:
   explicit Job(std::function<void()> body) : body_(std::move(body)) {}
@@ -40,15 +40,15 @@ class Job final : public ThreadCache::Task {
   Signal done_;
 };
 
-// The number of the calling thread: another one for each, also when the system gives one's id to the next.
+// Return a number that is unique to the calling thread. The system may reuse the id of a thread that has ended.
 int number_of_thread() {
   static std::atomic<int> last{0};
   thread_local const int number = ++last;
   return number;
 }
 
-// Has `count` tasks run at the same time. Returns the threads that they ran in.
-std::set<int> run_side_by_side(ThreadCache& cache, int count) {
+// Run `count` tasks at the same time, and return the numbers of their threads.
+std::set<int> run_concurrently(ThreadCache& cache, int count) {
   std::barrier all_run(count);
   std::vector<int> threads(static_cast<std::size_t>(count));
   std::deque<Job> jobs;
@@ -63,9 +63,9 @@ std::set<int> run_side_by_side(ThreadCache& cache, int count) {
   return {threads.begin(), threads.end()};
 }
 
-// Returns when that many threads have ended since. A thread ends when there are enough without a task already, so the
-// others have come to rest by then.
-void await_ended(int count, int before) {
+// Return when `count` threads have retired since `before`. A thread retires when enough threads are idle, so the other
+// threads are idle then.
+void wait_for_retired(int count, int before) {
   while (Runtime::retired() - before < count) std::this_thread::yield();
 }
 
@@ -73,13 +73,13 @@ void await_ended(int count, int before) {
 
 TEST_SUITE_BEGIN("thread_cache");
 
-TEST_CASE_FIXTURE(Rules, "a task gets a thread at once, however many others block") {
+TEST_CASE_FIXTURE(Rules, "a task gets a thread at once while many other tasks block") {
   ThreadCache cache;
-  CHECK(run_side_by_side(cache, 20).size() == 20);
+  CHECK(run_concurrently(cache, 20).size() == 20);
   cache.stop();
 }
 
-TEST_CASE_FIXTURE(Rules, "a task runs in a thread that has its name, outside the runtime, and may enter it") {
+TEST_CASE_FIXTURE(Rules, "a task runs in a thread with the task's name, outside the runtime, and may enter it") {
   ThreadCache cache;
   std::string name(16, '\0');
   bool inside = true;
@@ -95,31 +95,32 @@ TEST_CASE_FIXTURE(Rules, "a task runs in a thread that has its name, outside the
   CHECK_FALSE(inside);
 }
 
-TEST_CASE_FIXTURE(Rules, "threads without a task are used again, then new ones are made") {
+TEST_CASE_FIXTURE(Rules, "the cache reuses idle threads before it starts new ones") {
   ThreadCache cache;
   const int before = Runtime::retired();
-  const std::set<int> first = run_side_by_side(cache, kMostIdle + 1);
-  await_ended(1, before);
-  const std::set<int> second = run_side_by_side(cache, kMostIdle + 2);
-  int used_again = 0;
-  for (const int thread : second) used_again += static_cast<int>(first.count(thread));
-  CHECK(used_again == kMostIdle);
+  const std::set<int> first = run_concurrently(cache, kMostIdle + 1);
+  wait_for_retired(1, before);
+  const std::set<int> second = run_concurrently(cache, kMostIdle + 2);
+  int reused = 0;
+  for (const int thread : second) reused += static_cast<int>(first.count(thread));
+  CHECK(reused == kMostIdle);
   CHECK(second.size() == kMostIdle + 2);
   cache.stop();
 }
 
-TEST_CASE_FIXTURE(Rules, "of the threads without a task a few are kept, and each that ends retires from the runtime") {
+TEST_CASE_FIXTURE(Rules,
+                  "the cache keeps a limited number of idle threads, and threads that end retire from the runtime") {
   ThreadCache cache;
   const int before = Runtime::retired();
-  run_side_by_side(cache, kMostIdle + 4);
-  await_ended(4, before);
-  run_side_by_side(cache, kMostIdle);  // none of them ends
+  run_concurrently(cache, kMostIdle + 4);
+  wait_for_retired(4, before);
+  run_concurrently(cache, kMostIdle);  // none of these threads ends
   CHECK(Runtime::retired() - before == 4);
   cache.stop();
   CHECK(Runtime::retired() - before == kMostIdle + 4);
 }
 
-TEST_CASE_FIXTURE(Rules, "a task may bring the next one, which does not run inside it") {
+TEST_CASE_FIXTURE(Rules, "a task that a task starts runs in another thread") {
   ThreadCache cache;
   int inner_thread = 0;
   int outer_thread = 0;
@@ -135,52 +136,52 @@ TEST_CASE_FIXTURE(Rules, "a task may bring the next one, which does not run insi
   cache.stop();
 }
 
-TEST_CASE_FIXTURE(Rules, "stop waits for the tasks that run, and asks meanwhile whether to go on") {
-  static Signal* asked;
+TEST_CASE_FIXTURE(Rules, "stop() waits for running tasks, and calls `go_on` meanwhile") {
+  static Signal* signal_of_stop;
   Signal signal;
-  asked = &signal;
+  signal_of_stop = &signal;
   ThreadCache cache;
   Job job([&] { signal.wait(); });
   CHECK(cache.run(&job) == ThreadCache::Run::begun);
   cache.stop([]() noexcept {
-    if (!asked->sent()) asked->send();
+    if (!signal_of_stop->sent()) signal_of_stop->send();
     return true;
   });
   CHECK(signal.sent());
   CHECK(job.done());
 }
 
-TEST_CASE_FIXTURE(Rules, "after stop every task is refused, also where no thread was ever made") {
+TEST_CASE_FIXTURE(Rules, "after stop() every task is refused, also if no thread was ever started") {
   ThreadCache cache;
-  SUBCASE("unused") {}
-  SUBCASE("used") { run_side_by_side(cache, 2); }
+  SUBCASE("no thread was started") {}
+  SUBCASE("threads were started") { run_concurrently(cache, 2); }
   cache.stop();
   Job late([] { FAIL_CHECK("ran after stop()"); });
   CHECK(cache.run(&late) == ThreadCache::Run::stopped);
   cache.stop();
 }
 
-TEST_CASE_FIXTURE(Rules, "a task that runs while the cache stops is refused another") {
-  static Signal* asked;
+TEST_CASE_FIXTURE(Rules, "a task that runs during stop() cannot start another task") {
+  static Signal* signal_of_stop;
   Signal signal;
-  asked = &signal;
+  signal_of_stop = &signal;
   ThreadCache cache;
   Job late([] { FAIL_CHECK("ran after stop()"); });
-  bool taken = true;
+  bool accepted = true;
   Job job([&] {
     signal.wait();
-    taken = cache.run(&late) == ThreadCache::Run::begun;
+    accepted = cache.run(&late) == ThreadCache::Run::begun;
   });
   CHECK(cache.run(&job) == ThreadCache::Run::begun);
   cache.stop([]() noexcept {
-    if (!asked->sent()) asked->send();
+    if (!signal_of_stop->sent()) signal_of_stop->send();
     return true;
   });
-  CHECK_FALSE(taken);
+  CHECK_FALSE(accepted);
 }
 
-TEST_CASE_FIXTURE(Rules, "when it is told not to go on, stop leaves a task that runs to itself") {
-  static auto* const cache = new ThreadCache;  // never freed: the thread that is left comes back to it
+TEST_CASE_FIXTURE(Rules, "stop() leaves a running task's thread if `go_on` returns false") {
+  static auto* const cache = new ThreadCache;  // never freed: the remaining thread still uses it
   Signal go;
   Job blocks([&] { go.wait(); });
   Job ends([] {});
@@ -192,32 +193,32 @@ TEST_CASE_FIXTURE(Rules, "when it is told not to go on, stop leaves a task that 
   CHECK(cache->run(&ends) == ThreadCache::Run::stopped);
   go.send();
   blocks.wait();
-  cache->stop();  // returns once that one has come to its end too
+  cache->stop();  // returns when that thread has ended too
 }
 
-TEST_CASE_FIXTURE(Rules, "stop does not wait for a task that says so, and for one that has taken it back") {
-  static auto* const cache = new ThreadCache;  // never freed: the thread that is left comes back to it
-  Signal said;
-  Signal taken_back;
+TEST_CASE_FIXTURE(Rules, "stop() does not wait for a leavable task, but waits for one that is leavable no more") {
+  static auto* const cache = new ThreadCache;  // never freed: the remaining thread still uses it
+  Signal leavable;
+  Signal not_leavable;
   Signal go;
-  Signal back;
+  Signal go_on;
   Job blocks([&] {
     ThreadCache::set_leavable(true);
-    said.send();
+    leavable.send();
     go.wait();
   });
   Job waits([&] {
     ThreadCache::set_leavable(true);
     ThreadCache::set_leavable(false);
-    taken_back.send();
-    back.wait();
+    not_leavable.send();
+    go_on.wait();
   });
-  ThreadCache::set_leavable(true);  // says nothing in a thread of others
+  ThreadCache::set_leavable(true);  // no effect in a thread that is not the cache's
   CHECK(cache->run(&blocks) == ThreadCache::Run::begun);
   CHECK(cache->run(&waits) == ThreadCache::Run::begun);
-  said.wait();
-  taken_back.wait();
-  std::thread ends([&] { back.send(); });
+  leavable.wait();
+  not_leavable.wait();
+  std::thread ends([&] { go_on.send(); });
   cache->stop();
   CHECK(waits.done());
   CHECK_FALSE(blocks.done());
@@ -226,13 +227,12 @@ TEST_CASE_FIXTURE(Rules, "stop does not wait for a task that says so, and for on
   blocks.wait();
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "tasks that come while the cache stops run or are refused, and none runs once stop has returned") {
+TEST_CASE_FIXTURE(Rules, "tasks that are submitted during stop() run before it returns, or are refused") {
   for (int round = 0; round < 100; ++round) {
     ThreadCache cache;
     std::deque<Job> jobs;
     for (int i = 0; i < 8; ++i) jobs.emplace_back([] {});
-    std::vector<char> taken(jobs.size());
+    std::vector<char> accepted(jobs.size());
     std::vector<char> done(jobs.size());
     together(3, [&](int thread) {
       if (thread == 2) {
@@ -240,16 +240,16 @@ TEST_CASE_FIXTURE(Rules,
         return;
       }
       for (std::size_t i = static_cast<std::size_t>(thread); i < jobs.size(); i += 2)
-        taken[i] = cache.run(&jobs[i]) == ThreadCache::Run::begun;
+        accepted[i] = cache.run(&jobs[i]) == ThreadCache::Run::begun;
     });
     for (std::size_t i = 0; i < jobs.size(); ++i) done[i] = jobs[i].done();
-    CHECK(done == taken);
+    CHECK(done == accepted);
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "a forked child is refused a thread, and its parent goes on as before") {
+TEST_CASE_FIXTURE(Rules, "a forked child cannot start a task, and its parent still can") {
   ThreadCache cache;
-  run_side_by_side(cache, 1);
+  run_concurrently(cache, 1);
   Job job([] {});
   CHECK(in_forked_child([&] { return cache.run(&job) == ThreadCache::Run::stopped && !job.done(); }));
   CHECK(cache.run(&job) == ThreadCache::Run::begun);

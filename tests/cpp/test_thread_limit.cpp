@@ -1,4 +1,4 @@
-// A system that has no more threads: what needs one is refused, and later ones run.
+// A system that cannot start threads: callbacks that need a thread are refused, and later callbacks run.
 #include <pthread.h>
 
 #include <atomic>
@@ -20,7 +20,7 @@ using namespace cudafuture::fake;
 
 namespace {
 
-// New threads fail with EAGAIN for a scope: their stacks would be larger than the address space.
+// Makes the start of threads fail with EAGAIN for a scope, with a stack size that exceeds the address space.
 class NoThreads {
  public:
   NoThreads() {
@@ -42,7 +42,7 @@ class NoThreads {
   pthread_attr_t before_;
 };
 
-// A callback of the runtime that completes a child, as then() has one.
+// A callback of the runtime that completes a child, like the callback of then().
 class WithChild final : public Continuation {
  public:
   WithChild(FuturePtr child, Executor* executor) : Continuation(foreign, executor), child_(std::move(child)) {}
@@ -61,7 +61,7 @@ class WithChild final : public Continuation {
   FuturePtr child_;
 };
 
-bool says_no_thread(Future& failed) {
+bool is_no_thread_error(Future& failed) {
   failed.mark_seen();
   try {
     std::rethrow_exception(failed.value().error);
@@ -93,8 +93,8 @@ TEST_CASE("alone: a system without threads" * doctest::skip()) {
     const NoThreads none;
     limited.send();
     engine.join();
-    CHECK(says_no_thread(*in_queue));
-    CHECK(says_no_thread(*on_callback_thread));
+    CHECK(is_no_thread_error(*in_queue));
+    CHECK(is_no_thread_error(*on_callback_thread));
   }
   CHECK_FALSE(CallbackThread::get().has_lost());
   for (Executor* executor : {static_cast<Executor*>(&queue), static_cast<Executor*>(nullptr)}) {
@@ -106,14 +106,14 @@ TEST_CASE("alone: a system without threads" * doctest::skip()) {
   CHECK(Runtime::take_broken().empty());
 }
 
-TEST_CASE_FIXTURE(Rules, "without threads a callback of an engine is refused with an error, and the next one runs") {
+TEST_CASE_FIXTURE(Rules, "if no thread can start, the child of an engine's callback fails, and later callbacks run") {
   run_alone("alone: a system without threads");
 }
 
-TEST_CASE_FIXTURE(Rules, "while threads run out and come back, each callback runs or is refused") {
+TEST_CASE_FIXTURE(Rules, "while the start of threads fails now and then, each callback runs or is refused") {
   constexpr int kThreads = 4;
   constexpr int kRounds = 50;
-  std::vector<FuturePtr> children = many(kThreads * kRounds);
+  std::vector<FuturePtr> children = many_pending(kThreads * kRounds);
   std::vector<SerialQueue*> queues;
   for (int i = 0; i < kRounds; ++i) queues.push_back(&new_serial_queue());
   std::atomic<int> working{kThreads - 1};
@@ -133,10 +133,10 @@ TEST_CASE_FIXTURE(Rules, "while threads run out and come back, each callback run
     --working;
   });
   int refused = 0;
-  for (std::size_t i = kRounds; i < children.size(); ++i) {  // those of the threads that worked
+  for (std::size_t i = kRounds; i < children.size(); ++i) {  // thread 0 has no children
     children[i]->wait_until(nullptr);
     if (children[i]->state() == State::completed) continue;
-    CHECK(says_no_thread(*children[i]));
+    CHECK(is_no_thread_error(*children[i]));
     ++refused;
   }
   MESSAGE(refused << " refused");

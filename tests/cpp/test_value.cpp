@@ -1,4 +1,4 @@
-// What a future holds, and who owns the references in it.
+// The value of a future, and the ownership of the references in it.
 #include <stdexcept>
 #include <utility>
 
@@ -11,7 +11,7 @@ using namespace cudafuture::fake;
 
 TEST_SUITE_BEGIN("value");
 
-TEST_CASE_FIXTURE(Rules, "each form holds what it was made of and nothing else") {
+TEST_CASE_FIXTURE(Rules, "a value of each form holds only what it was created from") {
   Inside inside;
   const Value nothing;
   CHECK(nothing.form == Value::Form::object);
@@ -38,37 +38,37 @@ TEST_CASE_FIXTURE(Rules, "each form holds what it was made of and nothing else")
   CHECK(exception.error == nullptr);
 }
 
-TEST_CASE_FIXTURE(Rules, "a moved value takes everything along") {
+TEST_CASE_FIXTURE(Rules, "a moved value transfers all its references") {
   Inside inside;
-  int died = 0;
-  const auto dies = [&] { ++died; };
+  int destroyed = 0;
+  const auto count = [&] { ++destroyed; };
   {
-    Value one = Value::of_error(object(dies), object(dies));
+    Value one = Value::of_error(object(count), object(count));
     Value two = std::move(one);
     CHECK_FALSE(one.object);
     CHECK_FALSE(one.traceback);
     Value three;
     three = std::move(two);
-    CHECK(died == 0);
+    CHECK(destroyed == 0);
   }
-  CHECK(died == 2);
+  CHECK(destroyed == 2);
 }
 
 TEST_CASE_FIXTURE(Rules, "a reference is dropped once, by its last owner") {
   Inside inside;
-  int died = 0;
+  int destroyed = 0;
   {
-    Foreign one = object([&] { ++died; });
+    Foreign one = object([&] { ++destroyed; });
     Foreign two = share(one);
     one = Foreign();
-    CHECK(died == 0);
+    CHECK(destroyed == 0);
     Foreign three = std::move(two);
     CHECK_FALSE(two);
   }
-  CHECK(died == 1);
+  CHECK(destroyed == 1);
 }
 
-TEST_CASE_FIXTURE(Rules, "assigning drops what was held, after the new reference is in place") {
+TEST_CASE_FIXTURE(Rules, "an assignment drops the old reference after it stores the new one") {
   Inside inside;
   Foreign holder;
   void* seen = nullptr;
@@ -79,20 +79,20 @@ TEST_CASE_FIXTURE(Rules, "assigning drops what was held, after the new reference
   CHECK(seen == raw);
 }
 
-TEST_CASE_FIXTURE(Rules, "a reference assigned to itself stays") {
+TEST_CASE_FIXTURE(Rules, "a reference that is assigned to itself is kept") {
   Inside inside;
-  int died = 0;
+  int destroyed = 0;
   {
-    Foreign one = object([&] { ++died; });
+    Foreign one = object([&] { ++destroyed; });
     Foreign& same = one;
     one = std::move(same);
     CHECK(static_cast<bool>(one));
-    CHECK(died == 0);
+    CHECK(destroyed == 0);
   }
-  CHECK(died == 1);
+  CHECK(destroyed == 1);
 }
 
-TEST_CASE_FIXTURE(Rules, "a reference that is taken is the taker's to drop") {
+TEST_CASE_FIXTURE(Rules, "take() passes ownership of the reference to the caller") {
   Inside inside;
   Foreign one = object();
   void* const raw = one.take();
@@ -101,13 +101,13 @@ TEST_CASE_FIXTURE(Rules, "a reference that is taken is the taker's to drop") {
   const Foreign back(raw);
 }
 
-TEST_CASE_FIXTURE(Rules, "a visitor is shown objects, and never null") {
-  int shown = 0;
-  const ForeignVisitor visitor{[](void*, void* count) { return ++*static_cast<int*>(count); }, &shown};
+TEST_CASE_FIXTURE(Rules, "a visitor receives objects, but not null") {
+  int visited = 0;
+  const ForeignVisitor visitor{[](void*, void* count) { return ++*static_cast<int*>(count); }, &visited};
   CHECK(visitor(nullptr) == 0);
-  int thing = 0;
-  CHECK(visitor(&thing) == 1);
-  CHECK(shown == 1);
+  int value = 0;
+  CHECK(visitor(&value) == 1);
+  CHECK(visited == 1);
 }
 
 TEST_SUITE_END();

@@ -1,4 +1,4 @@
-// Threads that wait for a future: when they wake, and what a deadline leaves behind.
+// Threads that wait for a future: when they wake, and the state of the future after a deadline.
 #include <atomic>
 #include <chrono>
 
@@ -19,7 +19,7 @@ TEST_CASE_FIXTURE(Rules, "waiting for a done future returns at once") {
   CHECK(future->wait_until(&past));
 }
 
-TEST_CASE_FIXTURE(Rules, "a deadline that has passed returns false, and the future stays good") {
+TEST_CASE_FIXTURE(Rules, "a wait with a past deadline returns false, and the future stays usable") {
   const FuturePtr future = pending();
   const Clock::time_point past{};
   CHECK_FALSE(future->wait_until(&past));
@@ -28,7 +28,7 @@ TEST_CASE_FIXTURE(Rules, "a deadline that has passed returns false, and the futu
   CHECK(future->wait_until(nullptr));
 }
 
-TEST_CASE_FIXTURE(Rules, "a deadline before the clock began has passed, and one beyond all time never comes") {
+TEST_CASE_FIXTURE(Rules, "the earliest time point counts as a past deadline, and the latest as no deadline") {
   const FuturePtr future = pending();
   for (const Clock::time_point past : {Clock::time_point::min(), Clock::time_point(-std::chrono::nanoseconds(1))}) {
     CHECK_FALSE(future->wait_until(&past));
@@ -43,7 +43,7 @@ TEST_CASE_FIXTURE(Rules, "a deadline before the clock began has passed, and one 
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "a deadline is not early") {
+TEST_CASE_FIXTURE(Rules, "a wait does not return before its deadline") {
   const FuturePtr future = pending();
   const Clock::time_point deadline = Clock::now() + std::chrono::milliseconds(2);
   CHECK_FALSE(future->wait_until(&deadline));
@@ -54,7 +54,7 @@ TEST_CASE_FIXTURE(Rules, "waiters are released before the callbacks run") {
   const FuturePtr future = pending();
   std::latch all_waiting(2);
   std::latch released(2);
-  // Were it the other way round, the completing thread would wait in the callback for ever.
+  // In the opposite order the completing thread would deadlock in the callback.
   future->attach(call([&](Future&) { released.wait(); }));
   together(3, [&](int i) {
     if (i < 2) {
@@ -68,23 +68,24 @@ TEST_CASE_FIXTURE(Rules, "waiters are released before the callbacks run") {
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "any number of waiters wake, each with what was published") {
+TEST_CASE_FIXTURE(Rules, "all waiters wake, and each sees the published value") {
   constexpr int kWaiters = 8;
   for (int round = 0; round < 200; ++round) {
     const FuturePtr future = pending();
-    std::atomic<int> right{0};
+    std::atomic<int> correct{0};
     together(kWaiters + 1, [&](int i) {
       if (i == kWaiters) {
         future->complete(Value::of_native(round));
       } else if (future->wait_until(nullptr) && future->value().native.toInt() == round) {
-        ++right;
+        ++correct;
       }
     });
-    CHECK(right == kWaiters);
+    CHECK(correct == kWaiters);
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "who completes inside the runtime is inside again when the waiters have been released") {
+TEST_CASE_FIXTURE(Rules,
+                  "a thread that completes a future inside the runtime is inside it again after waking the waiters") {
   for (int round = 0; round < 200; ++round) {
     const FuturePtr future = pending();
     std::atomic<bool> inside_after{false};
@@ -95,14 +96,15 @@ TEST_CASE_FIXTURE(Rules, "who completes inside the runtime is inside again when 
         inside_after = Runtime::inside();
       } else {
         CHECK(future->wait_until(nullptr));
-        const Inside inside;  // what a waiter of the runtime does next
+        const Inside inside;  // a waiter of the runtime takes the lock next
       }
     });
     CHECK(inside_after);
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "deadlines race completion: the answer is true of the future, and no waiter is left behind") {
+TEST_CASE_FIXTURE(Rules,
+                  "when deadlines race completion, each wait returns the true state, and no waiter keeps waiting") {
   constexpr int kWaiters = 6;
   for (int round = 0; round < 400; ++round) {
     const FuturePtr future = pending();
@@ -110,7 +112,7 @@ TEST_CASE_FIXTURE(Rules, "deadlines race completion: the answer is true of the f
     together(kWaiters + 1, [&](int i) {
       const Clock::time_point begin = Clock::now();
       if (i == kWaiters) {
-        // Among the deadlines, a little later each round.
+        // Complete at a time between the deadlines, a little later in each round.
         while (Clock::now() < begin + std::chrono::microseconds(round / 2)) continue;
         future->complete(Value::of_native(round));
         return;
@@ -125,18 +127,18 @@ TEST_CASE_FIXTURE(Rules, "deadlines race completion: the answer is true of the f
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "waiters that give up leave the others linked") {
+TEST_CASE_FIXTURE(Rules, "waiters that time out do not unlink the others") {
   const FuturePtr future = pending();
-  std::latch gave_up(3);
+  std::latch timed_out(3);
   std::atomic<int> woke{0};
   together(7, [&](int i) {
     if (i == 6) {
-      gave_up.wait();
+      timed_out.wait();
       future->complete({});
     } else if (i % 2 == 0) {
       const Clock::time_point deadline = Clock::now() + std::chrono::milliseconds(1);
       CHECK_FALSE(future->wait_until(&deadline));
-      gave_up.count_down();
+      timed_out.count_down();
     } else if (future->wait_until(nullptr)) {
       ++woke;
     }

@@ -1,4 +1,4 @@
-// An engine whose devices have not finished when the process exits.
+// A storage engine whose device has not finished when the process exits.
 #include <memory>
 #include <utility>
 
@@ -32,17 +32,17 @@ TEST_CASE("alone: a write that waits for a device when the process exits" * doct
   const FuturePtr future = request.future;
   engine->submit(std::move(request));
   shut_down([]() noexcept {
-    const Inside needs_the_runtime;  // as device work that calls Python does
+    const Inside needs_the_runtime;  // like device work that calls Python
     accelerator.finish_all();
     return true;
   });
   future->wait_until(nullptr);
   future->mark_seen();
-  CHECK(future->state() == State::failed);  // the fake device has no kernels: its memory cannot be copied
+  CHECK(future->state() == State::failed);  // the fake device has no kernel that copies its memory
   CHECK(Runtime::take_broken().empty());
 }
 
-TEST_CASE_FIXTURE(Rules, "storage: at exit a device is waited for outside the runtime") {
+TEST_CASE_FIXTURE(Rules, "storage: at exit the engine waits for a device outside the runtime") {
   run_alone("alone: a write that waits for a device when the process exits");
 }
 

@@ -1,5 +1,4 @@
-// The thread that watches device events: it polls only while somebody waits, less and less often, and never enters the
-// runtime.
+// The watcher: it runs callbacks when the device work behind their futures has finished, and never enters the runtime.
 #include <pthread.h>
 
 #include <atomic>
@@ -15,49 +14,15 @@
 #include "fake_device.h"
 #include "rules.h"
 #include "threads.h"
+#include "watcher_rules.h"
 
 using namespace cudafuture;
 using namespace cudafuture::fake;
 using namespace std::chrono_literals;
 
-namespace {
-
-// A completed future behind whose event there is work that has not finished.
-FuturePtr busy(int device_index = 0) {
-  accelerator.launch(stream(device_index, 0));
-  return completed(EventSet::record(device(device_index)));
-}
-
-// Not yet handed to a watcher, but as the core hands it over.
-Callback* watched(const FuturePtr& parent, Callback::Run run) {
-  Callback* c = call(std::move(run));
-  c->parent = parent;
-  return c;
-}
-
-// The watcher of the process counts as an engine from here on: it may never enter the runtime.
-struct WatcherRules : Rules, FreshAccelerator {
-  WatcherRules() {
-    Signal ran;
-    const FuturePtr future = busy();
-    future->attach(call(
-        [&](Future&) {
-          EngineThread::for_good();
-          ran.send();
-        },
-        Continuation::when_ready));
-    accelerator.finish_all();
-    ran.wait();
-    settle_watcher();
-    accelerator.reset();
-  }
-};
-
-}  // namespace
-
 TEST_SUITE_BEGIN("watcher");
 
-TEST_CASE_FIXTURE(WatcherRules, "a callback that wants the device finished runs when it has, on the watcher") {
+TEST_CASE_FIXTURE(WatcherRules, "a when_ready callback runs on the watcher's thread when the device has finished") {
   const FuturePtr future = busy();
   Signal ran;
   std::thread::id ran_in;
@@ -76,7 +41,7 @@ TEST_CASE_FIXTURE(WatcherRules, "a callback that wants the device finished runs 
   CHECK(future->late_error() == nullptr);
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "it runs no sooner than the last of several devices") {
+TEST_CASE_FIXTURE(WatcherRules, "a when_ready callback waits for the last of several devices") {
   for (int i : {0, 1, 2}) accelerator.launch(stream(i, 0));
   const FuturePtr future = completed(EventSet::record({device(0), device(1), device(2)}));
   Signal ran;
@@ -96,7 +61,7 @@ TEST_CASE_FIXTURE(WatcherRules, "it runs no sooner than the last of several devi
   CHECK_FALSE(too_early);
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "nothing is watched when the device has finished already, or there is none") {
+TEST_CASE_FIXTURE(WatcherRules, "a future is not watched if its device has finished or it has no device") {
   const auto before = Watcher::get().statistics().watched;
   int ran = 0;
   const auto count = [&](Future&) { ++ran; };
@@ -106,7 +71,7 @@ TEST_CASE_FIXTURE(WatcherRules, "nothing is watched when the device has finished
   CHECK(Watcher::get().statistics().watched == before);
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "a callback attached before completion is watched from completion on") {
+TEST_CASE_FIXTURE(WatcherRules, "a callback attached to a pending future is watched from completion on") {
   const FuturePtr future = pending();
   Signal ran;
   future->attach(call([&](Future&) { ran.send(); }, Continuation::when_ready));
@@ -118,8 +83,9 @@ TEST_CASE_FIXTURE(WatcherRules, "a callback attached before completion is watche
   ran.wait();
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "foreign callbacks that it finds due run on the callback thread, or their executor") {
-  struct Noting final : Executor {
+TEST_CASE_FIXTURE(WatcherRules,
+                  "the watcher posts due foreign callbacks to their executor, or to the callback thread") {
+  struct RecordingExecutor final : Executor {
     void post(Continuation* c) noexcept override {
       posted = true;
       CallbackThread::get().post(c);
@@ -127,9 +93,9 @@ TEST_CASE_FIXTURE(WatcherRules, "foreign callbacks that it finds due run on the 
     std::atomic<bool> posted{false};
   } executor;
   constexpr auto flags = static_cast<std::uint8_t>(Continuation::foreign | Continuation::when_ready);
-  Executor* named = nullptr;
+  Executor* chosen = nullptr;
   SUBCASE("without an executor") {}
-  SUBCASE("with one") { named = &executor; }
+  SUBCASE("with an executor") { chosen = &executor; }
   const FuturePtr future = busy();
   Signal ran;
   future->attach(call(
@@ -137,13 +103,14 @@ TEST_CASE_FIXTURE(WatcherRules, "foreign callbacks that it finds due run on the 
         CHECK(CallbackThread::get().is_current());
         ran.send();
       },
-      flags, named));
+      flags, chosen));
   accelerator.finish_all();
   ran.wait();
-  CHECK(executor.posted == (named != nullptr));
+  CHECK(executor.posted == (chosen != nullptr));
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "a query that fails becomes the late error, and the callback runs all the same") {
+TEST_CASE_FIXTURE(WatcherRules,
+                  "the error of a failed query becomes the future's late error, and the callback still runs") {
   const FuturePtr bad = busy(0);
   const FuturePtr good = busy(1);
   Signal bad_ran;
@@ -161,7 +128,7 @@ TEST_CASE_FIXTURE(WatcherRules, "a query that fails becomes the late error, and 
   CHECK_THROWS_AS(std::rethrow_exception(bad->late_error()), DeviceFailure);
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "the facts of a future can be read while the watcher finds its late error") {
+TEST_CASE_FIXTURE(WatcherRules, "a future's name can be read while the watcher sets its late error") {
   for (int round = 0; round < 50; ++round) {
     const FuturePtr future = busy();
     std::atomic<bool> ran{false};
@@ -172,7 +139,7 @@ TEST_CASE_FIXTURE(WatcherRules, "the facts of a future can be read while the wat
   }
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "a failed or cancelled future is watched like any other") {
+TEST_CASE_FIXTURE(WatcherRules, "a failed future is watched too") {
   accelerator.launch(stream(0, 0));
   const FuturePtr failed = pending();
   failed->mark_seen();
@@ -184,7 +151,7 @@ TEST_CASE_FIXTURE(WatcherRules, "a failed or cancelled future is watched like an
   ran.wait();
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "callbacks of one future keep their order when the device finishes between two looks") {
+TEST_CASE_FIXTURE(WatcherRules, "callbacks of one future keep their order if the device finishes between two queries") {
   const FuturePtr future = pending();
   Signal both_ran;
   std::vector<int> order;
@@ -196,43 +163,43 @@ TEST_CASE_FIXTURE(WatcherRules, "callbacks of one future keep their order when t
       if (order.size() == 2) both_ran.send();
     };
   };
-  SUBCASE("of the completing thread") {
-    Signal handed_out;
+  SUBCASE("queries of the completing thread") {
+    Signal completed_all;
     accelerator.after_query([&, here = std::this_thread::get_id()] {
       if (std::this_thread::get_id() == here) {
         accelerator.finish_all();
       } else {
-        handed_out.wait();
+        completed_all.wait();
       }
     });
     accelerator.launch(stream(0, 0));
     future->attach(call(mark(1), Continuation::when_ready));
     future->attach(call(mark(2), Continuation::when_ready));
     future->complete({}, EventSet::record(device(0)));
-    handed_out.send();
+    completed_all.send();
     both_ran.wait();
     settle_watcher();
   }
-  SUBCASE("of the watcher") {
+  SUBCASE("queries of the watcher") {
     Watcher watcher;
     watcher.set_pauses(0us, 0us);
-    Signal looked;
+    Signal queried;
     Signal both_watched;
-    accelerator.after_query([&, looks = std::make_shared<std::atomic<int>>(0)] {
-      switch (++*looks) {
-        case 1:  // alone
-          looked.send();
+    accelerator.after_query([&, queries = std::make_shared<std::atomic<int>>(0)] {
+      switch (++*queries) {
+        case 1:  // the round with one callback
+          queried.send();
           both_watched.wait();
           break;
-        case 2:  // the first of a round of two
+        case 2:  // the first query of the round with two callbacks
           accelerator.finish_all();
           break;
       }
     });
-    const FuturePtr one = busy();
-    watcher.watch(watched(one, mark(1)));
-    looked.wait();
-    watcher.watch(watched(one, mark(2)));
+    const FuturePtr parent = busy();
+    watcher.watch(watched(parent, mark(1)));
+    queried.wait();
+    watcher.watch(watched(parent, mark(2)));
     both_watched.send();
     both_ran.wait();
     watcher.stop();
@@ -240,144 +207,8 @@ TEST_CASE_FIXTURE(WatcherRules, "callbacks of one future keep their order when t
   CHECK(order == std::vector{1, 2});
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "it polls once for each round, and not at all while nothing is watched") {
-  Watcher watcher;
-  watcher.set_pauses(0us, 0us);
-  std::uint64_t polls = 0;
-  for (int looks = 1; looks <= 20; ++looks) {
-    const FuturePtr future = busy();
-    std::atomic<int> left{looks};
-    accelerator.after_query([&] {
-      if (--left == 1) accelerator.finish_all();
-    });
-    if (looks == 1) accelerator.finish_all();
-    Signal ran;
-    watcher.watch(watched(future, [&](Future&) { ran.send(); }));
-    ran.wait();
-    while (watcher.statistics().pending > 0) std::this_thread::yield();
-    polls += static_cast<std::uint64_t>(looks);
-    CHECK(watcher.statistics().polls == polls);
-    // Work for this thread, time for the watcher to do what it should not.
-    for (int i = 0; i < 2000; ++i) completed();
-    CHECK(watcher.statistics().polls == polls);
-  }
-  CHECK(watcher.statistics().watched == 20);
-  watcher.stop();
-  CHECK(watcher.statistics().polls == polls);
-}
-
-TEST_CASE_FIXTURE(WatcherRules, "it does not wake up while nothing is watched") {
-  Watcher watcher;
-  const auto watch_one = [&] {
-    accelerator.finish_all();
-    Signal ran;
-    watcher.watch(watched(completed(EventSet::record(device(0))), [&](Future&) { ran.send(); }));
-    ran.wait();
-    while (watcher.statistics().pending > 0) std::this_thread::yield();
-  };
-  watch_one();
-  const std::uint64_t before = watcher.statistics().wakeups;
-  for (int i = 0; i < 20'000; ++i) completed(EventSet::record(device(1)));
-  CHECK(watcher.statistics().wakeups == before);
-  watch_one();
-  CHECK(watcher.statistics().wakeups > before);
-  watcher.stop();
-}
-
-TEST_CASE_FIXTURE(WatcherRules, "the pauses grow from the first to the longest") {
-  constexpr auto kFirst = 200us;
-  constexpr auto kLongest = 250us;
-  Watcher watcher;
-  watcher.set_pauses(kFirst, kLongest);
-  std::vector<std::chrono::steady_clock::time_point> looks;
-  accelerator.after_query([&] {
-    looks.push_back(std::chrono::steady_clock::now());
-    if (looks.size() == 8) accelerator.finish_all();
-  });
-  Signal ran;
-  watcher.watch(watched(busy(), [&](Future&) { ran.send(); }));
-  ran.wait();
-  watcher.stop();
-  REQUIRE(looks.size() == 9);
-  Backoff expected(kFirst, kLongest);
-  for (std::size_t i = 1; i < looks.size(); ++i) CHECK(looks[i] - looks[i - 1] >= expected.next());
-  CHECK(expected.next() == kLongest);
-}
-
-TEST_CASE_FIXTURE(WatcherRules, "what comes during a pause is looked at without waiting for its end") {
-  Watcher watcher;
-  watcher.set_pauses(1h, 1h);
-  Signal looked;
-  Signal first_ran;
-  Signal second_ran;
-  accelerator.after_query(
-      [&, once = std::make_shared<std::once_flag>()] { std::call_once(*once, [&] { looked.send(); }); });
-  const FuturePtr first = busy();
-  watcher.watch(watched(first, [&](Future&) { first_ran.send(); }));
-  looked.wait();
-  accelerator.finish_all();
-  watcher.watch(watched(completed(EventSet::record(device(1))), [&](Future&) { second_ran.send(); }));
-  first_ran.wait();
-  second_ran.wait();
-  watcher.stop();
-}
-
-TEST_CASE_FIXTURE(WatcherRules, "stop does not wait for a pause: what is due then runs, and the rest is abandoned") {
-  Watcher watcher;
-  watcher.set_pauses(1h, 1h);
-  Signal looked;
-  Signal last_looked;
-  accelerator.after_query([&, looks = std::make_shared<std::atomic<int>>(0)] {
-    if (++*looks == 2) looked.send();
-  });
-  const FuturePtr done_soon = busy(0);
-  const FuturePtr never_done = busy(1);
-  Signal ran;
-  std::vector<int> abandoned;
-  const auto doomed = [&](int number) {
-    const auto late = [](Future&) { FAIL_CHECK("ran after stop()"); };
-    auto* c = new Callback(late, Continuation::foreign, nullptr, [&, number] { abandoned.push_back(number); });
-    c->parent = never_done;
-    return c;
-  };
-  watcher.watch(doomed(1));
-  watcher.watch(watched(done_soon, [&](Future&) { ran.send(); }));
-  looked.wait();
-  watcher.watch(doomed(2));
-  accelerator.finish(stream(0, 0));
-  watcher.stop();
-  CHECK(ran.sent());
-  settle_callback_thread();
-  CHECK(abandoned == std::vector{1, 2});
-  CHECK(watcher.statistics().pending == 0);
-  const Inside inside;
-  watcher.watch(doomed(3));
-  CHECK(abandoned.size() == 3);
-}
-
-TEST_CASE_FIXTURE(WatcherRules, "stop leaves the thread to itself when a device does not answer and nobody goes on") {
-  static auto* const watcher = new Watcher;  // its thread outlives stop()
-  Signal asked;
-  Signal answer;
-  accelerator.after_query([&, once = std::make_shared<std::once_flag>()] {
-    std::call_once(*once, [&] {
-      asked.send();
-      answer.wait();
-    });
-  });
-  watcher->watch(watched(busy(), [](Future&) { FAIL_CHECK("ran after stop()"); }));
-  asked.wait();
-  static int patience;
-  patience = 2;
-  watcher->stop([]() noexcept { return --patience > 0; });
-  CHECK(patience == 0);
-  CHECK(watcher->statistics().pending == 1);
-  answer.send();
-  while (watcher->statistics().pending > 0) std::this_thread::yield();
-}
-
 TEST_CASE_FIXTURE(WatcherRules,
-                  "no lock of the watcher, the future or the event pool is held while it asks the device") {
+                  "the watcher queries the device without the lock of the watcher, the future or the event pool") {
   Watcher watcher;
   const FuturePtr future = busy();
   accelerator.after_query([&] {
@@ -392,25 +223,25 @@ TEST_CASE_FIXTURE(WatcherRules,
   watcher.stop();
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "it keeps what it watches alive, and lets go of it") {
+TEST_CASE_FIXTURE(WatcherRules, "the watcher keeps a watched future alive, and releases it afterwards") {
   Watcher watcher;
   Signal ran;
-  bool died = false;
+  bool destroyed = false;
   {
     accelerator.launch(stream(0, 0));
     const FuturePtr future = pending();
-    future->complete(Value::of_object(object([&] { died = true; })), EventSet::record(device(0)));
+    future->complete(Value::of_object(object([&] { destroyed = true; })), EventSet::record(device(0)));
     watcher.watch(watched(future, [&](Future&) { ran.send(); }));
   }
-  CHECK_FALSE(died);
+  CHECK_FALSE(destroyed);
   accelerator.finish_all();
   ran.wait();
   watcher.stop();
   settle_callback_thread();
-  CHECK(died);
+  CHECK(destroyed);
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "each event is queried under its own device") {
+TEST_CASE_FIXTURE(WatcherRules, "each event is queried with its own device current") {
   const FuturePtr future = busy(2);
   Signal ran;
   future->attach(call([&](Future&) { ran.send(); }, Continuation::when_ready));
@@ -424,7 +255,7 @@ TEST_CASE_FIXTURE(WatcherRules, "each event is queried under its own device") {
   }
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "many threads watch while the clock runs: each callback runs once") {
+TEST_CASE_FIXTURE(WatcherRules, "many threads watch futures while devices finish, and each callback runs once") {
   constexpr int kThreads = 4;
   constexpr int kEach = 200;
   std::atomic<int> ran{0};
@@ -452,7 +283,7 @@ TEST_CASE_FIXTURE(WatcherRules, "many threads watch while the clock runs: each c
   CHECK(ran == kThreads * kEach);
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "the thread has a name that a debugger shows") {
+TEST_CASE_FIXTURE(WatcherRules, "the watcher's thread has a name") {
   Signal ran;
   std::string name(16, '\0');
   const FuturePtr future = busy();

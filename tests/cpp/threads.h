@@ -1,4 +1,4 @@
-// Threads for the tests: one with a small stack, one of an engine, and many that start together.
+// Threads for the tests: an engine's thread, a thread with a small stack, and threads that start at the same time.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@ namespace cudafuture::fake {
 
 using native_tests::together;
 
-// Runs `body` in a thread of an engine, and returns when it has ended.
+// Run `body` in a thread of an engine, and return when the thread has ended.
 template <class Body>
 void on_engine_thread(Body&& body) {
   std::thread([&] {
@@ -22,10 +22,10 @@ void on_engine_thread(Body&& body) {
   }).join();
 }
 
-// Runs `body` in a thread whose stack has no room for recursion, and returns when it has ended.
+// Run `body` in a thread whose stack is too small for recursion, and return when the thread has ended.
 void on_small_stack(const std::function<void()>& body);
 
-// Says that something has happened, once, to whoever waits for it.
+// A one-time event that threads can wait for.
 class Signal {
  public:
   void send() { latch_.count_down(); }

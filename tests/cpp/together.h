@@ -1,4 +1,4 @@
-// Many threads that start together, for the tests of both native modules.
+// Threads that start at the same time, for all native tests.
 #pragma once
 
 #include <latch>
@@ -7,8 +7,8 @@
 
 namespace native_tests {
 
-// Runs body(0), ..., body(count - 1), each in a thread of its own, and returns when all have ended. They start
-// together.
+// Run body(0), ..., body(count - 1), each in its own thread, and return when all threads have ended. The threads start
+// at the same time.
 template <class Body>
 void together(int count, Body&& body) {
   std::latch start(count);

@@ -1,4 +1,5 @@
-// Ends a test program that hangs, with the name of the test. Included once, by the file that has main().
+// A watchdog that aborts a test program when a test hangs, and prints the name of the test. Only the file that defines
+// main() includes it.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -13,14 +14,14 @@ namespace native_tests {
 constexpr unsigned kSecondsPerTest = 60;
 inline char running[256] = "";
 
-inline void say(const char* text) {
+inline void print(const char* text) {
   if (write(STDERR_FILENO, text, std::strlen(text)) < 0) std::abort();
 }
 
-inline void hangs(int) {
-  say("this test hangs: ");
-  say(running);
-  say("\n");
+inline void abort_hanging_test(int) {
+  print("this test did not end in time: ");
+  print(running);
+  print("\n");
   std::abort();
 }
 
@@ -46,6 +47,6 @@ struct Watchdog : doctest::IReporter {
 
 REGISTER_LISTENER("watchdog", 0, Watchdog);
 
-inline void watch() { std::signal(SIGALRM, hangs); }
+inline void watch() { std::signal(SIGALRM, abort_hanging_test); }
 
 }  // namespace native_tests

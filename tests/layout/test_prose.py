@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from layout.tree import NATIVE, ROOT, cpp_files, fakecuda_files, python_files, rpc_files, sim_files
+from layout.tree import NATIVE, ROOT, cpp_files, cpp_test_files, fakecuda_files, python_files, rpc_files, sim_files
 
 # Every rule holds for the Python files of these folders.
 FOLDERS = ("cudafuture", "rpc_ext")
@@ -27,6 +27,7 @@ NATIVE_FILES = [
     *rpc_files(),
     *sim_files(),
     *fakecuda_files(),
+    *cpp_test_files(),
     *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("README.md")),
 ]
 
@@ -242,6 +243,26 @@ def test_native_comments_begin_with_no_question_word() -> None:
     assert not wrong, "name the thing, or begin with a verb:\n" + "\n".join(wrong)
 
 
+def native_test_names(source: str) -> list[str]:
+    """Return the names of the doctest cases and subcases of a C++ file."""
+    return re.findall(r'(?:TEST_CASE|TEST_CASE_FIXTURE|SUBCASE)\(\s*(?:\w+,\s*)?"((?:\\.|[^"\\])*)"', source)
+
+
+def hides_subject(name: str) -> bool:
+    """Return True if the name of a test case, after its prefix, begins with a question word or with "it"."""
+    return (
+        re.match(r"(?:[\w -]+: )?(?:what|who|whoever|whose|how|where|which|whether|it|its|they|that)\b", name)
+        is not None
+    )
+
+
+def test_native_test_names_have_a_subject() -> None:
+    names = [name for file in cpp_test_files() for name in native_test_names(file.read_text(encoding="utf-8"))]
+    wrong = [name for name in names if hides_subject(name)]
+    assert len(names) > 400
+    assert not wrong, "begin with the subject whose behaviour is tested:\n" + "\n".join(wrong)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_name_the_subject(page: Path) -> None:
     found = found_words(page.read_text(encoding="utf-8"))
@@ -319,6 +340,19 @@ def test_a_comment_that_begins_with_a_question_word_is_found() -> None:
     source = "// What it is.\n#pragma once\n\n  // Reads it.\n  // What remains is kept.\nint x;\n  // Who reads it.\n"
     assert questions(source) == [" What it is.", " Who reads it."]
     assert not questions("int x;  // the queue\n// When it is full, reads block.\n")
+
+
+def test_names_of_native_tests_are_found() -> None:
+    source = """
+TEST_CASE("store: a key is read") {
+TEST_CASE_FIXTURE(
+    Rules, "it waits") {
+  SUBCASE("what a \\"key\\" is") {}
+TEST_CASE("storage: what is written" * doctest::skip()) {
+"""
+    names = native_test_names(source)
+    assert names == ["store: a key is read", "it waits", 'what a \\"key\\" is', "storage: what is written"]
+    assert [hides_subject(name) for name in names] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("text", ["Whole pages.", "Statistics of a store.", "Whatsoever."])

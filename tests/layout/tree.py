@@ -14,6 +14,7 @@ SIM = PACKAGE / "testing" / "_sim"
 FAKECUDA = PACKAGE / "testing" / "_fakecuda"
 RPC = ROOT / "rpc_ext"
 RPC_NATIVE = RPC / "_C"
+CPP_TESTS = ROOT / "tests" / "cpp"
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
@@ -41,6 +42,11 @@ def fakecuda_files() -> list[Path]:
 def rpc_files() -> list[Path]:
     """Return the C++ files of rpc_ext/_C."""
     return _cpp_files(RPC_NATIVE, ())
+
+
+def cpp_test_files() -> list[Path]:
+    """Return the C++ files of tests/cpp."""
+    return _cpp_files(CPP_TESTS, ())
 
 
 def include_root(file: Path) -> Path:

@@ -1,4 +1,4 @@
-// Bytes as hexadecimal digits, which is how other people's examples come.
+// Conversion between bytes and hexadecimal digits, the format of published test vectors.
 #pragma once
 
 #include <array>

@@ -1,6 +1,7 @@
-// The program of the tests of what rpc_ext signs its messages with. It needs neither Python nor an agent.
+// The program of rpc_ext's native tests: signatures, parts of tensors and the offload service's messages. It needs
+// neither Python nor an RPC agent.
 #define DOCTEST_CONFIG_IMPLEMENT
-#define DOCTEST_CONFIG_NO_POSIX_SIGNALS  // the sanitizers say more about a crash
+#define DOCTEST_CONFIG_NO_POSIX_SIGNALS  // the sanitizers report a crash in more detail
 #include <doctest/doctest.h>
 
 #include "../watchdog.h"

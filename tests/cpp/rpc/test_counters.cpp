@@ -1,4 +1,4 @@
-// Which counters have been seen: each once, in whatever order they come.
+// Seen counters: each counter is accepted once, in any order of arrival.
 #include <algorithm>
 #include <atomic>
 #include <numeric>
@@ -27,7 +27,7 @@ std::vector<std::uint64_t> shuffled(std::uint64_t count, unsigned seed) {
 
 TEST_SUITE_BEGIN("counters");
 
-TEST_CASE("a counter is seen once") {
+TEST_CASE("a counter is inserted once") {
   SeenCounters seen;
   for (const std::uint64_t counter : {1, 2, 5, 4, 3, 7}) {
     CHECK(seen.insert(counter));
@@ -38,7 +38,7 @@ TEST_CASE("a counter is seen once") {
   CHECK(seen.insert(8));
 }
 
-TEST_CASE("neither the smallest number is a counter nor the largest") {
+TEST_CASE("zero and the largest integer are not counters") {
   SeenCounters seen;
   CHECK_FALSE(seen.insert(0));
   CHECK_FALSE(seen.insert(UINT64_MAX));
@@ -47,33 +47,33 @@ TEST_CASE("neither the smallest number is a counter nor the largest") {
   CHECK(seen.insert(1));
 }
 
-TEST_CASE("the order in which they come does not matter") {
+TEST_CASE("counters are inserted once in any order of arrival") {
   for (unsigned seed = 0; seed < 20; seed++) {
     SeenCounters seen;
     bool all_new = true;
-    bool any_again = false;
+    bool any_repeated = false;
     for (const std::uint64_t counter : shuffled(2000, seed)) {
       all_new = all_new && seen.insert(counter);
-      any_again = any_again || seen.insert(counter);
+      any_repeated = any_repeated || seen.insert(counter);
     }
     CHECK(all_new);
-    for (const std::uint64_t counter : shuffled(2000, seed + 1)) any_again = any_again || seen.insert(counter);
-    CHECK_FALSE(any_again);
+    for (const std::uint64_t counter : shuffled(2000, seed + 1)) any_repeated = any_repeated || seen.insert(counter);
+    CHECK_FALSE(any_repeated);
     CHECK(seen.insert(2001));
   }
 }
 
-TEST_CASE("of very many gaps the oldest is closed") {
+TEST_CASE("the oldest gap is closed if there are too many") {
   SeenCounters seen;
   for (std::uint64_t i = 1; i < most_gaps; i++) REQUIRE(seen.insert(2 * i));
-  CHECK(seen.insert(2 * most_gaps));  // one too many: the gap at 1 goes
+  CHECK(seen.insert(2 * most_gaps));  // one gap too many: the gap at 1 is closed
   CHECK_FALSE(seen.insert(1));
   CHECK(seen.insert(3));
   CHECK(seen.insert(2 * most_gaps + 1));
   CHECK_FALSE(seen.insert(2 * most_gaps));
 }
 
-TEST_CASE("of threads that bring the same counters, one is the first with each") {
+TEST_CASE("if many threads insert the same counters, each counter is inserted once") {
   constexpr int threads = 8;
   constexpr std::uint64_t count = 5000;
   SeenCounters seen;

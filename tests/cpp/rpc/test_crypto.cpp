@@ -1,4 +1,4 @@
-// HMAC-SHA256: the examples of RFC 4231. AES-256-GMAC: examples of NIST. Many threads under one key.
+// HMAC-SHA256 with the test vectors of RFC 4231, AES-256-GMAC with test vectors of NIST, and keys that threads share.
 #include <atomic>
 #include <string>
 
@@ -33,7 +33,7 @@ std::string counted(char first, char last) {
 }
 
 const Example examples[] = {
-    // of section 4, without 4.6, which is about shorter ones
+    // from section 4, without 4.6, which tests truncated codes
     {std::string(20, '\x0b'), "Hi There", "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"},
     {"Jefe", "what do ya want for nothing?", "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"},
     {std::string(20, '\xaa'), std::string(50, '\xdd'),
@@ -51,11 +51,11 @@ const Example examples[] = {
 
 TEST_SUITE_BEGIN("crypto");
 
-TEST_CASE("the examples of RFC 4231") {
+TEST_CASE("HMAC-SHA256 gives the codes of RFC 4231") {
   for (const Example& example : examples) CHECK(hex(HmacKey(example.key).of({example.data})) == example.mac);
 }
 
-TEST_CASE("how the data is cut does not matter") {
+TEST_CASE("an HMAC does not depend on how the data is divided") {
   for (const Example& example : examples) {
     const HmacKey key(example.key);
     const std::string_view data = example.data;
@@ -65,7 +65,7 @@ TEST_CASE("how the data is cut does not matter") {
   }
 }
 
-TEST_CASE("a code is the same as its bytes, and as no others") {
+TEST_CASE("same() returns true only for equal bytes") {
   const Digest digest = HmacKey("key").of({"data"});
   std::string bytes(view(digest));
   CHECK(same(view(digest), bytes));
@@ -81,8 +81,9 @@ TEST_CASE("a code is the same as its bytes, and as no others") {
   CHECK_FALSE(same(view(digest), bytes + '\0'));
 }
 
-// GCM test vectors of NIST: test case 13 of the specification, and one of gcmEncryptExtIV256.rsp without a plaintext.
-TEST_CASE("the examples of NIST for GMAC, however the data is cut") {
+// NIST's test vectors for GCM: test case 13 of the specification, and one without a plaintext from
+// gcmEncryptExtIV256.rsp.
+TEST_CASE("GMAC gives NIST's tags for any division of the data") {
   GmacKey::Message nothing(GmacKey(Digest{}), Nonce{});
   CHECK(hex(nothing.tag()) == "530f8afbc74536b9a963b4f1c4cb738b");
 
@@ -98,19 +99,19 @@ TEST_CASE("the examples of NIST for GMAC, however the data is cut") {
   }
 }
 
-TEST_CASE("threads share a key, and a thread uses several") {
+TEST_CASE("many threads can share a key and alternate between keys") {
   const HmacKey keys[] = {HmacKey(examples[0].key), HmacKey(examples[1].key)};
   const GmacKey zero(Digest{});
-  std::atomic<int> wrong{0};
+  std::atomic<int> mismatches{0};
   native_tests::together(8, [&](int) {
     for (int i = 0; i < 500; i++) {
       const Example& example = examples[i % 2];
-      wrong += hex(keys[i % 2].of({example.data})) != example.mac;
+      mismatches += hex(keys[i % 2].of({example.data})) != example.mac;
       GmacKey::Message nothing(zero, Nonce{});
-      wrong += hex(nothing.tag()) != "530f8afbc74536b9a963b4f1c4cb738b";
+      mismatches += hex(nothing.tag()) != "530f8afbc74536b9a963b4f1c4cb738b";
     }
   });
-  CHECK(wrong == 0);
+  CHECK(mismatches == 0);
 }
 
 TEST_SUITE_END();

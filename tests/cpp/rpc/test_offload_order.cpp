@@ -1,4 +1,4 @@
-// The order of operations at an offload service, with many threads at once.
+// The order of operations at an offload service, with many concurrent threads.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -30,9 +30,9 @@ void in_threads(Function function) {
 
 TEST_SUITE_BEGIN("offload order");
 
-TEST_CASE("operations that threads deliver in any order begin in theirs") {
+TEST_CASE("operations that threads deliver in any order begin in the order of their sequence numbers") {
   RequestOrder order(0, std::make_shared<std::atomic<std::uint64_t>>(0));
-  std::vector<std::uint64_t> begun;  // one operation at a time has its turn
+  std::vector<std::uint64_t> begun;  // RequestOrder begins one operation at a time
   const auto begin = [&](std::uint64_t number) {
     begun.push_back(number);
     order.pass_on("key", number);
@@ -46,19 +46,19 @@ TEST_CASE("operations that threads deliver in any order begin in theirs") {
   for (std::uint64_t i = 0; i < operations; ++i) CHECK(begun[i] == i + 1);
 }
 
-TEST_CASE("one change of a key at a time, and no read beside it") {
+TEST_CASE("changes of a key run one at a time, and queued reads run between them") {
   KeyQueues queues;
   std::atomic<int> changing{0};
-  std::atomic<std::uint64_t> ended{0}, wrong{0};
+  std::atomic<std::uint64_t> ended{0}, overlaps{0};
   const auto change = [&] {
-    if (changing.fetch_add(1) != 0) ++wrong;
+    if (changing.fetch_add(1) != 0) ++overlaps;
     std::this_thread::yield();
     changing.fetch_sub(1);
     ++ended;
     queues.leave("key");
   };
   const auto read = [&] {
-    if (changing != 0) ++wrong;
+    if (changing != 0) ++overlaps;
     ++ended;
   };
   in_threads([&](unsigned worker) {
@@ -66,11 +66,11 @@ TEST_CASE("one change of a key at a time, and no read beside it") {
       if ((i + worker) % 2 == 0) {
         if (queues.enter("key", true, change)) change();
       } else {
-        queues.enter("key", false, read);  // one that has its turn at once may run beside a later change
+        queues.enter("key", false, read);  // a read that may run at once may overlap a later change
       }
     }
   });
-  CHECK(wrong == 0);
+  CHECK(overlaps == 0);
   CHECK(queues.enter("key", true, [] {}));  // the last change has left
 }
 

@@ -1,4 +1,5 @@
-// Messages of an offload client and its service: a changed message is refused, or its numbers fit the bytes.
+// Messages between an offload client and its service: the parser refuses a changed message, or returns entries that lie
+// in its data.
 #include <doctest/doctest.h>
 
 #include <cstdint>
@@ -61,7 +62,7 @@ std::string_view text(const std::vector<char>& bytes) { return {bytes.data(), by
 
 TEST_SUITE_BEGIN("offload parser");
 
-TEST_CASE("a request comes out as it was") {
+TEST_CASE("a parsed request equals the packed one") {
   const offload::OffloadRequest request = offload::parse_request(text(request_of(Verb::put)), {});
   CHECK(request.verb == Verb::put);
   CHECK(request.service == "offload");
@@ -71,7 +72,7 @@ TEST_CASE("a request comes out as it was") {
   CHECK(request.data.nbytes() == 88);
 }
 
-TEST_CASE("the entries of a changed request lie in its data") {
+TEST_CASE("the entries of a randomly changed request lie in its data, or the parser throws") {
   std::mt19937 random(1);
   for (const Verb verb : {Verb::put, Verb::get, Verb::erase, Verb::fetch, Verb::abandon}) {
     const std::vector<char> whole = request_of(verb);
@@ -89,7 +90,7 @@ TEST_CASE("the entries of a changed request lie in its data") {
   }
 }
 
-TEST_CASE("the entries of a changed answer lie in its data") {
+TEST_CASE("the entries of a randomly changed answer lie in its data, or the parser throws") {
   std::mt19937 random(2);
   offload::Found found;
   found.dtype = c10::ScalarType::Float;

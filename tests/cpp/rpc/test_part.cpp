@@ -1,4 +1,4 @@
-// A part of a tensor has a storage of its own, and keeps the whole.
+// A part of a tensor: it has its own storage, and keeps the memory of the whole tensor.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 
@@ -12,7 +12,7 @@
 
 using rpc_ext::alone;
 
-TEST_CASE("a part has a storage of its own, and keeps the whole") {
+TEST_CASE("a part has its own storage, and keeps the memory of the whole tensor") {
   std::optional<at::Tensor> whole = at::arange(200, at::kByte);
   const at::Tensor part = alone(*whole, 50, 100);
   CHECK(part.storage().nbytes() == 100);

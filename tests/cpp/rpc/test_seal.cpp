@@ -1,4 +1,4 @@
-// Seals: their bytes, and what a receiver refuses.
+// Seals: their format, and the messages that a receiver refuses.
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -32,7 +32,7 @@ const std::string session_key = [] {
 const std::string changed = "its signature is wrong";
 const std::string other_message = "it was signed as another message";
 
-// A message with its memory.
+// A message that owns its memory.
 struct Message {
   std::vector<std::string> payloads{"type", "number", "payload", ""};
   std::vector<std::string> tensors{"abcd", "efg"};
@@ -59,7 +59,8 @@ std::string sealed(Sealer& by, const Message& message = {}, bool with_contents =
   return by.seal(direction, receiver, 7, view.parts(), with_contents);
 }
 
-// Why a worker refuses a message, "" where it takes it, and the sender that it counts the message for.
+// The reason why a worker refuses a message ("": it accepts the message), and the sender that the message is counted
+// for.
 struct Verdict {
   std::string reason;
   int sender = -2;
@@ -87,7 +88,7 @@ struct Pair {
 
 TEST_SUITE_BEGIN("seal");
 
-TEST_CASE("a seal has the bytes that are documented") {
+TEST_CASE("a seal has the documented bytes") {
   Pair pair;
   Message message;
   message.targets[1] = 0;
@@ -104,7 +105,7 @@ TEST_CASE("a seal has the bytes that are documented") {
         "e72ea770f065fb4823ed4db6296da840075a2a0e95a1c5fe3dedf7b66f0c22b9753f8900d3db2bc0");
 }
 
-TEST_CASE("a message is taken once") {
+TEST_CASE("a message is accepted once") {
   Pair pair;
   const std::string seal = sealed(pair.one);
   CHECK(opened(pair.two, seal).sender == 1);
@@ -113,7 +114,7 @@ TEST_CASE("a message is taken once") {
   CHECK(again.sender == 1);
 }
 
-TEST_CASE("messages are taken in any order") {
+TEST_CASE("messages are accepted in any order") {
   Pair pair;
   const std::string first = sealed(pair.one);
   const std::string second = sealed(pair.one);
@@ -121,7 +122,7 @@ TEST_CASE("messages are taken in any order") {
   CHECK(opened(pair.two, first).reason.empty());
 }
 
-TEST_CASE("a seal is refused whose bytes are not all there, and it uses up no counter") {
+TEST_CASE("a seal of the wrong length is refused, and uses up no counter") {
   Pair pair;
   const std::string seal = sealed(pair.one);
   for (std::size_t length = 0; length < seal.size(); length++) {
@@ -131,7 +132,7 @@ TEST_CASE("a seal is refused whose bytes are not all there, and it uses up no co
   CHECK(opened(pair.two, seal).reason.empty());
 }
 
-TEST_CASE("a seal is refused one bit of which was changed, and it uses up no counter") {
+TEST_CASE("a seal with a changed bit is refused, and uses up no counter") {
   Pair pair;
   const std::string seal = sealed(pair.one);
   for (std::size_t i = 0; i < 8 * seal.size(); i++) {
@@ -142,7 +143,7 @@ TEST_CASE("a seal is refused one bit of which was changed, and it uses up no cou
   CHECK(opened(pair.two, seal).reason.empty());
 }
 
-TEST_CASE("a message is counted for the worker that its seal names, where there is such a worker") {
+TEST_CASE("a refused message is counted for the worker that its seal names, or for none if there is no such worker") {
   Pair pair;
   std::string seal = sealed(pair.one);
   seal.back() ^= 1;
@@ -155,13 +156,13 @@ TEST_CASE("a message is counted for the worker that its seal names, where there 
   CHECK(opened(pair.two, seal).sender == -1);
 }
 
-TEST_CASE("a message that was signed under another key is refused") {
-  Sealer stranger(std::string(32, 'x'), 1, world_size);
+TEST_CASE("a message that was signed with another key is refused") {
+  Sealer with_other_key(std::string(32, 'x'), 1, world_size);
   Sealer two(session_key, 2, world_size);
-  CHECK(opened(two, sealed(stranger)).reason == changed);
+  CHECK(opened(two, sealed(with_other_key)).reason == changed);
 }
 
-TEST_CASE("a message is taken by its receiver only") {
+TEST_CASE("a message is accepted by its receiver only") {
   Pair pair;
   Sealer zero(session_key, 0, world_size);
   const std::string seal = sealed(pair.one);
@@ -170,7 +171,7 @@ TEST_CASE("a message is taken by its receiver only") {
   CHECK(opened(pair.two, seal).reason.empty());
 }
 
-TEST_CASE("a sender from outside of the session is refused") {
+TEST_CASE("a message from a sender outside the session is refused") {
   Sealer two(session_key, 2, world_size);
   Sealer outsider(session_key, 7, 8);
   const Verdict verdict = opened(two, sealed(outsider));
@@ -178,7 +179,7 @@ TEST_CASE("a sender from outside of the session is refused") {
   CHECK(verdict.sender == -1);
 }
 
-TEST_CASE("requests and replies are counted apart, and each is known for what it is") {
+TEST_CASE("requests and replies have separate counters, and the seal determines the direction") {
   Pair pair;
   const auto view = Message{}.view();
   const std::string request = sealed(pair.one);
@@ -194,7 +195,8 @@ TEST_CASE("requests and replies are counted apart, and each is known for what it
   pair.two.expect_new(second);
 }
 
-TEST_CASE("other lengths, numbers or devices than those that were sealed are refused before the message is read") {
+TEST_CASE(
+    "a message whose lengths, number of parts or devices differ from the sealed ones is refused before it is read") {
   Pair pair;
   const auto refused = [&](auto change) {
     Message announced;
@@ -218,7 +220,7 @@ TEST_CASE("other lengths, numbers or devices than those that were sealed are ref
   CHECK(refused([](Message& m) { m.sources[0] = 0; }) == changed);
 }
 
-TEST_CASE("a message is refused one bit of whose payloads was changed") {
+TEST_CASE("a message with a changed bit in a payload is refused") {
   Pair pair;
   for (std::size_t p = 0; p < 3; p++) {
     for (std::size_t i = 0; i < 8 * Message{}.payloads[p].size(); i++) {
@@ -229,7 +231,7 @@ TEST_CASE("a message is refused one bit of whose payloads was changed") {
   }
 }
 
-TEST_CASE("the contents of tensors are covered where the sender says so") {
+TEST_CASE("the contents of tensors are checked if the sender included them in the seal") {
   Pair pair;
   Message received;
   received.tensors[1] = "efh";
@@ -238,7 +240,7 @@ TEST_CASE("the contents of tensors are covered where the sender says so") {
   CHECK(opened(pair.two, sealed(pair.one, {}, true), {}, received).reason == changed);
 }
 
-TEST_CASE("each message of many threads has a counter of its own, and is taken by one") {
+TEST_CASE("each message of many sending threads is accepted by exactly one of many receiving threads") {
   constexpr int threads = 8;
   constexpr int count = 200;
   Pair pair;
@@ -246,21 +248,21 @@ TEST_CASE("each message of many threads has a counter of its own, and is taken b
   native_tests::together(threads, [&](int t) {
     for (int i = 0; i < count; i++) seals[static_cast<std::size_t>(t * count + i)] = sealed(pair.one);
   });
-  std::atomic<int> taken{0};
+  std::atomic<int> accepted{0};
   native_tests::together(threads, [&](int) {
-    for (const std::string& seal : seals) taken += opened(pair.two, seal).reason.empty();
+    for (const std::string& seal : seals) accepted += opened(pair.two, seal).reason.empty();
   });
-  CHECK(taken == threads * count);
+  CHECK(accepted == threads * count);
 }
 
-TEST_CASE("a message to a worker that does not exist is not sealed") {
+TEST_CASE("seal() throws if the receiver does not exist") {
   Pair pair;
   CHECK_THROWS_AS(sealed(pair.one, {}, false, world_size), std::out_of_range);
   CHECK_THROWS_AS(sealed(pair.one, {}, false, -1), std::out_of_range);
   CHECK_THROWS_AS(Sealer(session_key, 0, Sealer::most_workers + 1), std::invalid_argument);
 }
 
-TEST_CASE("no mutation of a message is taken") {
+TEST_CASE("no mutated message is accepted") {
   const char* const soak = std::getenv("CUDAFUTURE_SOAK");
   const int count = soak && *soak == '1' ? 100'000 : 10'000;
   std::mt19937 random(7);
@@ -281,11 +283,11 @@ TEST_CASE("no mutation of a message is taken") {
     }
   };
   Pair pair;
-  const Message honest;
+  const Message original;
   for (int i = 0; i < count; i++) {
-    std::string seal = sealed(pair.one, honest, true);
-    Message announced = honest;
-    Message received = honest;
+    std::string seal = sealed(pair.one, original, true);
+    Message announced = original;
+    Message received = original;
     switch (below(3)) {
       case 0:
         mutate(seal);
@@ -298,13 +300,13 @@ TEST_CASE("no mutation of a message is taken") {
         mutate(received.tensors[below(2)]);
         if (below(2) == 0) announced = received;
     }
-    if (received.tensors != honest.tensors && announced.tensors == honest.tensors) {
-      // TensorPipe reads as many bytes as were announced.
-      for (std::size_t t = 0; t < 2; t++) received.tensors[t].resize(honest.tensors[t].size());
-      if (received.tensors == honest.tensors) continue;
+    if (received.tensors != original.tensors && announced.tensors == original.tensors) {
+      // TensorPipe reads exactly the announced number of bytes.
+      for (std::size_t t = 0; t < 2; t++) received.tensors[t].resize(original.tensors[t].size());
+      if (received.tensors == original.tensors) continue;
     }
-    const bool taken = opened(pair.two, seal, announced, received).reason.empty();
-    if (taken) FAIL_CHECK("mutation " << i << " was taken");
+    const bool accepted = opened(pair.two, seal, announced, received).reason.empty();
+    if (accepted) FAIL_CHECK("mutation " << i << " was accepted");
   }
 }
 

@@ -1,4 +1,4 @@
-// What the tests share: an accelerator that starts for one test, named work, and a journal of what ran.
+// Shared parts of the tests: an accelerator that is started for one test, named work, and the order in which work ran.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -34,15 +34,17 @@ inline Access writes(const void* pointer, std::size_t bytes) { return access(poi
 inline constexpr StreamName kDefault{0, 0};
 inline constexpr Schedule kSchedules[] = {Schedule::free, Schedule::jitter, Schedule::lazy};
 
-using Journal = std::vector<int>;
+// Numbers of work items in the order in which they ran.
+using Order = std::vector<int>;
 
-// The accelerator, started for one test.
+// A test bench: starts the accelerator for one test, and stops it afterwards.
 class Bench {
  public:
   explicit Bench(Schedule schedule = Schedule::free, std::uint64_t seed = 0) : Bench(with(schedule, seed)) {}
   explicit Bench(const Options& options) { sim().start(options); }
   ~Bench() {
-    for (void* pointer : std::exchange(held().pointers, {})) sim().deallocate(pointer);  // freed ones are ignored
+    for (void* pointer : std::exchange(held().pointers, {}))
+      sim().deallocate(pointer);  // memory that the test freed is ignored
     sim().stop();
   }
   Bench(const Bench&) = delete;
@@ -70,7 +72,7 @@ class Bench {
   static void spend(StreamName stream, const Cost& cost) {
     sim().submit(stream, {[] {}, {}, nullptr, cost});
   }
-  // Freed when the test ends, if not before.
+  // Allocate memory that is freed at the end of the test at the latest.
   static void* memory(std::size_t bytes, StreamName stream = kDefault) {
     void* const pointer = sim().allocate(stream.device, bytes, stream, site("allocation"));
     const std::lock_guard lock(held().mutex);

@@ -1,6 +1,6 @@
 // The program of the simulated accelerator's tests. It needs no torch.
 #define DOCTEST_CONFIG_IMPLEMENT
-#define DOCTEST_CONFIG_NO_POSIX_SIGNALS  // the sanitizers say more about a crash
+#define DOCTEST_CONFIG_NO_POSIX_SIGNALS  // the sanitizers report a crash in more detail
 #include <doctest/doctest.h>
 
 #include "../watchdog.h"

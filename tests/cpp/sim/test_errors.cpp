@@ -1,4 +1,4 @@
-// Work that throws breaks its device.
+// Errors of a device: work that throws puts its device into an error state.
 #include <stdexcept>
 
 #include "bench.h"
@@ -16,7 +16,7 @@ void fail(StreamName stream, const char* text = "assertion failed\nwith details"
 
 TEST_SUITE_BEGIN("errors");
 
-TEST_CASE("every query and synchronization of the device throws, until the error is cleared") {
+TEST_CASE("after an error every query and synchronization of the device throws until the error is cleared") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule);
     const StreamName other = Bench::stream();
@@ -39,27 +39,27 @@ TEST_CASE("every query and synchronization of the device throws, until the error
   }
 }
 
-TEST_CASE("what is queued on the device is dropped, and so is what comes before the error is cleared") {
+TEST_CASE("after an error queued work of the device is dropped, and so is new work until the error is cleared") {
   const Bench bench(Schedule::lazy);
   const StreamName other = Bench::stream();
   const StreamName elsewhere{1, 0};
-  Journal journal;
+  Order order;
   const auto owner = std::make_shared<int>();
   fail(kDefault);
-  Bench::work(kDefault, [&, owner] { journal.push_back(1); });
-  Bench::work(other, [&, owner] { journal.push_back(2); });
+  Bench::work(kDefault, [&, owner] { order.push_back(1); });
+  Bench::work(other, [&, owner] { order.push_back(2); });
   Bench::order(elsewhere, other);
-  Bench::work(elsewhere, [&] { journal.push_back(3); });
+  Bench::work(elsewhere, [&] { order.push_back(3); });
   CHECK_THROWS_AS(bench->synchronize(kDefault), std::runtime_error);
   CHECK(owner.use_count() == 1);
-  Bench::work(other, [&, owner] { journal.push_back(4); });
+  Bench::work(other, [&, owner] { order.push_back(4); });
   CHECK(owner.use_count() == 1);
   bench->synchronize(1);
-  CHECK(journal == Journal{3});
+  CHECK(order == Order{3});
   CHECK(bench->statistics().dropped == 3);
 }
 
-TEST_CASE("an error is reported once, by its first line") {
+TEST_CASE("an error is reported once, with the first line of its message") {
   const Bench bench(Schedule::free);
   fail(kDefault);
   fail(kDefault);
@@ -70,7 +70,7 @@ TEST_CASE("an error is reported once, by its first line") {
   CHECK(reports[0].later->operation() == "index_select");
 }
 
-TEST_CASE("the first error stays") {
+TEST_CASE("a device keeps its first error") {
   const Bench bench(Schedule::lazy);
   fail(kDefault, "first");
   CHECK_THROWS_WITH(bench->synchronize(0), "first");
@@ -78,7 +78,7 @@ TEST_CASE("the first error stays") {
   CHECK_THROWS_WITH(bench->synchronize(0), "first");
 }
 
-TEST_CASE("memory of a broken device can be allocated and freed") {
+TEST_CASE("memory of a device with an error can be allocated and freed") {
   const Bench bench(Schedule::lazy);
   fail(kDefault);
   CHECK_THROWS_AS(bench->synchronize(0), std::runtime_error);

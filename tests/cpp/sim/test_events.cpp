@@ -1,4 +1,4 @@
-// Recordings: what a wait and a query mean, and what they order.
+// Recordings of events: waits, queries, and the order that they create.
 #include "bench.h"
 
 using namespace sim;
@@ -6,22 +6,22 @@ using namespace sim::test;
 
 TEST_SUITE_BEGIN("events");
 
-TEST_CASE("a wait holds the recording that was current, whatever is recorded later") {
+TEST_CASE("a wait waits for the event's current recording, not for later ones") {
   const Bench bench(Schedule::lazy);
   const StreamName waits = Bench::stream();
-  Journal journal;
-  Bench::work(kDefault, [&] { journal.push_back(1); });
+  Order order;
+  Bench::work(kDefault, [&] { order.push_back(1); });
   RecordingPtr event = bench->record(kDefault);
   bench->wait(waits, event);
-  Bench::work(waits, [&] { journal.push_back(2); });
-  Bench::work(kDefault, [&] { journal.push_back(3); });
-  event = bench->record(kDefault);  // recorded again
+  Bench::work(waits, [&] { order.push_back(2); });
+  Bench::work(kDefault, [&] { order.push_back(3); });
+  event = bench->record(kDefault);  // a second recording
   bench->synchronize(waits);
-  CHECK(journal == Journal{1, 2});
+  CHECK(order == Order{1, 2});
   CHECK_FALSE(bench->query(event));
 }
 
-TEST_CASE("an event that was never recorded is reached") {
+TEST_CASE("an event that was never recorded counts as reached") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule);
     CHECK(bench->query(RecordingPtr()));
@@ -39,7 +39,7 @@ TEST_CASE("an event on an idle stream is reached") {
   }
 }
 
-TEST_CASE("a stream that waits for itself goes on") {
+TEST_CASE("a stream that waits for its own event does not block") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule);
     Bench::work(kDefault, [] {});
@@ -55,27 +55,27 @@ TEST_CASE("a wait orders streams of different devices") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule);
     const StreamName other{1, 0};
-    Journal journal;
-    Bench::work(kDefault, [&] { journal.push_back(1); });
+    Order order;
+    Bench::work(kDefault, [&] { order.push_back(1); });
     Bench::order(other, kDefault);
-    Bench::work(other, [&] { journal.push_back(2); });
+    Bench::work(other, [&] { order.push_back(2); });
     bench->synchronize(1);
-    CHECK(journal == Journal{1, 2});
+    CHECK(order == Order{1, 2});
   }
 }
 
-TEST_CASE("synchronizing a device leaves the others alone") {
+TEST_CASE("synchronizing a device runs no work of other devices") {
   const Bench bench(Schedule::lazy);
-  Journal journal;
+  Order order;
   const StreamName pooled = Bench::stream(0);
-  Bench::work(kDefault, [&] { journal.push_back(0); });
-  Bench::work(pooled, [&] { journal.push_back(0); });
-  Bench::work({1, 0}, [&] { journal.push_back(1); });
+  Bench::work(kDefault, [&] { order.push_back(0); });
+  Bench::work(pooled, [&] { order.push_back(0); });
+  Bench::work({1, 0}, [&] { order.push_back(1); });
   bench->synchronize(0);
-  CHECK(journal == Journal{0, 0});
+  CHECK(order == Order{0, 0});
 }
 
-TEST_CASE("the pool hands streams out in turn, by priority") {
+TEST_CASE("the pool returns the streams of a priority in rotation") {
   const Bench bench;
   for (const int priority : {0, -1, -2, -3}) {
     const StreamName first = bench->new_stream(1, priority);
@@ -84,12 +84,12 @@ TEST_CASE("the pool hands streams out in turn, by priority") {
     CHECK(bench->priority_of(first) == priority);
     CHECK(bench->has_stream(first));
   }
-  CHECK_THROWS_AS(bench->new_stream(0, 1), std::invalid_argument);  // as CUDA's pool does
+  CHECK_THROWS_AS(bench->new_stream(0, 1), std::invalid_argument);  // like CUDA's pool
   CHECK(bench->priority_of(bench->new_stream(0, -50)) == kHighestPriority);
   CHECK(bench->priority_of(kDefault) == 0);
 }
 
-TEST_CASE("a stream that is not there is refused by name") {
+TEST_CASE("the error for a missing device or stream names it") {
   const Bench bench;
   CHECK_FALSE(bench->has_stream({2, 0}));
   CHECK_FALSE(bench->has_stream({0, 4000}));
@@ -98,7 +98,7 @@ TEST_CASE("a stream that is not there is refused by name") {
   CHECK_THROWS_WITH_AS(bench->record({0, 4000}), doctest::Contains("stream 4000 of sim:0"), std::invalid_argument);
 }
 
-TEST_CASE("statistics count what was done") {
+TEST_CASE("statistics count submitted, executed, recorded and waited items") {
   const Bench bench(Schedule::lazy);
   Bench::work(kDefault, [] {});
   Bench::work(kDefault, [] {});

@@ -1,4 +1,4 @@
-// Gates: what is behind one does not run, and who waits for it sleeps until another thread opens it.
+// Gates: work behind a closed gate does not run, and a thread that waits for it sleeps until another thread opens it.
 #include <atomic>
 #include <latch>
 #include <thread>
@@ -13,15 +13,15 @@ namespace {
 std::latch* asleep = nullptr;
 std::atomic<int> woken{0};
 
-// Of the tests with a check: everything happens in one thread.
+// State of the tests with a check, which use one thread.
 struct Interruption {};
 int sleeps = 0;
 int checks = 0;
-GatePtr closed;
+GatePtr closed_gate;
 
-class WithCheck {
+class CheckHooks {
  public:
-  explicit WithCheck(void (*check)()) {
+  explicit CheckHooks(void (*check)()) {
     sleeps = checks = woken = 0;
     Bench::sim().set_sleep_hooks(
         []() -> void* {
@@ -30,9 +30,9 @@ class WithCheck {
         },
         [](void* token) { ++*static_cast<std::atomic<int>*>(token); }, check);
   }
-  ~WithCheck() {
+  ~CheckHooks() {
     Bench::sim().set_sleep_hooks(nullptr, nullptr);
-    closed = nullptr;
+    closed_gate = nullptr;
   }
 };
 
@@ -40,48 +40,48 @@ class WithCheck {
 
 TEST_SUITE_BEGIN("gates");
 
-TEST_CASE("nothing behind a closed gate runs, under any schedule") {
+TEST_CASE("work behind a closed gate does not run under any schedule") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule);
     const StreamName waits = Bench::stream();
-    Journal journal;
+    Order order;
     const GatePtr gate = bench->hold(kDefault);
-    Bench::work(kDefault, [&] { journal.push_back(1); });
+    Bench::work(kDefault, [&] { order.push_back(1); });
     Bench::order(waits, kDefault);
-    Bench::work(waits, [&] { journal.push_back(2); });
+    Bench::work(waits, [&] { order.push_back(2); });
     for (int i = 0; i < 10; ++i) CHECK_FALSE(bench->query(waits));
-    CHECK(journal.empty());
+    CHECK(order.empty());
     bench->open(gate);
     bench->synchronize(waits);
-    CHECK(journal == Journal{1, 2});
+    CHECK(order == Order{1, 2});
   }
 }
 
-TEST_CASE("free: opening a gate runs what was behind it") {
+TEST_CASE("free: opening a gate runs the work behind it") {
   const Bench bench(Schedule::free);
   bool ran = false;
   const GatePtr gate = bench->hold(kDefault);
   Bench::work(kDefault, [&] { ran = true; });
   bench->open(gate);
   CHECK(ran);
-  bench->open(gate);  // again
+  bench->open(gate);  // no effect: the gate is open
   bench->open(nullptr);
 }
 
 TEST_CASE("a stream stops at each of its gates") {
   const Bench bench(Schedule::free);
-  Journal journal;
+  Order order;
   const GatePtr first = bench->hold(kDefault);
-  Bench::work(kDefault, [&] { journal.push_back(1); });
+  Bench::work(kDefault, [&] { order.push_back(1); });
   const GatePtr second = bench->hold(kDefault);
-  Bench::work(kDefault, [&] { journal.push_back(2); });
+  Bench::work(kDefault, [&] { order.push_back(2); });
   bench->open(second);
-  CHECK(journal.empty());
+  CHECK(order.empty());
   bench->open(first);
-  CHECK(journal == Journal{1, 2});
+  CHECK(order == Order{1, 2});
 }
 
-TEST_CASE("who synchronizes behind a gate sleeps, with the hooks around, until it opens") {
+TEST_CASE("a thread that synchronizes behind a gate sleeps between the hooks until the gate opens") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule);
     std::latch sleeps(1);
@@ -109,10 +109,10 @@ TEST_CASE("who synchronizes behind a gate sleeps, with the hooks around, until i
   }
 }
 
-TEST_CASE("a check that throws ends the wait, which may be begun again") {
+TEST_CASE("a check that throws ends the wait, which can be repeated") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule);
-    const WithCheck check([] { throw Interruption{}; });
+    const CheckHooks check([] { throw Interruption{}; });
     const GatePtr gate = bench->hold(kDefault);
     bool ran = false;
     Bench::work(kDefault, [&] { ran = true; });
@@ -129,14 +129,14 @@ TEST_CASE("a check that throws ends the wait, which may be begun again") {
   }
 }
 
-TEST_CASE("a check that returns lets the wait go on, and may call the accelerator") {
+TEST_CASE("a check that returns continues the wait, and may call the accelerator") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule);
-    const WithCheck check([] {
+    const CheckHooks check([] {
       CHECK_FALSE(Bench::sim().query(kDefault));
-      if (++checks == 3) Bench::sim().open(closed);
+      if (++checks == 3) Bench::sim().open(closed_gate);
     });
-    closed = bench->hold(kDefault);
+    closed_gate = bench->hold(kDefault);
     bool ran = false;
     Bench::work(kDefault, [&] { ran = true; });
     bench->synchronize(kDefault);
@@ -146,17 +146,17 @@ TEST_CASE("a check that returns lets the wait go on, and may call the accelerato
   }
 }
 
-TEST_CASE("changes that do not help a wait do not put its check off") {
+TEST_CASE("other work of the accelerator does not delay the check of a wait") {
   const Bench bench(Schedule::free);
-  const WithCheck check([] { throw Interruption{}; });
+  const CheckHooks check([] { throw Interruption{}; });
   const GatePtr gate = bench->hold(kDefault);
   Bench::work(kDefault, [] {});
-  std::atomic<bool> over{false};
+  std::atomic<bool> ended{false};
   std::thread busy([&] {
-    while (!over) Bench::work(Bench::stream(), [] {});
+    while (!ended) Bench::work(Bench::stream(), [] {});
   });
   CHECK_THROWS_AS(bench->synchronize(kDefault), Interruption);
-  over = true;
+  ended = true;
   busy.join();
   bench->open(gate);
 }

@@ -1,4 +1,4 @@
-// The clocks of host threads: each its own, joined by waiting, and all at zero after a start.
+// The clocks of host threads: a wait joins the waiting thread's clock, and start() sets all clocks to zero.
 #include <thread>
 
 #include "../together.h"
@@ -16,10 +16,10 @@ void in_thread(Body&& body) {
   std::thread(body).join();
 }
 
-// Reads the clock when the thread-local objects of its thread are destroyed.
-struct Late {
+// A thread-local object that reads the clock in its destructor.
+struct LateReader {
   double* now = nullptr;
-  ~Late() {
+  ~LateReader() {
     if (now != nullptr) *now = HostClock::current().now();
   }
 };
@@ -28,7 +28,7 @@ struct Late {
 
 TEST_SUITE_BEGIN("host clock");
 
-TEST_CASE("each thread has a clock of its own") {
+TEST_CASE("each thread has its own clock") {
   const Bench bench;
   bench->spend(2);
   together(8, [&](int i) {
@@ -38,7 +38,7 @@ TEST_CASE("each thread has a clock of its own") {
   CHECK(bench->now() == 2);
 }
 
-TEST_CASE("a thread that waits for a device joins its time, and no other does") {
+TEST_CASE("waiting for a device advances the clock of the waiting thread only") {
   const Bench bench;
   Bench::spend(kDefault, {Kind::delay, 0, 3});
   const RecordingPtr recording = bench->record(kDefault);
@@ -50,7 +50,7 @@ TEST_CASE("a thread that waits for a device joins its time, and no other does") 
   CHECK(bench->now() == 0);
 }
 
-TEST_CASE("work begins when the thread that enqueues it is there, and behind what is enqueued") {
+TEST_CASE("work does not begin before its thread enqueues it or before the stream's earlier work ends") {
   const Bench bench;
   const StreamName other = Bench::stream();
   in_thread([&] {
@@ -64,7 +64,7 @@ TEST_CASE("work begins when the thread that enqueues it is there, and behind wha
   CHECK(bench->time_of(bench->record(kDefault)) == 7);
 }
 
-TEST_CASE("a start sets the clocks of all threads to zero") {
+TEST_CASE("start() sets the clocks of all threads to zero") {
   const Bench bench;
   bench->spend(4);
   in_thread([&] { bench->start(Bench::with(Schedule::free)); });
@@ -75,11 +75,11 @@ TEST_CASE("a start sets the clocks of all threads to zero") {
   CHECK(bench->now() == 1);
 }
 
-TEST_CASE("a thread that ends can still ask") {
+TEST_CASE("the clock can be read while the thread-local objects of its thread are destroyed") {
   const Bench bench;
   double now = -1;
   in_thread([&] {
-    thread_local Late late;  // made before the clock, destroyed after it
+    thread_local LateReader late;  // created before the clock, and destroyed after it
     late.now = &now;
     bench->spend(1);
   });

@@ -1,4 +1,4 @@
-// Start, stop and fork.
+// Start and stop of the accelerator, and forked children.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,9 +18,9 @@ using native_tests::together;
 
 namespace {
 
-// Runs `body` in a forked child, and returns how the child ended and what it wrote to stderr.
+// Run `body` in a forked child, append its stderr to `output`, and return its wait status.
 template <class Body>
-int in_child(Body&& body, std::string& said) {
+int in_child(Body&& body, std::string& output) {
   int ends[2];
   REQUIRE(pipe(ends) == 0);
   std::fflush(stdout);
@@ -31,7 +31,8 @@ int in_child(Body&& body, std::string& said) {
   }
   close(ends[1]);
   char part[4096];
-  for (ssize_t got = 0; (got = read(ends[0], part, sizeof part)) > 0;) said.append(part, static_cast<std::size_t>(got));
+  for (ssize_t got = 0; (got = read(ends[0], part, sizeof part)) > 0;)
+    output.append(part, static_cast<std::size_t>(got));
   close(ends[0]);
   int status = 0;
   REQUIRE(waitpid(child, &status, 0) == child);
@@ -52,7 +53,7 @@ bool is_refused(Call&& call) {
 
 TEST_SUITE_BEGIN("life");
 
-TEST_CASE("stopping drops what is queued, and whoever holds a recording of it need not wait") {
+TEST_CASE("stop() drops queued work, and later waits for its recordings return at once") {
   for (const Schedule schedule : kSchedules) {
     Accelerator& sim = Accelerator::get();
     sim.start(Bench::with(schedule));
@@ -77,7 +78,7 @@ TEST_CASE("stopping drops what is queued, and whoever holds a recording of it ne
   }
 }
 
-TEST_CASE("a start forgets clocks, time, reports and errors, and deals streams from the first") {
+TEST_CASE("start() resets clocks, time, reports, errors and the stream pool") {
   StreamName first;
   {
     const Bench bench(Schedule::free);
@@ -99,7 +100,7 @@ TEST_CASE("a start forgets clocks, time, reports and errors, and deals streams f
   CHECK(bench->time_of(bench->record(first)) < 1);
 }
 
-TEST_CASE("a thread that waits behind a gate goes on when the accelerator stops") {
+TEST_CASE("stop() ends a thread's wait for work behind a closed gate") {
   for (const Schedule schedule : kSchedules) {
     Accelerator& sim = Accelerator::get();
     sim.start(Bench::with(schedule));
@@ -112,7 +113,7 @@ TEST_CASE("a thread that waits behind a gate goes on when the accelerator stops"
   }
 }
 
-TEST_CASE("what cannot be started is refused") {
+TEST_CASE("start() throws if the options have too many devices or too much memory") {
   Options options;
   options.devices = kMaxDevices + 1;
   CHECK_THROWS_AS(Accelerator::get().start(options), std::invalid_argument);
@@ -121,13 +122,13 @@ TEST_CASE("what cannot be started is refused") {
   CHECK_THROWS_AS(Accelerator::get().start(options), std::invalid_argument);
 }
 
-TEST_CASE("work may not start or stop the accelerator") {
+TEST_CASE("work that stops the accelerator fails") {
   const Bench bench(Schedule::free);
   Bench::work(kDefault, [&] { bench->stop(); });
   CHECK_THROWS_AS(bench->synchronize(0), std::logic_error);
 }
 
-TEST_CASE("starts and stops wait for work that runs in other threads") {
+TEST_CASE("start() waits for work that runs in other threads") {
   const Bench bench(Schedule::free);
   together(4, [&](int i) {
     for (int round = 0; round < 50; ++round) {
@@ -142,13 +143,13 @@ TEST_CASE("starts and stops wait for work that runs in other threads") {
   });
 }
 
-TEST_CASE("a forked child is refused, whatever it calls, and may free what it holds") {
+TEST_CASE("in a forked child, calls that use the accelerator throw, and memory can be freed") {
   const Bench bench(Schedule::lazy);
   void* const block = Bench::memory(64);
   void* const pinned = bench->allocate_pinned(64);
   Bench::work(kDefault, [] {});
   const RecordingPtr recording = bench->record(kDefault);
-  std::string said;
+  std::string output;
   const int status = in_child(
       [&] {
         int accepted = 0;
@@ -165,28 +166,28 @@ TEST_CASE("a forked child is refused, whatever it calls, and may free what it ho
         const bool known = bench->is_pinned(pinned) && bench->device_of(block) == 0;
         return known ? accepted : 100;
       },
-      said);
+      output);
   CHECK(WIFEXITED(status));
   CHECK(WEXITSTATUS(status) == 0);
-  CHECK(said.empty());
+  CHECK(output.empty());
   bench->deallocate(block);
   bench->deallocate_pinned(pinned);
 }
 
-TEST_CASE("a host that follows a device address is told so before it crashes") {
+TEST_CASE("the fault handler prints a message when host code accesses a device address") {
   const Bench bench;
   void* const block = Bench::memory(64, {1, 0});
-  std::string said;
+  std::string output;
   const int status = in_child(
       [&] {
         install_fault_handler();
-        install_fault_handler();  // once is enough
+        install_fault_handler();  // a second call has no effect
         return static_cast<int>(*static_cast<volatile char*>(block));
       },
-      said);
+      output);
   CHECK((!WIFEXITED(status) || WEXITSTATUS(status) != 0));
-  CHECK(said.find("host code touched device memory at 0x") != std::string::npos);
-  CHECK(said.find("of sim:1 directly") != std::string::npos);
+  CHECK(output.find("host code touched device memory at 0x") != std::string::npos);
+  CHECK(output.find("of sim:1 directly") != std::string::npos);
   bench->deallocate(block);
 }
 

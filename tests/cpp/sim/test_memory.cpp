@@ -1,4 +1,4 @@
-// Device memory: addresses that are only names, reuse in stream order, deferral, poison, and its end.
+// Device memory: addresses that the host cannot access, reuse in stream order, deferred frees, poison, and release.
 #include <cstring>
 #include <set>
 
@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
-// Allocates and frees by a pattern, and returns the addresses.
+// Allocate and free in a fixed pattern, and return the addresses.
 std::vector<void*> addresses_of_a_program() {
   const Bench bench(Schedule::jitter, 3);
   const StreamName streams[] = {kDefault, Bench::stream(), Bench::stream()};
@@ -34,7 +34,7 @@ std::vector<void*> addresses_of_a_program() {
 
 TEST_SUITE_BEGIN("memory");
 
-TEST_CASE("an address names its device, and work finds the memory behind it") {
+TEST_CASE("an address identifies its device, and work can access the memory at it") {
   const Bench bench;
   auto* const here = static_cast<char*>(Bench::memory(1000));
   auto* const there = static_cast<char*>(Bench::memory(1000, {1, 0}));
@@ -53,7 +53,7 @@ TEST_CASE("an address names its device, and work finds the memory behind it") {
   bench->deallocate(there);
 }
 
-TEST_CASE("no bytes are a null pointer, and freeing what is not ours does nothing") {
+TEST_CASE("an allocation of zero bytes returns null, and freeing a foreign pointer has no effect") {
   const Bench bench;
   CHECK(Bench::memory(0) == nullptr);
   CHECK(bench->allocate_pinned(0) == nullptr);
@@ -65,12 +65,12 @@ TEST_CASE("no bytes are a null pointer, and freeing what is not ours does nothin
   CHECK(bench->statistics().allocated_bytes == 0);
 }
 
-TEST_CASE("memory is allocated on a stream of its own device") {
+TEST_CASE("an allocation on a stream of another device throws") {
   const Bench bench;
   CHECK_THROWS_AS(bench->allocate(1, 8, kDefault, nullptr), std::invalid_argument);
 }
 
-TEST_CASE("a freed block is reused at once on its own stream, and on no other") {
+TEST_CASE("a freed block is reused at once on its own stream only") {
   const Bench bench(Schedule::lazy);
   const StreamName other = Bench::stream();
   void* const first = Bench::memory(4096);
@@ -79,7 +79,7 @@ TEST_CASE("a freed block is reused at once on its own stream, and on no other") 
   CHECK(Bench::memory(4000) == first);
 }
 
-TEST_CASE("the last freed is reused first, and never for something far smaller") {
+TEST_CASE("the last freed block is reused first, and never for a much smaller allocation") {
   const Bench bench;
   void* const a = Bench::memory(kMiB);
   void* const b = Bench::memory(kMiB);
@@ -92,7 +92,7 @@ TEST_CASE("the last freed is reused first, and never for something far smaller")
   CHECK(Bench::memory(kMiB) == a);
 }
 
-TEST_CASE("a block that another stream uses is reused after that stream has got there") {
+TEST_CASE("a block that another stream uses is reused after that stream has finished with it") {
   const Bench bench(Schedule::lazy);
   const StreamName user = Bench::stream();
   void* const block = Bench::memory(4096);
@@ -108,8 +108,8 @@ TEST_CASE("a block that another stream uses is reused after that stream has got 
   CHECK(bench->report_count() == 0);
 }
 
-TEST_CASE("that a block is free orders nothing else") {
-  const Bench bench(Schedule::free);  // everything is reached at once
+TEST_CASE("the reuse of a block orders no accesses to other memory") {
+  const Bench bench(Schedule::free);  // work runs when it is submitted
   const StreamName user = Bench::stream();
   void* const block = Bench::memory(4096);
   void* const elsewhere = Bench::memory(4096);
@@ -125,7 +125,7 @@ TEST_CASE("that a block is free orders nothing else") {
   CHECK(bench->take_reports().size() == 1);
 }
 
-TEST_CASE("fresh memory is poisoned in stream order, if wanted") {
+TEST_CASE("the option `poison` poisons fresh memory in stream order") {
   for (const bool poison : {true, false}) {
     Options options = Bench::with(Schedule::lazy);
     options.poison = poison;
@@ -142,14 +142,14 @@ TEST_CASE("fresh memory is poisoned in stream order, if wanted") {
   }
 }
 
-TEST_CASE("the same program gets the same addresses") {
+TEST_CASE("two runs of a program get the same addresses") {
   const auto first = addresses_of_a_program();
   CHECK(std::set<void*>(first.begin(), first.end()).size() < first.size());
   CHECK(addresses_of_a_program() == first);
 }
 
-TEST_CASE("a full device waits for what is held back, and gives cached blocks to other streams") {
-  const Bench bench(Schedule::lazy);  // 64 MiB each
+TEST_CASE("an allocation on a full device waits for deferred blocks, and takes other streams' cached blocks") {
+  const Bench bench(Schedule::lazy);  // 64 MiB per device
   const StreamName user = Bench::stream();
   void* const a = Bench::memory(32 * kMiB);
   void* const b = Bench::memory(24 * kMiB);
@@ -166,7 +166,7 @@ TEST_CASE("a full device waits for what is held back, and gives cached blocks to
   CHECK(bench->report_count() == 0);
 }
 
-TEST_CASE("a device that is full says so") {
+TEST_CASE("an allocation that exceeds the free memory throws OutOfMemory with the sizes") {
   const Bench bench;
   void* const block = Bench::memory(40 * kMiB);
   CHECK_THROWS_WITH_AS(Bench::memory(30 * kMiB), doctest::Contains("64 MiB that it has, 40 MiB are in use"),
@@ -177,7 +177,7 @@ TEST_CASE("a device that is full says so") {
   CHECK(Bench::memory(64 * kMiB) != nullptr);
 }
 
-TEST_CASE("empty_cache gives free blocks back and forgets who used them") {
+TEST_CASE("empty_cache() releases free blocks and clears their accesses") {
   const Bench bench(Schedule::lazy);
   const StreamName other = Bench::stream();
   void* const block = Bench::memory(kMiB);
@@ -191,7 +191,7 @@ TEST_CASE("empty_cache gives free blocks back and forgets who used them") {
   CHECK(bench->report_count() == 0);
 }
 
-TEST_CASE("memory outlives start and stop") {
+TEST_CASE("memory stays allocated across stop() and start()") {
   void* block = nullptr;
   {
     const Bench bench;
@@ -206,7 +206,7 @@ TEST_CASE("memory outlives start and stop") {
   CHECK(bench->statistics().allocated_bytes == 512);
 }
 
-TEST_CASE("memory that is freed while work is queued can still be touched by it") {
+TEST_CASE("queued work can access memory that was freed after its submission") {
   const Bench bench(Schedule::lazy);
   void* const block = Bench::memory(4096);
   Bench::work(kDefault, [=] { std::memset(bytes_of(block), 1, 4096); });

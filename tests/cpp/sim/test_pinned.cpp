@@ -1,4 +1,4 @@
-// Pinned memory: the host's own, except while a stream uses it.
+// Pinned memory: the host may access it at any time, except while a stream uses it.
 #include <cstring>
 
 #include "bench.h"
@@ -8,7 +8,7 @@ using namespace sim::test;
 
 TEST_SUITE_BEGIN("pinned memory");
 
-TEST_CASE("it is the host's to read and write, poisoned, and known by its address") {
+TEST_CASE("the host can access pinned memory, which is poisoned and identified by its address") {
   const Bench bench;
   auto* const block = static_cast<unsigned char*>(bench->allocate_pinned(1000));
   CHECK(block[999] == 0xFF);
@@ -23,7 +23,7 @@ TEST_CASE("it is the host's to read and write, poisoned, and known by its addres
   bench->deallocate_pinned(block);
 }
 
-TEST_CASE("a block that a stream uses is reused after that stream has got there") {
+TEST_CASE("a pinned block that a stream uses is reused after the stream has finished with it") {
   const Bench bench(Schedule::lazy);
   void* const block = bench->allocate_pinned(4096);
   Bench::touch(kDefault, {reads(block, 8)});
@@ -37,7 +37,7 @@ TEST_CASE("a block that a stream uses is reused after that stream has got there"
   bench->deallocate_pinned(third);
 }
 
-TEST_CASE("a block that is handed out again starts without a past") {
+TEST_CASE("a reused block has no earlier accesses") {
   const Bench bench(Schedule::free);
   void* const block = bench->allocate_pinned(4096);
   Bench::touch(Bench::stream(), {writes(block, 8)});
@@ -75,7 +75,7 @@ TEST_CASE("the host races with a copy until it has synchronized with it") {
   }
 }
 
-TEST_CASE("an event that the host waited for covers what came before it, and not what came after") {
+TEST_CASE("waiting for an event orders the host after earlier work of the stream only") {
   const Bench bench(Schedule::free);
   void* const block = bench->allocate_pinned(4096);
   Bench::touch(kDefault, {writes(block, 8)});
@@ -90,7 +90,7 @@ TEST_CASE("an event that the host waited for covers what came before it, and not
   bench->deallocate_pinned(block);
 }
 
-TEST_CASE("what the host does before it submits is before the work") {
+TEST_CASE("host accesses before the submission of work do not race with the work") {
   const Bench bench(Schedule::lazy);
   void* const block = bench->allocate_pinned(4096);
   Bench::touch(kDefault, {reads(block, 8)});
@@ -101,7 +101,7 @@ TEST_CASE("what the host does before it submits is before the work") {
   bench->deallocate_pinned(block);
 }
 
-TEST_CASE("an access to several blocks is in flight if one of them is") {
+TEST_CASE("a host access to several blocks races if one of them is in flight") {
   const Bench bench(Schedule::lazy);
   auto* const first = static_cast<char*>(bench->allocate_pinned(512));
   auto* const second = static_cast<char*>(bench->allocate_pinned(512));

@@ -1,4 +1,4 @@
-// What the detector finds, whatever the schedule, and how it says so.
+// Reports of the race detector: the races that it finds under every schedule, and its messages.
 #include <functional>
 #include <set>
 
@@ -24,22 +24,22 @@ std::vector<Report> reports_of(Schedule schedule, std::uint64_t seed, const Prog
 }
 
 void check_races(std::size_t expected, const Program& program) {
-  std::set<std::string> sentences;
+  std::set<std::string> summaries;
   for (const Schedule schedule : kSchedules) {
     for (std::uint64_t seed = 0; seed < 3; ++seed) {
       const auto reports = reports_of(schedule, seed, program);
       CHECK(reports.size() == expected);
-      for (const Report& report : reports) sentences.insert(report.summary);
+      for (const Report& report : reports) summaries.insert(report.summary);
     }
   }
-  CHECK(sentences.size() == expected);  // the verdict does not depend on what ran when
+  CHECK(summaries.size() == expected);  // the reports do not depend on the schedule
 }
 
 }  // namespace
 
 TEST_SUITE_BEGIN("reports");
 
-TEST_CASE("a missing wait is a race, told with both sides") {
+TEST_CASE("a missing wait is a race, and its report names both accesses") {
   const auto reports = reports_of(Schedule::free, 0, [](StreamName a, StreamName b, void* memory) {
     Bench::touch(a, {writes(memory, 1024)}, "mul");
     Bench::touch(b, {reads(memory, 4096)}, "add");
@@ -53,7 +53,7 @@ TEST_CASE("a missing wait is a race, told with both sides") {
   CHECK(reports[0].later->stack() == "the stack of add");
 }
 
-TEST_CASE("a wait, a synchronization, a query that says yes: each orders") {
+TEST_CASE("a wait, a synchronization and a query that returns true each order accesses") {
   check_races(1, [](StreamName a, StreamName b, void* memory) {
     Bench::touch(a, {writes(memory, 8)});
     Bench::touch(b, {writes(memory, 8)});
@@ -76,12 +76,12 @@ TEST_CASE("a wait, a synchronization, a query that says yes: each orders") {
   });
 }
 
-TEST_CASE("order is passed on through other streams and through the host") {
+TEST_CASE("order is transitive through other streams and through the host") {
   check_races(0, [](StreamName a, StreamName b, void* memory) {
     const StreamName between = Bench::stream();
     Bench::touch(a, {writes(memory, 8)});
     Bench::order(between, a);
-    Bench::order(b, between);  // which did no work of its own
+    Bench::order(b, between);  // `between` ran no work itself
     Bench::touch(b, {writes(memory, 8)});
   });
   check_races(0, [](StreamName a, StreamName b, void* memory) {
@@ -93,7 +93,7 @@ TEST_CASE("order is passed on through other streams and through the host") {
   });
 }
 
-TEST_CASE("an event orders what came before it, and nothing after") {
+TEST_CASE("an event orders work before its recording, and work after the wait, only") {
   check_races(1, [](StreamName a, StreamName b, void* memory) {
     const RecordingPtr early = Bench::sim().record(a);
     Bench::touch(a, {writes(memory, 8)});
@@ -108,7 +108,7 @@ TEST_CASE("an event orders what came before it, and nothing after") {
   });
 }
 
-TEST_CASE("a stream that learns something after its last work passes that on") {
+TEST_CASE("a stream passes on waits that it made after its last work") {
   check_races(0, [](StreamName a, StreamName b, void* memory) {
     Bench::touch(b, {});
     Bench::order(a, b);  // a has seen b's work
@@ -121,7 +121,7 @@ TEST_CASE("a stream that learns something after its last work passes that on") {
   });
 }
 
-TEST_CASE("one report for each pair of places") {
+TEST_CASE("each pair of sites is reported once") {
   check_races(1, [](StreamName a, StreamName b, void* memory) {
     auto* const at = static_cast<char*>(memory);
     Bench::touch(a, {reads(at, 8), writes(at, 8), writes(at + 100, 8)});
@@ -134,7 +134,7 @@ TEST_CASE("one report for each pair of places") {
   });
 }
 
-TEST_CASE("memory handed out again under a stream that was not recorded is reuse") {
+TEST_CASE("a report of kind `reuse` is made when memory is reused while an unrecorded stream uses it") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule);
     const StreamName user = Bench::stream();
@@ -153,7 +153,7 @@ TEST_CASE("memory handed out again under a stream that was not recorded is reuse
   }
 }
 
-TEST_CASE("memory freed after its own stream waited for the other may be handed out") {
+TEST_CASE("memory may be reused after its own stream has waited for the stream that used it") {
   const Bench bench(Schedule::lazy);
   const StreamName user = Bench::stream();
   void* const block = Bench::memory(4096);
@@ -165,7 +165,7 @@ TEST_CASE("memory freed after its own stream waited for the other may be handed 
   CHECK(bench->report_count() == 0);
 }
 
-TEST_CASE("memory used on another stream than it was allocated on, without a wait, is a race") {
+TEST_CASE("the use of memory on another stream without a wait for the allocation is a race") {
   const Bench bench(Schedule::lazy);
   void* const block = Bench::memory(4096);
   Bench::touch(Bench::stream(), {writes(block, 4096)}, "fill");
@@ -176,7 +176,7 @@ TEST_CASE("memory used on another stream than it was allocated on, without a wai
         std::string::npos);
 }
 
-TEST_CASE("pinned memory in flight is told from the host's side") {
+TEST_CASE("a report on pinned memory in flight describes the host's access") {
   const Bench bench(Schedule::lazy);
   void* const block = bench->allocate_pinned(64);
   Bench::touch(kDefault, {writes(block, 64)}, "copy");
@@ -199,7 +199,7 @@ TEST_CASE("without detection there are no reports") {
   CHECK(bench->report_count() == 0);
 }
 
-TEST_CASE("reports are counted, taken once, and can come from outside") {
+TEST_CASE("reports can be added from outside, are counted, and are taken once") {
   const Bench bench;
   bench->report({Report::Kind::wrong_device, "a tensor of sim:1 in an operation of sim:0", nullptr, site("add")});
   CHECK(bench->report_count() == 1);
@@ -211,7 +211,7 @@ TEST_CASE("reports are counted, taken once, and can come from outside") {
   CHECK(bench->take_reports().empty());
 }
 
-TEST_CASE("a loop that lacks a wait does not fill the memory with reports") {
+TEST_CASE("the number of kept reports is limited") {
   const Bench bench;
   void* const block = Bench::memory(64);
   const StreamName streams[] = {Bench::stream(), Bench::stream()};

@@ -1,4 +1,4 @@
-// When work runs under each schedule, and in what order.
+// Schedules: the time and the order in which work runs under each of them.
 #include <set>
 
 #include "bench.h"
@@ -8,20 +8,20 @@ using namespace sim::test;
 
 namespace {
 
-// Runs four streams of five pieces of work each, of which some wait for others, and returns the order.
-Journal order_of(Schedule schedule, std::uint64_t seed) {
-  Journal journal;
+// Run four streams with five work items each, some of which wait for others, and return the order in which they ran.
+Order order_of(Schedule schedule, std::uint64_t seed) {
+  Order ran_order;
   const Bench bench(schedule, seed);
   const StreamName streams[] = {kDefault, Bench::stream(), Bench::stream(), Bench::stream()};
   for (int i = 0; i < 5; ++i) {
     for (int s = 0; s < 4; ++s) {
-      Bench::work(streams[s], [&journal, s, i] { journal.push_back(10 * s + i); });
+      Bench::work(streams[s], [&ran_order, s, i] { ran_order.push_back(10 * s + i); });
     }
     Bench::order(streams[i % 4], streams[(i + 1) % 4]);
   }
   bench->synchronize(0);
-  CHECK(journal.size() == 20);
-  return journal;
+  CHECK(ran_order.size() == 20);
+  return ran_order;
 }
 
 }  // namespace
@@ -36,37 +36,39 @@ TEST_CASE("free: work runs when it is submitted") {
   CHECK(bench->query(kDefault));
 }
 
-TEST_CASE("lazy: nothing runs until somebody waits") {
+TEST_CASE("lazy: no work runs before a wait") {
   const Bench bench(Schedule::lazy);
-  Journal journal;
-  for (int i = 0; i < 3; ++i) Bench::work(kDefault, [&, i] { journal.push_back(i); });
+  Order ran_order;
+  for (int i = 0; i < 3; ++i) Bench::work(kDefault, [&, i] { ran_order.push_back(i); });
   bench->record(kDefault);
-  CHECK(journal.empty());
+  CHECK(ran_order.empty());
   bench->synchronize(kDefault);
-  CHECK(journal == Journal{0, 1, 2});
+  CHECK(ran_order == Order{0, 1, 2});
 }
 
-TEST_CASE("lazy: a wait runs only what it needs") {
+TEST_CASE("lazy: a wait runs only the work that it needs") {
   const Bench bench(Schedule::lazy);
   const StreamName a = Bench::stream();
   const StreamName b = Bench::stream();
   const StreamName c = Bench::stream();
-  Journal journal;
-  const auto note = [&](StreamName stream, int what) { Bench::work(stream, [&, what] { journal.push_back(what); }); };
+  Order ran_order;
+  const auto note = [&](StreamName stream, int number) {
+    Bench::work(stream, [&, number] { ran_order.push_back(number); });
+  };
   note(a, 1);
   Bench::order(b, a);
-  note(a, 2);  // after the event
+  note(a, 2);  // after the event that b waits for
   note(b, 3);
-  const RecordingPtr wanted = bench->record(b);
+  const RecordingPtr awaited = bench->record(b);
   note(b, 4);
   note(c, 5);
-  bench->synchronize(wanted);
-  CHECK(journal == Journal{1, 3});
+  bench->synchronize(awaited);
+  CHECK(ran_order == Order{1, 3});
   bench->synchronize(0);
-  CHECK(std::set<int>(journal.begin(), journal.end()).size() == 5);
+  CHECK(std::set<int>(ran_order.begin(), ran_order.end()).size() == 5);
 }
 
-TEST_CASE("lazy: a wait runs through long chains of streams that wait for each other") {
+TEST_CASE("lazy: a wait runs a long chain of work of two streams that wait for each other") {
   const Bench bench(Schedule::lazy);
   const StreamName a = Bench::stream(0);
   const StreamName b = Bench::stream(1);
@@ -79,7 +81,7 @@ TEST_CASE("lazy: a wait runs through long chains of streams that wait for each o
   CHECK(steps == 20000);
 }
 
-TEST_CASE("lazy: a query answers before it runs anything, and the next one says yes") {
+TEST_CASE("lazy: a query returns the state first and then runs work, so the next query returns true") {
   const Bench bench(Schedule::lazy);
   bool other = false;
   const StreamName unrelated = Bench::stream();
@@ -92,7 +94,7 @@ TEST_CASE("lazy: a query answers before it runs anything, and the next one says 
   CHECK_FALSE(other);
 }
 
-TEST_CASE("a loop that polls comes to an end under every schedule") {
+TEST_CASE("a polling loop ends under every schedule") {
   for (const Schedule schedule : kSchedules) {
     for (std::uint64_t seed = 0; seed < 20; ++seed) {
       const Bench bench(schedule, seed);
@@ -106,16 +108,16 @@ TEST_CASE("a loop that polls comes to an end under every schedule") {
       const RecordingPtr recording = bench->record(kDefault);
       int polls = 1;
       while (!bench->query(recording)) ++polls;
-      CHECK(polls <= 23);  // each runs at least one of the 22 items
+      CHECK(polls <= 23);  // each poll runs at least one of the 22 items
     }
   }
 }
 
-TEST_CASE("the same seed gives the same order, and seeds differ") {
+TEST_CASE("a seed determines the order, and different seeds give different orders") {
   for (const Schedule schedule : kSchedules) {
-    std::set<Journal> orders;
+    std::set<Order> orders;
     for (std::uint64_t seed = 0; seed < 20; ++seed) {
-      const Journal order = order_of(schedule, seed);
+      const Order order = order_of(schedule, seed);
       CHECK(order == order_of(schedule, seed));
       orders.insert(order);
     }
@@ -123,7 +125,7 @@ TEST_CASE("the same seed gives the same order, and seeds differ") {
   }
 }
 
-TEST_CASE("jitter: some work runs before anybody waits, and some does not") {
+TEST_CASE("jitter: some work runs before a wait, and some does not") {
   int early = 0;
   for (std::uint64_t seed = 0; seed < 50; ++seed) {
     const Bench bench(Schedule::jitter, seed);
@@ -135,9 +137,9 @@ TEST_CASE("jitter: some work runs before anybody waits, and some does not") {
   CHECK(early < 50);
 }
 
-TEST_CASE("work of one stream runs in the order of its submission") {
+TEST_CASE("work of one stream runs in submission order") {
   for (const Schedule schedule : kSchedules) {
-    const Journal order = order_of(schedule, 7);
+    const Order order = order_of(schedule, 7);
     for (int s = 0; s < 4; ++s) {
       int last = -1;
       for (const int step : order) {
@@ -149,25 +151,25 @@ TEST_CASE("work of one stream runs in the order of its submission") {
   }
 }
 
-TEST_CASE("work that submits only enqueues") {
+TEST_CASE("work that is submitted inside other work runs after it") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule);
-    Journal journal;
+    Order ran_order;
     const StreamName other = Bench::stream();
     Bench::work(kDefault, [&] {
-      Bench::work(other, [&] { journal.push_back(2); });
-      Bench::work(kDefault, [&] { journal.push_back(3); });
+      Bench::work(other, [&] { ran_order.push_back(2); });
+      Bench::work(kDefault, [&] { ran_order.push_back(3); });
       CHECK_FALSE(bench->query(other));
-      journal.push_back(1);
+      ran_order.push_back(1);
     });
     bench->synchronize(0);
-    bench->synchronize(0);  // what the work submitted
-    CHECK(journal.size() == 3);
-    CHECK(journal[0] == 1);
+    bench->synchronize(0);  // waits for the work that the first item submitted
+    CHECK(ran_order.size() == 3);
+    CHECK(ran_order[0] == 1);
   }
 }
 
-TEST_CASE("work that waits fails") {
+TEST_CASE("work that synchronizes fails") {
   const Bench bench(Schedule::lazy);
   const StreamName other = Bench::stream();
   Bench::work(other, [] {});
@@ -175,7 +177,7 @@ TEST_CASE("work that waits fails") {
   CHECK_THROWS_AS(bench->synchronize(kDefault), std::logic_error);
 }
 
-TEST_CASE("every run goes through the run hook") {
+TEST_CASE("the run hook runs all work") {
   const Bench bench;
   static int runs;
   runs = 0;

@@ -1,4 +1,4 @@
-// The shadow alone: which accesses conflict, on which bytes, and what is forgotten.
+// The shadow: conflicting accesses, the bytes of a conflict, and forgotten accesses.
 #include <doctest/doctest.h>
 
 #include <vector>
@@ -14,7 +14,7 @@ namespace {
 constexpr bool kWrite = true;
 constexpr bool kRead = false;
 
-// Some agents, each with a clock, over one shadow.
+// A shadow, and agents with a clock each.
 struct Agents {
   std::vector<Conflict> touch(Agent agent, std::uintptr_t begin, std::uintptr_t end, bool writes,
                               const SitePtr& at = nullptr) {
@@ -52,7 +52,7 @@ TEST_CASE("an agent does not conflict with itself") {
   for (const bool writes : {kWrite, kRead, kWrite, kWrite}) CHECK(agents.touch(1, 0, 8, writes).empty());
 }
 
-TEST_CASE("only the bytes that both touch conflict") {
+TEST_CASE("two accesses conflict only on the bytes that both touch") {
   Agents agents;
   agents.touch(1, 100, 200, kWrite);
   CHECK(agents.touch(2, 0, 100, kWrite).empty());
@@ -65,7 +65,7 @@ TEST_CASE("only the bytes that both touch conflict") {
   CHECK_FALSE(conflicts[0].later.writes);
 }
 
-TEST_CASE("an earlier touch conflicts once, however many pieces it is in") {
+TEST_CASE("an earlier access that is split into several ranges conflicts once") {
   Agents agents;
   agents.touch(1, 0, 100, kWrite);
   agents.touch(1, 20, 30, kRead);
@@ -88,14 +88,14 @@ TEST_CASE("a write conflicts with every unordered reader") {
   CHECK(conflicts[1].earlier.epoch.agent == 3);
 }
 
-TEST_CASE("of an agent's reads the last one counts") {
+TEST_CASE("the shadow keeps only the last read of an agent") {
   Agents agents;
   agents.touch(1, 0, 8, kRead);
   agents.touch(1, 0, 8, kRead);
   CHECK(agents.touch(2, 0, 8, kWrite).size() == 1);
 }
 
-TEST_CASE("a write covers what was there and joins the pieces") {
+TEST_CASE("a write replaces earlier accesses and merges their ranges") {
   Agents agents;
   for (std::uintptr_t i = 0; i < 10; ++i) agents.touch(1, 10 * i, 10 * i + 10, i % 2 == 0);
   CHECK(agents.shadow.ranges() == 10);
@@ -105,7 +105,7 @@ TEST_CASE("a write covers what was there and joins the pieces") {
   CHECK(agents.shadow.ranges() == 1);
 }
 
-TEST_CASE("a read fills the gaps between what was written") {
+TEST_CASE("a read also covers bytes that were never written") {
   Agents agents;
   agents.touch(1, 10, 20, kWrite);
   agents.touch(1, 30, 40, kWrite);
@@ -114,7 +114,7 @@ TEST_CASE("a read fills the gaps between what was written") {
   for (const std::uintptr_t at : {0, 10, 25, 35, 49}) CHECK(agents.touch(3, at, at + 1, kWrite).size() >= 1);
 }
 
-TEST_CASE("an empty range is no access") {
+TEST_CASE("an empty range does not count as an access") {
   Agents agents;
   agents.touch(1, 0, 8, kWrite);
   CHECK(agents.touch(2, 4, 4, kWrite).empty());
@@ -122,7 +122,7 @@ TEST_CASE("an empty range is no access") {
   CHECK(agents.shadow.ranges() == 1);
 }
 
-TEST_CASE("forgetting what was seen leaves what was not") {
+TEST_CASE("forget_seen() keeps accesses that the clock has not seen") {
   Agents agents;
   agents.touch(1, 0, 100, kRead);
   agents.touch(2, 0, 100, kRead);
@@ -133,7 +133,7 @@ TEST_CASE("forgetting what was seen leaves what was not") {
   CHECK(agents.touch(3, 50, 100, kWrite).size() == 2);
 }
 
-TEST_CASE("bytes whose touches are all forgotten take no room") {
+TEST_CASE("a range without accesses is removed") {
   Agents agents;
   agents.touch(1, 0, 100, kWrite);
   agents.shadow.forget_seen(0, 100, agents.clocks[1]);
@@ -144,7 +144,7 @@ TEST_CASE("bytes whose touches are all forgotten take no room") {
   CHECK(agents.touch(2, 25, 75, kWrite).empty());
 }
 
-TEST_CASE("sites that are forgotten or covered are handed out, not destroyed") {
+TEST_CASE("take_dropped() returns the sites of replaced accesses") {
   Agents agents;
   const SitePtr at = site("write");
   agents.touch(1, 0, 8, kWrite, at);

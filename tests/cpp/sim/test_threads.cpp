@@ -1,4 +1,4 @@
-// Many host threads at once: the sanitizers watch, and the results are right.
+// Many concurrent host threads: the results are correct, and the sanitizers find no race.
 #include <atomic>
 #include <cstring>
 
@@ -18,10 +18,10 @@ constexpr int kRounds = 1000;
 
 TEST_SUITE_BEGIN("threads");
 
-TEST_CASE("streams of many threads pass memory on through events") {
+TEST_CASE("streams of many threads pass memory to one another through events") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule, 1);
-    std::atomic<int> wrong{0};
+    std::atomic<int> errors{0};
     together(kThreads, [&](int t) {
       const StreamName writer{t % 2, 1 + t};
       const StreamName reader{t % 2, 20 + t};
@@ -30,7 +30,7 @@ TEST_CASE("streams of many threads pass memory on through events") {
         const int value = (t + i) % 250;
         Bench::work(writer, [=] { std::memset(bytes_of(block), value, 256); }, {writes(block, 256)});
         Bench::order(reader, writer);
-        Bench::work(reader, [=, &wrong] { wrong += bytes_of(block)[255] != value ? 1 : 0; }, {reads(block, 256)});
+        Bench::work(reader, [=, &errors] { errors += bytes_of(block)[255] != value ? 1 : 0; }, {reads(block, 256)});
         bench->record_use(block, reader);
         bench->deallocate(block);
         if (i % 16 == 0) bench->synchronize(reader);
@@ -38,16 +38,16 @@ TEST_CASE("streams of many threads pass memory on through events") {
       }
       bench->synchronize(reader);
     });
-    CHECK(wrong == 0);
+    CHECK(errors == 0);
     CHECK(bench->report_count() == 0);
     CHECK(bench->statistics().executed == 2 * kThreads * kRounds);
   }
 }
 
-TEST_CASE("threads that share streams see everything run, in order, once") {
+TEST_CASE("work that many threads submit to shared streams runs exactly once") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule, 2);
-    int counts[2] = {0, 0};  // each touched by one stream only
+    int counts[2] = {0, 0};  // one for each stream
     together(kThreads, [&](int t) {
       for (int i = 0; i < kRounds; ++i) {
         const int s = (t + i) % 2;
@@ -62,7 +62,7 @@ TEST_CASE("threads that share streams see everything run, in order, once") {
   }
 }
 
-TEST_CASE("gates open from other threads while many wait") {
+TEST_CASE("threads hold and open gates while other threads wait behind them") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule, 3);
     together(kThreads, [&](int t) {
@@ -79,7 +79,7 @@ TEST_CASE("gates open from other threads while many wait") {
   }
 }
 
-TEST_CASE("pinned memory and reports under many threads") {
+TEST_CASE("many threads use pinned memory and take reports, and no memory stays in flight") {
   const Bench bench(Schedule::jitter, 4);
   together(kThreads, [&](int t) {
     for (int i = 0; i < kRounds; ++i) {

@@ -1,4 +1,4 @@
-// Virtual time. The figures are powers of two, so that sums are exact.
+// Virtual time. Speeds and sizes are powers of two, so that sums are exact.
 #include "bench.h"
 
 using namespace sim;
@@ -20,7 +20,7 @@ Cost copy_out(double bytes) { return {Kind::copy_out, bytes, 0}; }
 
 TEST_SUITE_BEGIN("virtual time");
 
-TEST_CASE("work takes its launch, its bytes and its seconds; a delay only its seconds") {
+TEST_CASE("work takes the time of its launch, its bytes and its seconds; a delay takes only its seconds") {
   const Bench bench(clocked());
   Bench::spend(kDefault, compute(2048));
   CHECK(bench->time_of(bench->record(kDefault)) == 2.5);
@@ -30,7 +30,7 @@ TEST_CASE("work takes its launch, its bytes and its seconds; a delay only its se
   CHECK(bench->time_of(bench->record(kDefault)) == 10);
 }
 
-TEST_CASE("streams compute side by side, and the host waits for what it synchronizes with") {
+TEST_CASE("streams compute concurrently, and the host waits only for the stream that it synchronizes with") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(clocked(schedule));
     const StreamName other = Bench::stream();
@@ -44,18 +44,18 @@ TEST_CASE("streams compute side by side, and the host waits for what it synchron
   }
 }
 
-TEST_CASE("a copy overlaps with compute, and what waits for both comes after the later") {
+TEST_CASE("a copy overlaps with compute, and work that waits for both begins after the later one") {
   const Bench bench(clocked());
   const StreamName copies = Bench::stream();
-  Bench::spend(copies, copy_in(1024));    // to 4.5
-  Bench::spend(kDefault, compute(2048));  // to 2.5
+  Bench::spend(copies, copy_in(1024));    // ends at 4.5
+  Bench::spend(kDefault, compute(2048));  // ends at 2.5
   Bench::order(kDefault, copies);
   Bench::spend(kDefault, compute(1024));
   bench->synchronize(kDefault);
   CHECK(bench->now() == 6);
 }
 
-TEST_CASE("copies in one direction share an engine, and directions do not") {
+TEST_CASE("copies in one direction run one after another, and the two directions are independent") {
   const Bench bench(clocked());
   const StreamName a = Bench::stream();
   const StreamName b = Bench::stream();
@@ -71,7 +71,7 @@ TEST_CASE("copies in one direction share an engine, and directions do not") {
   CHECK(bench->time_of(bench->record(elsewhere)) == 1.5);
 }
 
-TEST_CASE("work begins no earlier than the host submits it") {
+TEST_CASE("work does not begin before the host submits it") {
   const Bench bench(clocked());
   bench->spend(8);
   CHECK(bench->time_of(bench->record(kDefault)) == 8);
@@ -82,7 +82,7 @@ TEST_CASE("work begins no earlier than the host submits it") {
   CHECK(bench->now() == 9.5);
 }
 
-TEST_CASE("a query that says yes moves the host's clock, and one that says no does not") {
+TEST_CASE("a query that returns true advances the host's clock, and one that returns false does not") {
   const Bench bench(clocked());
   Bench::spend(kDefault, compute(1024));
   CHECK_FALSE(bench->query(kDefault));
@@ -91,7 +91,7 @@ TEST_CASE("a query that says yes moves the host's clock, and one that says no do
   CHECK(bench->now() == 1.5);
 }
 
-TEST_CASE("a stream has speeds of its own, until all get others") {
+TEST_CASE("a stream keeps its own speeds until the speeds of all streams are set") {
   const Bench bench(clocked());
   const StreamName slow = Bench::stream();
   bench->set_speeds(slow, {512, 256, 0});
@@ -104,7 +104,7 @@ TEST_CASE("a stream has speeds of its own, until all get others") {
   CHECK(bench->time_of(bench->record(slow)) == 3);
 }
 
-TEST_CASE("time does not depend on the schedule") {
+TEST_CASE("virtual time does not depend on the schedule") {
   const auto end_under = [](Schedule schedule, std::uint64_t seed) {
     Options options = clocked(schedule);
     options.seed = seed;

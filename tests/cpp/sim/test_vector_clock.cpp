@@ -6,7 +6,7 @@ using namespace sim;
 
 TEST_SUITE_BEGIN("vector clock");
 
-TEST_CASE("a clock has seen its own ticks and nothing of others") {
+TEST_CASE("a clock has seen its own agent's ticks only") {
   VectorClock clock;
   const Epoch first = clock.tick(3);
   CHECK(first == Epoch{3, 1});
@@ -17,7 +17,7 @@ TEST_CASE("a clock has seen its own ticks and nothing of others") {
   CHECK_FALSE(clock.has_seen({900, 1}));
 }
 
-TEST_CASE("a join takes the later time of each agent") {
+TEST_CASE("join() takes the later time of each agent") {
   VectorClock a;
   VectorClock b;
   a.tick(1);
@@ -30,7 +30,7 @@ TEST_CASE("a join takes the later time of each agent") {
   CHECK_FALSE(b.has_seen({1, 2}));
 }
 
-TEST_CASE("what is seen of one agent is never unseen") {
+TEST_CASE("see() never moves an agent's time back") {
   VectorClock clock;
   clock.see({4, 9});
   clock.see({4, 2});
