@@ -168,7 +168,7 @@ combination() {
 short_tests() {
   failures=
   counted=
-  pytest="-m pytest -q -n ${JOBS:-auto} --maxprocesses 8 --dist loadgroup -p no:cacheprovider"
+  pytest="-m pytest -q -n ${JOBS:-auto} --maxprocesses 8 --max-worker-restart 0 --dist loadgroup -p no:cacheprovider"
   pytest="$pytest --rootdir $repository -c $repository/pyproject.toml"
   quick="not slow and not soak"
   # shellcheck disable=SC2046,SC2086 # words, every one

@@ -22,7 +22,7 @@ suite() {
   echo "== $name"
   # shellcheck disable=SC2086 # options are words
   "$python" -m cudafuture.testing.fakecuda $options -- \
-    "$python" -m pytest -q -n "${JOBS:-auto}" --maxprocesses 8 --dist loadgroup -p no:cacheprovider --timeout 600 "$@" ||
+    "$python" -m pytest -q -n "${JOBS:-auto}" --maxprocesses 8 --max-worker-restart 0 --dist loadgroup -p no:cacheprovider --timeout 600 "$@" ||
     failed="$failed '$name'"
 }
 

@@ -224,7 +224,7 @@ void Window::send(OffloadMessage& message, std::vector<KeyEntry> entries, const 
   request.entries = std::move(entries);
   request.data = data;
   auto packed = pack_request(request);
-  const std::string body(packed.body.begin(), packed.body.end());
+  const std::string_view body(packed.body.data(), packed.body.size());
   if (pass_on(body, std::move(packed.tensors), timeout, message.shared_from_this())) return;
   is_held_ = true;
   in_flight_ -= message.nbytes;
@@ -239,11 +239,11 @@ void Window::send(OffloadMessage& message, std::vector<KeyEntry> entries, const 
 }
 
 // Sends a message through the channel; false: RPC has no room for it.
-bool Window::pass_on(const std::string& body, std::vector<at::Tensor> tensors, double seconds,
+bool Window::pass_on(std::string_view body, std::vector<at::Tensor> tensors, double seconds,
                      const MessagePtr& message) {
   if (native_channel_ != nullptr) return native_channel_->send(body, std::move(tensors), seconds, message);
   try {
-    call(channel_.attr("send"), py::bytes(body), std::move(tensors), seconds, message);
+    call(channel_.attr("send"), py::bytes(body.data(), body.size()), std::move(tensors), seconds, message);
   } catch (py::error_already_set& e) {
     if (!e.matches(PyExc_BlockingIOError)) throw;
     return false;

@@ -22,6 +22,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <unordered_map>
 #include <vector>
@@ -102,7 +103,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   void unchain(const RequestPtr& request, bool was_sent);
   void take_oldest();
   void set_timer(double due);
-  bool pass_on(const std::string& body, std::vector<at::Tensor> tensors, double seconds, const MessagePtr& message);
+  bool pass_on(std::string_view body, std::vector<at::Tensor> tensors, double seconds, const MessagePtr& message);
 
   struct Ready {
     std::deque<RequestPtr> requests;
