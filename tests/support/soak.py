@@ -1,4 +1,4 @@
-"""How often a test repeats what has to hold every time: in full under ``make soak``, a tenth of it otherwise."""
+"""How often a test repeats what has to hold every time: in full under ``make soak``, a part of it otherwise."""
 
 from __future__ import annotations
 
