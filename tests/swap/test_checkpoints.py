@@ -54,7 +54,6 @@ def test_a_checkpoint_is_read_with_other_chunks_and_buffers(pair: Pair, store: O
         pair.step()
     pair.offloaded.save("here")
     pair.offloaded.close()
-    assert pair.offloaded is not None
     ways: list[dict[str, Any]] = [{"chunk_bytes": 1 << 20}, {"chunk_bytes": 70_000, "prefetch": 0}, {"memory": 1 << 20}]
     for options in ways:
         other = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (77,), (3,)), name="optimizer", **options)
