@@ -104,7 +104,6 @@ TEST_CASE_FIXTURE(WatcherRules, "stop() interrupts a pause, runs due callbacks a
   Watcher watcher;
   watcher.set_pauses(1h, 1h);
   Signal queried;
-  Signal last_looked;
   accelerator.after_query([&, queries = std::make_shared<std::atomic<int>>(0)] {
     if (++*queries == 2) queried.send();
   });
