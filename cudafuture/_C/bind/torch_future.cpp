@@ -121,9 +121,9 @@ class Deliver final : public Continuation {
       return;
     }
     if (core_of_or_null(result_of(source)) != nullptr) {
-      fail_target(nb::handle(PyExc_TypeError)(
-          "the value of the future is a CUDAFuture, which torch's code cannot wait for: a callback that returns a future "
-          "is attached by then_async(), not by then()"));
+      fail_target(
+          nb::handle(PyExc_TypeError)("the value of the future is a CUDAFuture, which torch's code cannot wait for: a "
+                                      "callback that returns a future is attached by then_async(), not by then()"));
       return;
     }
     // Here torch records its events, and tells the allocator about consumers of the value.
