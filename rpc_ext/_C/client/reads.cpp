@@ -18,18 +18,8 @@ constexpr std::uint64_t kCopiedFast = 1 << 15;  // bytes that are copied under t
 using ReadPtr = std::shared_ptr<ReadRequest>;
 using PartOf = std::pair<ReadPtr, std::uint32_t>;
 
-bool is_plain(const at::Tensor& place) { return place.is_contiguous() && !place.is_conj() && !place.is_neg(); }
-
-// Copies the bytes of elements to their place in a plain tensor. memcpy writes large runs past the caches; copy_() does
-// not, and takes longer before it begins.
-void copy_bytes(const at::Tensor& place, std::uint64_t at, const at::Tensor& bytes) {
-  if (bytes.nbytes() == 0) return;
-  std::memcpy(static_cast<std::byte*>(place.mutable_data_ptr()) + at, bytes.const_data_ptr(), bytes.nbytes());
-  if (!place.is_inference()) place.unsafeGetTensorImpl()->bump_version();
-}
-
-// Copies a tensor to a place of any strides, in any mode of the thread.
-void copy_elements(const at::Tensor& place, const at::Tensor& tensor) {
+// Copies a tensor to its place, in any mode of the thread.
+void copy_to(const at::Tensor& place, const at::Tensor& tensor) {
   const c10::InferenceMode mode(place.is_inference());
   const at::NoGradGuard no_grad;
   place.copy_(tensor);
@@ -170,14 +160,9 @@ void HostTarget::expect(const std::string& key, const Found& found) const {
 }
 
 at::Tensor HostTarget::whole(const Found& found, const at::Tensor& data) {
-  if (out_ && is_plain(*out_)) {
-    const at::Tensor out = *out_;  // the end of the request drops out_
-    copy_bytes(out, 0, data);
-    return out;
-  }
   const at::Tensor tensor = data.view(found.dtype).reshape(found.sizes);
-  if (const std::optional<at::Tensor> out = out_) {
-    copy_elements(*out, tensor);
+  if (const std::optional<at::Tensor> out = out_) {  // the end of the request drops out_
+    copy_to(*out, tensor);
     return *out;
   }
   if (tensor.storage().nbytes() <= tensor.nbytes()) return tensor;
@@ -187,15 +172,14 @@ at::Tensor HostTarget::whole(const Found& found, const at::Tensor& data) {
 }
 
 void HostTarget::begin(const Found& found) {
-  is_filled_in_place_ = out_ && is_plain(*out_);
+  is_filled_in_place_ = out_ && out_->is_contiguous() && !out_->is_conj() && !out_->is_neg();
   whole_ =
       is_filled_in_place_ ? *out_ : at::empty(found.sizes, at::TensorOptions().dtype(found.dtype).device(c10::kCPU));
+  bytes_ = whole_.detach().reshape({-1}).view(at::kByte);
 }
 
-void HostTarget::fill(std::uint64_t at, const at::Tensor& data) { copy_bytes(whole_, at, data); }
-
-at::Tensor HostTarget::finish(const Found& found) {
-  return is_filled_in_place_ ? whole_ : whole(found, whole_.reshape({-1}).view(at::kByte));
+void HostTarget::fill(std::uint64_t at, const at::Tensor& data) {
+  copy_to(bytes_.narrow(0, static_cast<std::int64_t>(at), data.numel()), data);
 }
 
 // ---- ReadRequest

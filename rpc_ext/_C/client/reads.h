@@ -28,12 +28,12 @@ class HostTarget final {
   // ---- a tensor that is received in parts
   void begin(const Found& found);
   void fill(std::uint64_t at, const at::Tensor& data);
-  at::Tensor finish(const Found& found);
+  at::Tensor finish(const Found& found) { return is_filled_in_place_ ? whole_ : whole(found, bytes_); }
 
  private:
   std::optional<at::Tensor> out_;
   bool is_filled_in_place_ = false;
-  at::Tensor whole_;
+  at::Tensor whole_, bytes_;
 };
 
 // Read of one tensor. The service replies with its first part, and keeps the tensor until the rest is fetched.
