@@ -25,6 +25,22 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_crashed: list[object] = []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    """Note a worker of pytest-xdist that has crashed."""
+    if error is not None:
+        _crashed.append(node)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run in which a worker has crashed between tests: pytest-xdist would call it a success."""
+    if _crashed and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that need the host, where everything is to run on a simulated accelerator."""
     if config.getoption("--sim-everywhere"):

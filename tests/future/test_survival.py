@@ -18,7 +18,7 @@ from support.soak import soak_count
 
 pytestmark = pytest.mark.soak
 
-DEPTH = soak_count(1_000_000, part=25)
+DEPTH = soak_count(1_000_000)
 
 Future = CUDAFuture[int]
 

@@ -825,5 +825,4 @@ workers = Workers(["cpu"])
 print(workers.submit("cpu", lambda: 42, timeout=100).wait())
 """
     result = run_script(program)
-    assert result.stdout == "42\n"
-    assert not result.stderr
+    assert (result.returncode, result.stdout, result.stderr) == (0, "42\n", "")

@@ -104,7 +104,9 @@ except OSError as e: print(e)
     [(errno.ENOSYS, "the kernel has none"), (errno.EPERM, "forbidden by a sandbox, or by the sysctl")],
 )
 def test_an_engine_without_io_uring_says_why(code: int, reason: str) -> None:
-    lines = run_script(WITHOUT_IO_URING, str(code)).stdout.splitlines()
+    done = run_script(WITHOUT_IO_URING, str(code))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     assert lines[1] == "threads"
     for line in (lines[0], lines[2]):
         assert f"io_uring: {os.strerror(code)} ({reason}" in line

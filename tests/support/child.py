@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -53,8 +54,13 @@ class Process:
             raise TimeoutError("the child does not end")
         return code
 
+    def send(self, number: int) -> None:
+        """Send a signal, if the process has not ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        self.send(signal.SIGKILL)
 
 
 class _Server:
@@ -75,8 +81,9 @@ class _Server:
             )
 
     def end(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self.process.wait()
+        self.process.wait(SILENCE)
 
     def start(self, script: str, arguments: tuple[str, ...], descriptors: list[int]) -> Process:
         """Start a script; `descriptors` are for its stdout, its stderr, and the pipes of `say` and `hear`."""
@@ -89,12 +96,17 @@ class _Server:
         message = json.dumps(request).encode()
         assert len(message) <= REQUEST
         with self._lock:
-            socket.send_fds(self._socket, [message], descriptors)
-            while True:
-                pid, code = self._answer()
-                if code is None:
-                    return Process(self, pid)
-                self._codes[pid] = code
+            try:
+                socket.send_fds(self._socket, [message], descriptors)
+                while True:
+                    pid, code = self._answer()
+                    if code is None:
+                        self._codes.pop(pid, None)  # of an earlier process with this ID
+                        return Process(self, pid)
+                    self._codes[pid] = code
+            except BaseException:  # an interrupt: the answer would be taken for that of the next script
+                self.end()
+                raise
 
     def code(self, pid: int, timeout: float) -> int | None:
         """Return the exit code of a process, or None if it is still running after `timeout` seconds."""
@@ -164,15 +176,18 @@ class Child:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        os.close(self._from_child)
-        os.close(self._to_child)
-        if error is not None and hasattr(error, "add_note"):
-            error.add_note(f"the child wrote to stderr: {self.errors()!r}")
-        self._output.close()
-        self._errors.close()
+        try:
+            if self.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+            if error is not None and hasattr(error, "add_note"):
+                error.add_note(f"the child wrote to stderr: {self.errors()!r}")
+        finally:
+            os.close(self._from_child)
+            os.close(self._to_child)
+            self._output.close()
+            self._errors.close()
 
     def hear(self, patience: float = SILENCE) -> str:
         """Return the next line that the child says. TimeoutError when it is silent, EOFError when it is gone."""
@@ -193,7 +208,7 @@ class Child:
         os.write(self._to_child, line.encode() + b"\n")
 
     def send(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
+        self.process.send(number)
 
     def end(self, patience: float = SILENCE) -> int:
         """Wait until the process has ended; return its exit code, negative for a signal."""

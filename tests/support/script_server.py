@@ -44,14 +44,19 @@ def next_script(number: int) -> str:
             if not message:
                 os._exit(0)
             request = json.loads(message)
+            has_begun, begun = os.pipe()
             pid = os.fork()
             if pid == 0:
-                for inherited in (number, *running):
+                for inherited in (number, has_begun, *running):
                     os.close(inherited)
                 control.detach()
-                return _become(request, descriptors)
-            for descriptor in descriptors:
+                script = _become(request, descriptors)
+                os.close(begun)
+                return script
+            for descriptor in (begun, *descriptors):
                 os.close(descriptor)
+            os.read(has_begun, 1)  # until the process has a process group and a handler of Ctrl-C
+            os.close(has_begun)
             running[os.pidfd_open(pid)] = pid
             _answer(control, [pid, None])
 

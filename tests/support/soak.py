@@ -25,6 +25,7 @@ def soak_count(full: int, part: int = 10) -> int:
 def soak_cases(cases: Iterable[T], step: int) -> list[T]:
     """Return all cases under CUDAFUTURE_SOAK=1, else one of each `step` cases.
 
-    A `step` that has no factor in common with the numbers of values of the parameters leaves every pair of values.
+    With a `step` that is small and has no factor in common with the numbers of values of the parameters, the cases that
+    are left show every pair of values.
     """
     return list(cases)[:: 1 if SOAK else step]
