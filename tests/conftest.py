@@ -64,6 +64,13 @@ def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 @pytest.fixture
+def small_heap() -> None:
+    """Hide the objects that exist from the garbage collector, for a test that asks it often."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
 def frequent_switches() -> Iterator[None]:
     """Let Python change threads as often as it can."""
     interval = sys.getswitchinterval()

@@ -39,10 +39,9 @@ def left_over() -> dict[str, int]:
 
 
 @pytest.fixture
-def quiet_heap() -> Iterator[None]:
-    """Keep the log of unseen failures off the terminal, and collect what earlier tests have left."""
+def quiet_heap(small_heap: None) -> Iterator[None]:
+    """Keep the log of unseen failures off the terminal."""
     logging.disable()
-    gc.collect()
     yield
     logging.disable(logging.NOTSET)
 

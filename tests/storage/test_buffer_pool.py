@@ -280,6 +280,7 @@ def take_and_release(pool: BufferPool, held: Buffer) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("small_heap")
 def test_an_interrupt_loses_no_memory() -> None:
     for line in itertools.count():
         pool = BufferPool(4 * PAGE, pin=False)
