@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Hide what pytest has collected from the garbage collector: many tests collect garbage, and ask it often."""
+    """Hide the collected tests from the garbage collector, which many tests call often."""
     gc.collect()
     gc.freeze()
 

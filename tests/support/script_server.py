@@ -1,4 +1,4 @@
-"""Server that has imported torch, and forks a process for each script: so a script does not import torch again.
+"""Server that has imported torch, and forks a process for each script, so that a script need not import torch.
 
 The server runs ``exec(next_script(N))`` in its main module, where N is its end of a socket pair. ``next_script``
 returns in the forked processes alone. A process therefore runs its script as ``python -c`` does, and ends as the

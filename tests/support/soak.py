@@ -1,4 +1,4 @@
-"""How often a test repeats what has to hold every time: in full under ``make soak``, a part of it otherwise."""
+"""Counts and cases of tests that repeat: all under ``make soak``, a part of them otherwise."""
 
 from __future__ import annotations
 
