@@ -12,6 +12,7 @@ The outcome of a change is one of three:
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import os
@@ -77,18 +78,6 @@ class Change(NamedTuple):
     limit: float = math.inf  # its deadline
     has_failed: bool = False
 
-    def precedes(self, later: Change, effective: Mapping[Change, float]) -> bool:
-        """Return True if this change cannot take effect after the effect of `later`.
-
-        `effective` has times at which changes of unknown outcome were seen. Order by calls and by deadlines is promised
-        only for an acknowledged `later`.
-        """
-        if min(self.end, effective.get(self, math.inf)) < later.begin:
-            return True
-        if later.end == math.inf:
-            return False
-        return self.limit + CLOCKS < later.begin or (self.client == later.client and self.number < later.number)
-
 
 class Sight(NamedTuple):
     """A read: the version of a key at some time between two times."""
@@ -146,19 +135,62 @@ class History:
 
 def _expect_one_key(changes: list[Change], sights: list[Sight]) -> None:
     first = Change("", 0, sights[0].key, None, -math.inf, -math.inf)
-    possible = [first, *(change for change in changes if not change.has_failed)]
+    possible = sorted((first, *(change for change in changes if not change.has_failed)), key=lambda each: each.begin)
     of_version: defaultdict[Version, list[Change]] = defaultdict(list)
     for change in possible:
         of_version[change.version].append(change)
-    effective: dict[Change, float] = {}
+    effects = {change: change.end for change in possible}
     for sight in sights:
         if sight.version is not None:  # deletions cannot be told apart
             for change in of_version[sight.version]:
-                effective[change] = min(effective.get(change, math.inf), sight.end)
-    by_end = sorted((min(change.end, effective.get(change, math.inf)), i) for i, change in enumerate(possible))
+                effects[change] = min(effects[change], sight.end)
+    replacements = _Replacements(effects)
     for sight in sights:
-        sources = [change for change in of_version[sight.version] if change.begin < sight.end]
+        of_this_version = of_version[sight.version]
+        sources = of_this_version[: bisect.bisect_left(of_this_version, sight.end, key=lambda each: each.begin)]
         assert sources, f"{sight}: nobody has written that"
-        replaced = [possible[i] for end, i in by_end if end < sight.begin]
-        current = [s for s in sources if not any(s.precedes(later, effective) for later in replaced if later != s)]
-        assert current, f"{sight}: it was replaced already, of {sources}"
+        is_current = any(not replacements.replaced(each, sight.begin) for each in reversed(sources))
+        assert is_current, f"{sight}: it was replaced already, of {sources[-9:]}"
+
+
+class _Replacements:
+    """The changes of a key in the order of the times at which they had taken effect, with maxima of their properties.
+
+    A change whose outcome is unknown had taken effect when its version was seen. Order by calls and by deadlines is
+    promised only for changes that are acknowledged.
+    """
+
+    def __init__(self, effects: Mapping[Change, float]) -> None:
+        self._effects = effects
+        self._begins = _Maxima()
+        self._acknowledged_begins = _Maxima()
+        self._acknowledged_numbers: defaultdict[str, _Maxima] = defaultdict(_Maxima)  # by client
+        for change, effect in sorted(effects.items(), key=lambda item: item[1]):
+            self._begins.add(effect, change.begin)
+            if change.end < math.inf:
+                self._acknowledged_begins.add(effect, change.begin)
+                self._acknowledged_numbers[change.client].add(effect, change.number)
+
+    def replaced(self, change: Change, at: float) -> bool:
+        """Return True if a change that had taken effect at a time cannot have come before this one."""
+        return (
+            self._effects[change] < self._begins.before(at)
+            or change.limit + CLOCKS < self._acknowledged_begins.before(at)
+            or change.number < self._acknowledged_numbers[change.client].before(at)
+        )
+
+
+class _Maxima:
+    """The largest of the values that were added before a time. They are added in the order of their times."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._largest: list[float] = []
+
+    def add(self, at: float, value: float) -> None:
+        self._times.append(at)
+        self._largest.append(max(value, self._largest[-1]) if self._largest else value)
+
+    def before(self, at: float) -> float:
+        end = bisect.bisect_left(self._times, at)
+        return self._largest[end - 1] if end else -math.inf
