@@ -39,17 +39,25 @@ def digest(tensor: torch.Tensor) -> int:
     return digests(data, [(0, data.nbytes)])[0]
 
 
-def digests(tensor: torch.Tensor, parts: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the digests of parts of a contiguous host tensor; each part is its first byte and its size in bytes.
+def digests(
+    tensor: torch.Tensor, parts: Sequence[tuple[int, int]], seeds: Sequence[int] | None = None
+) -> list[int]:
+    """Return the digests of parts of a contiguous host tensor.
+
+    Args:
+        tensor: the tensor.
+        parts: the first byte and the size in bytes of each part.
+        seeds: one for each part, as of ``Digest.value``; default: 0.
 
     Raises:
-        TypeError, ValueError: the part does not exist, or the tensor does not fit.
+        TypeError, ValueError: the part does not exist, or the tensor does not fit; a seed is missing, or is not a
+            number of 64 bits.
 
     >>> digests(torch.arange(4, dtype=torch.uint8), [(1, 2)]) == [digest(torch.tensor([1, 2], dtype=torch.uint8))]
     True
     """
     _xxhash.install()
-    return _C.digests_of(tensor, list(parts))
+    return _C.digests_of(tensor, list(parts), [0] * len(parts) if seeds is None else list(seeds))
 
 
 class Digest:

@@ -55,6 +55,7 @@ class DeviceTarget:
     def begin(self, dtype: torch.dtype, shape: _Shape, nbytes: int) -> None:
         """Prepare for a tensor that is received in parts."""
         self._dtype, self._shape = dtype, shape
+        self._parts = []
         with use_streams(self._stream):
             empty = torch.empty(nbytes, dtype=torch.uint8, device=self._stream.device)
             self._on_device: CUDAFuture[torch.Tensor] = CUDAFuture.completed(empty)

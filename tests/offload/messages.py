@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from rpc_ext import _C
 from rpc_ext.offload._errors import error_from
 from rpc_ext.offload._wire import *  # noqa: F403
-from rpc_ext.offload._wire import GET, Operation, Put
+from rpc_ext.offload._wire import FETCH, GET, PUT, Operation, Put, Request
 
 
 class Fetch(NamedTuple):
@@ -18,6 +18,16 @@ class Fetch(NamedTuple):
 
     sequence: int
     part: int
+
+
+class Get(NamedTuple):
+    """An entry of GET. It begins like ``Operation``."""
+
+    sequence: int
+    after: int
+    expires: float
+    key: str
+    needs_digest: bool = False  # of the bytes that are sent, also where the store keeps one
 
 
 class Found(NamedTuple):
@@ -28,7 +38,7 @@ class Found(NamedTuple):
     nbytes: int
     at: int
     length: int  # bytes of the first part in the data; 0 for a non-empty tensor: FETCH sends all parts
-    digest: int  # of those bytes
+    digest: int | None  # of those bytes; None: the store keeps that of the tensor
     kept: tuple[int, int] | None  # digest of the whole tensor in the store, and its seed
 
 
@@ -37,10 +47,10 @@ class Part(NamedTuple):
 
     at: int
     length: int
-    digest: int
+    digest: int | None
 
 
-Entry = Operation | Put | Fetch
+Entry = Operation | Get | Put | Fetch
 
 
 class Answer(NamedTuple):
@@ -49,6 +59,17 @@ class Answer(NamedTuple):
     errors: dict[int, BaseException]  # by index of the entry
     entries: list[Found | Part]  # of the entries without an error; empty for verbs without entries
     data: torch.Tensor
+
+
+def parse_request(body: bytes, tensors: list[torch.Tensor]) -> Request:
+    """Return a request with its entries as NamedTuples.
+
+    Raises:
+        ValueError: the message is no request.
+    """
+    found = Request(*_C.parse_request(body, tensors))
+    make: Any = {GET: Get, PUT: Put, FETCH: Fetch}.get(found.verb, Operation)
+    return found._replace(entries=[make(*entry) for entry in found.entries])
 
 
 def pack_request(

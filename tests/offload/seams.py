@@ -83,6 +83,31 @@ def replies_go_to(remote: RemoteOffloader, answered: Answered) -> Iterator[None]
         remote._window.channel = real
 
 
+def changed(body: bytes, tensors: list[torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
+    """Return a message with another last byte of its data."""
+    if not tensors:
+        return body[:-1] + bytes([body[-1] ^ 1]), []
+    data = tensors[0].clone()
+    data[-1] ^= 1
+    return body, [data]
+
+
+@contextlib.contextmanager
+def one_reply_changed(remote: RemoteOffloader, verb: int) -> Iterator[None]:
+    """Change a byte of the first reply to a message with a verb in the block. It must come."""
+    messages: list[_C.OffloadMessage] = []
+
+    def answered(message: _C.OffloadMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
+        is_first = message.verb == verb and not messages
+        if is_first:
+            messages.append(message)
+        message.answered(*(changed(body, tensors) if is_first else (body, tensors)))
+
+    with replies_go_to(remote, answered):
+        yield
+    assert messages
+
+
 def expect_idle(remote: RemoteOffloader) -> None:
     """Wait until no operation is pending: ``close()`` would block until then."""
 

@@ -16,6 +16,8 @@ from cudafuture.errors import ChecksumError
 from cudafuture.storage import digest
 from cudafuture.testing import World, sim
 from cudafuture.testing.sim import RaceError
+from offload import messages as wire
+from offload.seams import one_reply_changed
 from rpc_ext import RemoteOffloader, serve_offload
 from rpc_ext.offload import _source as source
 from rpc_ext.offload import _target as target
@@ -41,6 +43,14 @@ def comes_back_to_a_device(remote: RemoteOffloader, size: int) -> None:
     back = remote.read("x", device="sim:1").wait(timeout=LONG, non_blocking=True)
     assert str(back.device) == "sim:1"
     assert (only(back), back.shape) == (2.0, (size,))
+
+
+def is_read_again_if_it_was_changed_on_the_way(remote: RemoteOffloader, size: int) -> None:
+    remote.write("x", torch.full((size,), 5.0)).wait(timeout=LONG)
+    for out in (None, filled(-1.0, size=size)):
+        with one_reply_changed(remote, wire.GET):
+            read = remote.read("x", out, None if out is not None else "sim:1")
+            assert only(read.wait(timeout=LONG, non_blocking=True)) == 5.0
 
 
 def fills_what_the_device_was_writing(remote: RemoteOffloader, size: int) -> None:
@@ -123,6 +133,7 @@ def without(edge: str) -> Iterator[None]:
 SCENARIOS = [
     comes_back_to_the_host,
     comes_back_to_a_device,
+    is_read_again_if_it_was_changed_on_the_way,
     fills_what_the_device_was_writing,
     may_be_overwritten_when_it_is_released,
     many_at_once,

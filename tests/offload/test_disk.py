@@ -115,7 +115,12 @@ def test_bytes_that_have_changed_on_the_disk_are_told_with_the_names_of_the_clie
             assert str(error).startswith((f"key '{key}': its {size} bytes ", f"key {key!r}: its {size} bytes "))
             said = [str(error), *getattr(error, "__notes__", [])]
             assert not any(name in text for name in service.store.keys() for text in said)  # noqa: SIM118
+        error = remote.read(key).exception(timeout=PATIENCE)
+        assert isinstance(error, ChecksumError)
+        assert str(error).endswith(" are not those that were written")
         assert service.statistics().refused == 0
+        if size < LARGE:  # the service verifies a tensor that it reads as a whole
+            assert service.store.statistics().checksum_errors == 2
 
 
 # ---- a disk that is full

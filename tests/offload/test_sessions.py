@@ -26,7 +26,18 @@ from cudafuture.store import Offloader
 from offload import messages as wire
 from offload.contents import content_of
 from offload.messages import Fetch, Found, Part, data_of
-from offload.seams import HandledInPython, Kept, Lost, change_of, put_of, replies_go_to, send, spoil
+from offload.seams import (
+    HandledInPython,
+    Kept,
+    Lost,
+    change_of,
+    changed,
+    one_reply_changed,
+    put_of,
+    replies_go_to,
+    send,
+    spoil,
+)
 from rpc_ext import _C, OffloadService, RemoteOffloader, rpc_sync, serve_offload
 from rpc_ext._channel import Reply
 from rpc_ext.offload import _calls as services
@@ -323,7 +334,7 @@ def test_what_cannot_be_read_is_not_sent(service: OffloadService, tmp_path: Path
     with RemoteOffloader(ME, namespace="kept") as remote:
         remote.writev(tensors).wait(timeout=PATIENCE)
         spoil(tmp_path / "served", tensors["bad"])
-        answer = ask(remote, wire.GET, [change_of(key) for key in keys])
+        answer = ask(remote, wire.GET, [wire.Get(*change_of(key), needs_digest=True) for key in keys])
         reads = {key: remote.read(key) for key in keys}
         assert [key for key, read in reads.items() if read.exception(timeout=PATIENCE)] == ["bad"]
         (place,) = answer.errors
@@ -345,12 +356,7 @@ def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: Offloa
     content = content_of(key, 1)
 
     def changing(message: _C.OffloadMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
-        if message.verb == verb and tensors:
-            tensors = [tensors[0].clone()]
-            tensors[0][-1] ^= 1
-        elif message.verb == verb:
-            body = body[:-1] + bytes([body[-1] ^ 1])
-        message.answered(body, tensors)
+        message.answered(*(changed(body, tensors) if message.verb == verb else (body, tensors)))
 
     with RemoteOffloader(ME) as remote:
         remote.write(key, content).wait(timeout=PATIENCE)
@@ -358,6 +364,24 @@ def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: Offloa
             for read in (remote.read(key), remote.read(key, torch.empty_like(content))):
                 assert isinstance(read.exception(timeout=PATIENCE), ChecksumError)
         assert torch.equal(remote.read(key).wait(timeout=PATIENCE), content)
+
+
+@pytest.mark.parametrize(
+    ("key", "verb"),
+    [("small a", wire.GET), ("meg", wire.GET), ("large a", wire.GET), ("large a", wire.FETCH)],
+    ids=["small", "meg", "first part", "last part"],
+)
+def test_bytes_that_were_changed_once_on_their_way_back_are_read_again(
+    service: OffloadService, key: str, verb: int
+) -> None:
+    content = content_of(key, 1)
+    with RemoteOffloader(ME) as remote:
+        remote.write(key, content).wait(timeout=PATIENCE)
+        for out in (None, torch.empty_like(content)):
+            with one_reply_changed(remote, verb):
+                assert torch.equal(remote.read(key, out).wait(timeout=PATIENCE), content)
+        assert service.statistics().in_flight == 0
+    assert service.store.statistics().checksum_errors == 0
 
 
 ENDED = """

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cudafuture.errors import ChecksumError, StorageError, WorkerLostError
-from cudafuture.storage import digest
+from cudafuture.storage import digest, digests
 from offload import messages as wire
 from rpc_ext import _C
 from rpc_ext.offload._buffers import SendBuffers
@@ -33,9 +33,7 @@ class Message:
     """A message that a window has sent."""
 
     def __init__(self, body: bytes, tensors: list[torch.Tensor], listener: Any) -> None:
-        found = wire.Request(*_C.parse_request(body, tensors))
-        make: Any = {wire.PUT: wire.Put, wire.FETCH: wire.Fetch}.get(found.verb, wire.Operation)
-        self.request = found._replace(entries=[make(*entry) for entry in found.entries])
+        self.request = wire.parse_request(body, tensors)
         self.listener = listener
 
     @property
@@ -55,14 +53,15 @@ class Message:
         problems = [(i, problem_of(error)) for i, error in (errors or {}).items()]
         self.listener.answered(*wire.pack_answer(self.verb, len(self.entries), problems))
 
-    def give(self, *tensors: torch.Tensor) -> None:
-        """Answer a read with tensors of at most 64 bytes."""
+    def give(self, *tensors: torch.Tensor, kept: tuple[int, int] | None = None) -> None:
+        """Answer a read with tensors of at most 64 bytes, with their digests, or with that of a store, and its seed."""
         data = torch.zeros(64 * len(tensors), dtype=torch.uint8)
         found = []
         for i, tensor in enumerate(tensors):
             data[64 * i : 64 * i + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
             n = tensor.nbytes
-            found.append(wire.Found(tensor.dtype, tuple(tensor.shape), n, 64 * i, n, digest(tensor), None))
+            sent = None if kept else digest(tensor)
+            found.append(wire.Found(tensor.dtype, tuple(tensor.shape), n, 64 * i, n, sent, kept))
         self.listener.answered(*wire.pack_answer(self.verb, len(tensors), [], found, data))
 
 
@@ -304,6 +303,65 @@ def test_one_read_that_fails_leaves_the_others_of_its_message(client: Client) ->
     client.sent[1].give(torch.ones(2), torch.full((3,), 7.0))
     assert isinstance(wrong.exception(timeout=PATIENCE), ValueError)
     assert good.wait(timeout=PATIENCE)[0].tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("seed", [0, 9])
+def test_bytes_that_are_not_those_of_the_store_are_read_again_and_verified_there(seed: int) -> None:
+    client, tensor, out = Client(seconds=HOUR), torch.ones(3), torch.zeros(3)
+    (kept,) = digests(tensor, [(0, 12)], [seed])
+    reading = client.read("a", outs=[out])
+    client.sent[0].give(tensor + 1, kept=(kept, seed))
+    assert (reading.done(), out.tolist()) == (False, [0, 0, 0])
+    first, second = (message.entries[0] for message in client.sent)
+    assert (first.needs_digest, second.needs_digest) == (False, True)
+    assert (second.key, second.after, second.expires) == ("a", 0, first.expires)
+    behind = client.write("a", tensor)
+    assert client.sent[2].entries[0].after == second.sequence
+    client.sent[1].give(tensor)
+    assert reading.wait(timeout=PATIENCE) == [out]
+    assert out.tolist() == [1, 1, 1]
+    client.sent[2].answer()
+    behind.wait(timeout=PATIENCE)
+    assert client.window.statistics()[:2] == (0, 0)
+
+
+def test_bytes_of_the_store_are_taken_at_once(client: Client) -> None:
+    (kept,) = digests(torch.ones(3), [(0, 12)], [9])
+    reading = client.read("a")
+    client.sent[0].give(torch.ones(3), kept=(kept, 9))
+    assert reading.wait(timeout=PATIENCE)[0].tolist() == [1, 1, 1]
+    assert len(client.sent) == 1
+
+
+def test_a_key_is_read_twice_at_most(client: Client) -> None:
+    reading = client.read("a")
+    client.sent[0].give(torch.ones(1), kept=(1, 1))
+    client.sent[1].give(torch.ones(1), kept=(1, 1))
+    assert isinstance(reading.exception(timeout=PATIENCE), ChecksumError)
+    assert [message.verb for message in client.sent] == [wire.GET, wire.GET, wire.ABANDON]
+
+
+def test_a_second_read_has_the_error_of_the_service_or_the_deadline_of_the_first() -> None:
+    client = Client(seconds=HOUR)
+    damaged, late = client.read("a"), client.read("b", outs=[torch.zeros(1)])
+    client.sent[0].give(torch.ones(1), kept=(1, 1))
+    client.sent[1].give(torch.ones(1), kept=(1, 1))
+    assert [message.keys for message in client.sent] == [["a"], ["b"], ["a"]]
+    client.sent[2].answer({0: ChecksumError("its bytes on the disk are not those that were written")})
+    assert "on the disk" in str(damaged.exception(timeout=PATIENCE))
+    client.end_time()
+    assert isinstance(late.exception(timeout=PATIENCE), TimeoutError)
+
+
+def test_a_read_is_not_repeated_behind_later_operations_on_its_key(client: Client) -> None:
+    reading, writing = client.read("a"), client.write("a", torch.zeros(1))
+    client.sent[1].answer()
+    writing.wait(timeout=PATIENCE)
+    client.sent[0].give(torch.ones(1), kept=(1, 1))
+    error = reading.exception(timeout=PATIENCE)
+    assert isinstance(error, ChecksumError)
+    assert "its 4 bytes have changed, on the disk or on the way" in str(error)
+    assert [message.verb for message in client.sent] == [wire.GET, wire.PUT, wire.ABANDON]
 
 
 def test_an_answer_that_comes_too_late_fills_nothing() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cudafuture.errors import AuthenticationError, NotFoundError, StorageError
 from offload import messages as wire
-from offload.messages import Fetch, Found, Part, pack_request, parse_answer
+from offload.messages import Fetch, Found, Get, Part, pack_request, parse_answer, parse_request
 from rpc_ext import _C
 from rpc_ext.offload._errors import error_from, problem_of
 from rpc_ext.offload._wire import PIECE, Operation, Put, pack_answer
@@ -30,12 +30,6 @@ def data(nbytes: int) -> torch.Tensor:
     return torch.arange(nbytes, dtype=torch.uint8)
 
 
-def parse_request(body: bytes, tensors: list[torch.Tensor]) -> wire.Request:
-    found = wire.Request(*_C.parse_request(body, tensors))
-    make: Any = {wire.PUT: Put, wire.FETCH: Fetch}.get(found.verb, Operation)
-    return found._replace(entries=[make(*entry) for entry in found.entries])
-
-
 def request(verb: int, entries: list[Any], sent: torch.Tensor = NONE) -> wire.Request:
     body, tensors = pack_request(verb, TOKEN, 1.5, 4, "offload", entries, sent)
     assert _C.service_of(body) == "offload"
@@ -48,7 +42,7 @@ def request(verb: int, entries: list[Any], sent: torch.Tensor = NONE) -> wire.Re
         (wire.PUT, [SMALL], data(24)),
         (wire.PUT, [SMALL, SMALL._replace(key="b", at=64)], data(88)),
         (wire.PUT, [LAST], torch.zeros(8 << 20, dtype=torch.uint8)),
-        (wire.GET, [Operation(1, 0, 0.0, "a"), Operation(2, 1, 3.0, "b" * 1000)], NONE),
+        (wire.GET, [Get(1, 0, 0.0, "a"), Get(2, 1, 3.0, "b" * 1000, True)], NONE),
         (wire.DELETE, [Operation(1, 0, 0.0, "a")], NONE),
         (wire.ABANDON, [Operation(1, 0, 0.0, "a")], NONE),
         (wire.FETCH, [Fetch(1, 2), Fetch(1, 3)], NONE),
@@ -63,7 +57,7 @@ def test_a_request_comes_out_as_it_was(verb: int, entries: list[Any], sent: torc
 
 def test_an_answer_comes_out_as_it_was() -> None:
     found = [
-        Found(torch.float32, (6,), 24, 0, 24, 9, (1, 2)),
+        Found(torch.float32, (6,), 24, 0, 24, None, (1, 2)),
         Found(torch.uint8, (40 << 20,), 40 << 20, 64, 0, 9, None),
         Found(torch.int8, (3,), 3, 64, 3, 1, None),
     ]
@@ -72,7 +66,7 @@ def test_an_answer_comes_out_as_it_was() -> None:
     assert answer.entries == found
     assert [(i, type(found), str(found)) for i, found in answer.errors.items()] == [(1, NotFoundError, str(error))]
     assert torch.equal(wire.data_of(answer.data, found[2]), data(67)[64:])
-    parts = [Part(0, 10, 1), Part(64, 3, 2)]
+    parts = [Part(0, 10, None), Part(64, 3, 2)]
     assert parse_answer(wire.FETCH, 2, *pack_answer(wire.FETCH, 2, [], parts, data(67))).entries == parts
     assert parse_answer(wire.PUT, 2, *pack_answer(wire.PUT, 2))[:2] == ({}, [])
 

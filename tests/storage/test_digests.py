@@ -57,6 +57,19 @@ def test_parts_have_their_own() -> None:
     assert digests(data, parts) == [digest(data[at : at + length]) for at, length in parts]
 
 
+def test_parts_have_seeds_of_their_own() -> None:
+    data = numbered(60_000).view(torch.uint8)
+    parts = Digest(data.numel())
+    parts.add(0, data)
+    whole, seeds = (0, data.numel()), [0, 7, 2**64 - 1]
+    assert digests(data, [whole] * 3, seeds) == [parts.value(seed) for seed in seeds]
+    with pytest.raises(ValueError, match="one seed for each part"):
+        digests(data, [whole] * 2, [1])
+    for seed in (-1, 2**64, None):
+        with pytest.raises(TypeError):
+            digests(data, [whole], [seed])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize("size", [0, 1, 65535, 65536, 65537, 1_000_000])
 def test_pieces_in_any_order_have_the_digest_of_the_whole(size: int) -> None:
     tensor = contents(size)

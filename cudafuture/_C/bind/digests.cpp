@@ -17,11 +17,12 @@ namespace {
 
 using storage::Checksum;
 
-// Returns the checksums of parts of a tensor's bytes, given as offsets and lengths.
-std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts) {
+// Returns the checksums of parts of a tensor's bytes, given as offsets and lengths. `seeds`: one for each part.
+std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts, const std::vector<std::uint64_t>& seeds) {
   const at::Tensor tensor = take_on_host(object);
   const std::size_t size = tensor.nbytes();
   std::vector<std::pair<std::size_t, std::size_t>> places(nb::len(parts));
+  if (seeds.size() != places.size()) throw nb::value_error("expected one seed for each part");
   for (std::size_t i = 0; i < places.size(); ++i) {
     auto& [at, length] = places[i];
     if (!nb::try_cast(parts[i], places[i]) || at > size || length > size - at) {
@@ -33,7 +34,10 @@ std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts) {
   const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
   std::vector<std::uint64_t> digests;
   const WithoutGil released;
-  for (const auto& [at, length] : places) digests.push_back(storage::digest_of(data + at, length));
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    const auto& [at, length] = places[i];
+    digests.push_back(storage::digest_of(data + at, length, seeds[i]));
+  }
   return digests;
 }
 
@@ -53,7 +57,7 @@ void bind_digests(nb::module_& m) {
   m.def(
       "set_hash", [](std::uintptr_t function) { storage::set_hash(reinterpret_cast<storage::Hash>(function)); },
       nb::arg("function"));
-  m.def("digests_of", digests_of, nb::arg("tensor"), nb::arg("parts"));
+  m.def("digests_of", digests_of, nb::arg("tensor"), nb::arg("parts"), nb::arg("seeds"));
   nb::class_<Checksum>(m, "Checksum")
       .def(
           "__init__",

@@ -104,15 +104,14 @@ class StoreAdapter final : public store::StoreAccess {
                        entry};
   }
 
-  void read(const std::vector<store::PartRead>& parts, std::uint64_t* digests, Done done) override {
+  void read(const std::vector<store::PartRead>& parts, Done done) override {
     const CallPtr call = call_for(Call::Kind::read, "read", std::move(done));
     store::ReadList reads;
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      const store::PartRead& part = parts[i];
+    for (const store::PartRead& part : parts) {
       storage::Memory memory;
       memory.add(part.into, part.size);
       const auto entry = std::static_pointer_cast<const store::Entry>(part.tensor->entry);
-      reads.push_back({call, "", entry, std::move(memory), digests + i, part.begin});
+      reads.push_back({call, "", entry, std::move(memory), part.digest, part.begin, part.digest != nullptr});
     }
     begin(call, [&] { store_->read(std::move(reads), call, Full::exceed); });
   }

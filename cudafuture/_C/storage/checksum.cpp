@@ -18,12 +18,12 @@ std::uint64_t hash_of(const void* data, std::size_t size, std::uint64_t seed) no
 
 std::uint64_t hash_of(std::string_view text) noexcept { return hash_of(text.data(), text.size()); }
 
-std::uint64_t digest_of(const void* data, std::size_t size) {
+std::uint64_t digest_of(const void* data, std::size_t size, std::uint64_t seed) {
   Checksum checksum;
   checksum.add(0, size);
   const iovec whole = {const_cast<void*>(data), size};
   checksum.take(0, &whole, 1);
-  return checksum.digest(0);
+  return checksum.digest(0, seed);
 }
 
 void Checksum::reserve(std::size_t parts) {

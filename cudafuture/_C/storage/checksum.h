@@ -21,7 +21,7 @@ std::uint64_t hash_of(const void* data, std::size_t size, std::uint64_t seed = 0
 std::uint64_t hash_of(std::string_view text) noexcept;
 
 // Returns the checksum of contiguous bytes.
-std::uint64_t digest_of(const void* data, std::size_t size);
+std::uint64_t digest_of(const void* data, std::size_t size, std::uint64_t seed = 0);
 
 class Checksum {
  public:

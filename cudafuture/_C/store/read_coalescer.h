@@ -6,6 +6,7 @@
 // Lock: mutex_ guards all fields; no other lock is taken and no read is dropped under it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -27,12 +28,17 @@ struct Read {
   storage::Memory memory;           // destination of the bytes
   std::uint64_t* digest = nullptr;  // receives their checksum; the call owns it
   std::uint64_t at = 0;             // the tensor's first byte to read, where a leaf begins
+  bool is_verified = true;          // a whole tensor is compared with the checksum that the store keeps
 
   std::uint64_t offset() const noexcept { return entry->extent.offset() + at; }  // in the slab
   std::uint64_t size() const noexcept { return memory.size(); }                  // bytes
 };
 using Reads = std::vector<Read>;    // merged into one request
 using ReadList = std::deque<Read>;  // all reads of a call; see WriteList
+
+inline bool any_verified(const Reads& reads) {
+  return std::any_of(reads.begin(), reads.end(), [](const Read& read) { return read.is_verified; });
+}
 
 class ReadCoalescer {
  public:

@@ -334,7 +334,7 @@ void Store::get(Reads&& reads, bool is_coalesced, Full when_full) {
   request.offset = begin;
   request.device = reads.front().call->device;
   request.is_part = true;
-  request.checksum = reading->checksum = checksum_of(reads, options_.checksum);
+  request.checksum = reading->checksum = checksum_of(reads, options_.checksum && any_verified(reads));
   request.memory.reserve(reads.size());
   for (Read& read : reads) {
     request.memory.skip(read.offset() - begin - request.memory.size());
@@ -367,11 +367,11 @@ void Store::was_read(ReadJob& reading, const std::exception_ptr& error) noexcept
     Read& read = reading.reads[i];
     add(counters_.reads);
     const CallPtr call = std::move(read.call);
-    const bool is_whole = read.size() == read.entry->size();
+    const bool is_verified = read.is_verified && read.size() == read.entry->size();
     read.memory = Memory();  // before the call ends: device memory is freed with the call
     std::exception_ptr wrong = error;
     if (wrong == nullptr && reading.checksum != nullptr) {
-      if (is_whole) wrong = check(read, reading.checksum->digest(i, read.entry->seed));
+      if (is_verified) wrong = check(read, reading.checksum->digest(i, read.entry->seed));
       if (read.digest != nullptr) *read.digest = reading.checksum->digest(i);
     }
     read.entry = nullptr;

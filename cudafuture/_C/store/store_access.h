@@ -59,6 +59,7 @@ struct PartRead {
   std::uint64_t begin;
   std::byte* into;
   std::size_t size;
+  std::uint64_t* digest;  // receives the checksum of the bytes; null: they are neither hashed nor verified
 };
 
 // A tensor to write: its bytes are contiguous on the host.
@@ -81,8 +82,8 @@ class StoreAccess {
   // Returns the tensor of a key; none if the key is missing.
   virtual std::optional<FoundTensor> find(const std::string& key) = 0;
 
-  // Reads the parts, and writes the checksum of each to `digests`. The caller owns the memory of both.
-  virtual void read(const std::vector<PartRead>& parts, std::uint64_t* digests, Done done) = 0;
+  // Reads the parts. The caller owns the memory of the bytes and of the checksums.
+  virtual void read(const std::vector<PartRead>& parts, Done done) = 0;
   virtual void write(const TensorWrite& tensor, Done done) = 0;
   virtual void erase(const std::vector<std::string>& keys, Done done) = 0;
 

@@ -48,7 +48,7 @@ class KeyRequest : public std::enable_shared_from_this<KeyRequest> {
   virtual bool gives_future() const noexcept { return false; }
 
   bool is_done() const noexcept { return state == State::done; }
-  KeyEntry entry() const;
+  virtual KeyEntry entry() const;
 
   const Verb verb;
   const std::string key;

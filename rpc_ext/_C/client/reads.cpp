@@ -37,9 +37,25 @@ std::string quoted(const std::string& key) { return py::repr(py::str(key)).cast<
   throw py::error_already_set();
 }
 
+[[noreturn]] void raise_differs(const Window& window, const std::string& key, const std::string& what) {
+  raise(window.checksum_error, "key " + quoted(key) + ": " + what);
+}
+
 void expect_received(const Window& window, const std::string& key, std::uint64_t found, std::uint64_t expected) {
-  if (found == expected) return;
-  raise(window.checksum_error, "key " + quoted(key) + ": the bytes received are not those that were sent");
+  if (found != expected) raise_differs(window, key, "the bytes received are not those that were sent");
+}
+
+bool is_whole(const Found& found) { return found.length == found.nbytes; }
+
+// The digests of the tensors of an answer, each as the service or its store has computed it. Of a tensor in parts: any.
+std::vector<std::uint64_t> digests_of(const Window& window, const Answer& answer) {
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> places;
+  std::vector<std::uint64_t> seeds;
+  for (const Found& found : answer.entries) {
+    places.emplace_back(found.at, is_whole(found) ? found.length : 0);
+    seeds.push_back(found.digest ? 0 : found.seed);
+  }
+  return window.digests_of(answer.data, places, seeds);
 }
 
 std::vector<MessagePtr> fetches(const WindowPtr& window, const std::vector<PartOf>& parts);
@@ -53,9 +69,7 @@ class ReadBatch final : public OffloadMessage {
   void start() override { send_entries(); }
 
   void take(Answer&& answer) override {
-    std::vector<std::pair<std::uint64_t, std::uint64_t>> places;
-    for (const Found& found : answer.entries) places.emplace_back(found.at, found.length);
-    const auto digests = window->digests_of(answer.data, places).cast<std::vector<std::uint64_t>>();
+    const auto digests = digests_of(*window, answer);
     const auto errors = errors_of(answer);
     std::vector<PartOf> rest;
     std::size_t at = 0;
@@ -66,9 +80,9 @@ class ReadBatch final : public OffloadMessage {
         continue;
       }
       const Found& found = answer.entries[at];
+      const std::uint64_t digest = digests[at++];
       try {
-        expect_received(*window, request->key, digests[at++], found.digest);
-        for (const std::uint32_t part : request->found(*window, found, bytes_at(answer.data, found))) {
+        for (const std::uint32_t part : request->found(*window, found, bytes_at(answer.data, found), digest)) {
           rest.emplace_back(request, part);
         }
       } catch (...) {  // this fails one request; the others have their data
@@ -185,13 +199,20 @@ void HostTarget::fill(std::uint64_t at, const at::Tensor& data) {
 // ---- ReadRequest
 
 ReadRequest::ReadRequest(std::string key, py::object target, std::optional<at::Tensor> out, bool has_digest,
-                         OperationPtr operation, std::size_t index)
+                         OperationPtr operation, std::size_t index, bool is_second)
     : KeyRequest(Verb::get, std::move(key), std::move(operation), index, out ? out->nbytes() : kGuess),
       nbytes(out ? std::optional<std::uint64_t>(out->nbytes()) : std::nullopt),
       has_digest_(has_digest),
       is_on_device_(!target.is_none()),
+      is_second_(is_second),
       target_(std::move(target)),
       host_(std::move(out)) {}
+
+KeyEntry ReadRequest::entry() const {
+  KeyEntry entry = KeyRequest::entry();
+  entry.needs_digest = has_digest_ || is_second_;
+  return entry;
+}
 
 std::vector<MessagePtr> ReadRequest::messages(const WindowPtr& window) {
   if (!nbytes || *nbytes < kLarge) return {};
@@ -235,14 +256,21 @@ void ReadRequest::end(Window& window, const py::object& value, std::uint64_t dig
   window.end(shared_from_this(), value, py::none());
 }
 
-std::vector<std::uint32_t> ReadRequest::found(Window& window, const Found& found, const at::Tensor& data) {
+std::vector<std::uint32_t> ReadRequest::found(Window& window, const Found& found, const at::Tensor& data,
+                                              std::uint64_t digest) {
   if (is_done()) return {};
   const py::object target = target_;
   const py::object shape = py::tuple(py::cast(found.sizes));
   host_.expect(key, found);
   found_ = found;
   left_ = parts_of(found.nbytes);
-  if (found.length == found.nbytes) {
+  if (is_whole(found)) {
+    if (found.digest) {
+      expect_received(window, key, digest, *found.digest);
+    } else if (digest != found.kept) {
+      read_again(window);
+      return {};
+    }
     py::object value;
     if (is_on_device_) {
       value = call(target.attr("whole"), found.dtype, shape, data);
@@ -251,7 +279,7 @@ std::vector<std::uint32_t> ReadRequest::found(Window& window, const Found& found
       if (!fill(found.nbytes, [&] { tensor = host_.whole(found, data); })) return {};
       value = py::cast(std::move(tensor));
     }
-    end(window, value, found.digest);
+    end(window, value, digest);
     return {};
   }
   if (is_on_device_) {
@@ -267,14 +295,19 @@ std::vector<std::uint32_t> ReadRequest::found(Window& window, const Found& found
   return rest;
 }
 
-void ReadRequest::take_part(Window& window, std::uint32_t part, const at::Tensor& data, std::uint64_t expected) {
+void ReadRequest::take_part(Window& window, std::uint32_t part, const at::Tensor& data,
+                            std::optional<std::uint64_t> expected) {
   const std::uint64_t begin = part * kPart;
   if (data.nbytes() != size_of_part(part)) {
     throw std::invalid_argument("key " + quoted(key) + ": a part has " + std::to_string(data.nbytes()) +
                                 " bytes, and not " + std::to_string(size_of_part(part)));
   }
   const py::object digest = digest_.is_none() ? call(window.digest, data) : call(digest_.attr("add"), begin, data);
-  expect_received(window, key, digest.cast<std::uint64_t>(), expected);
+  if (expected) {
+    expect_received(window, key, digest.cast<std::uint64_t>(), *expected);
+  } else if (!found_.has_kept) {
+    throw std::invalid_argument("key " + quoted(key) + ": a part has no digest");
+  }
   if (is_done()) return;
   const py::object target = target_;
   if (is_on_device_) {
@@ -282,22 +315,37 @@ void ReadRequest::take_part(Window& window, std::uint32_t part, const at::Tensor
   } else if (!fill(data.nbytes(), [&] { host_.fill(begin, data); })) {
     return;
   }
-  if (is_done() || --left_ > 0) return;
-  const std::uint64_t all = expect_whole(window);
-  if (is_done()) return;
-  if (is_on_device_) return end(window, call(target.attr("finish")), all);
-  at::Tensor tensor;
-  if (fill(found_.nbytes, [&] { tensor = host_.finish(found_); })) end(window, py::cast(std::move(tensor)), all);
+  if (!is_done() && --left_ == 0) end_with_parts(window);
 }
 
-// Throws ChecksumError unless the parts together have the digest in the store; returns their digest.
-std::uint64_t ReadRequest::expect_whole(const Window& window) const {
-  if (digest_.is_none()) return 0;
-  if (found_.has_kept && call(digest_.attr("value"), found_.seed).cast<std::uint64_t>() != found_.kept) {
-    raise(window.checksum_error, "key " + quoted(key) + ": its " + std::to_string(found_.nbytes) +
-                                     " bytes on the disk are not those that were written");
+// Ends the request: all of its parts were received.
+void ReadRequest::end_with_parts(Window& window) {
+  std::uint64_t digest = 0;
+  if (!digest_.is_none()) {
+    const py::object value = digest_.attr("value");
+    if (found_.has_kept && call(value, found_.seed).cast<std::uint64_t>() != found_.kept) {
+      if (!entry().needs_digest) return read_again(window);
+      raise_differs(window, key,
+                    "its " + std::to_string(found_.nbytes) + " bytes on the disk are not those that were written");
+    }
+    digest = call(value).cast<std::uint64_t>();
   }
-  return call(digest_.attr("value")).cast<std::uint64_t>();
+  if (is_done()) return;
+  if (is_on_device_) return end(window, call(target_.attr("finish")), digest);
+  at::Tensor tensor;
+  if (fill(found_.nbytes, [&] { tensor = host_.finish(found_); })) end(window, py::cast(std::move(tensor)), digest);
+}
+
+// Reads the key once more: the bytes received are not those that were written, and the service can tell where they have
+// changed. A second read could return a later tensor, so the request fails if the caller has used the key since.
+void ReadRequest::read_again(Window& window) {
+  if (is_second_ || !followers.empty()) {
+    raise_differs(window, key,
+                  "its " + std::to_string(found_.nbytes) +
+                      " bytes have changed, on the disk or on the way, since they were written");
+  }
+  window.replace(shared_from_this(), std::make_shared<ReadRequest>(key, is_on_device_ ? target_ : py::none(),
+                                                                   host_.out(), has_digest_, operation, index, true));
 }
 
 std::uint64_t ReadRequest::size_of_part(std::uint32_t part) const {

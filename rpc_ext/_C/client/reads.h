@@ -21,6 +21,8 @@ class HostTarget final {
  public:
   explicit HostTarget(std::optional<at::Tensor> out) : out_(std::move(out)) {}
 
+  const std::optional<at::Tensor>& out() const noexcept { return out_; }
+
   // Throws std::invalid_argument unless dtype and shape match the tensor to be filled.
   void expect(const std::string& key, const Found& found) const;
   at::Tensor whole(const Found& found, const at::Tensor& data);  // all bytes are in `data`
@@ -43,20 +45,22 @@ class HostTarget final {
 class ReadRequest final : public KeyRequest {
  public:
   // `target`: a DeviceTarget of Python; None: on the host. `out`: the tensor to be filled; none: a new one.
-  // `has_digest`: computes the digest of the tensor for the caller.
+  // `has_digest`: computes the digest of the tensor for the caller. `is_second`: an earlier request received other
+  // bytes than those that were written, so the service verifies them this time.
   ReadRequest(std::string key, py::object target, std::optional<at::Tensor> out, bool has_digest,
-              OperationPtr operation, std::size_t index);
+              OperationPtr operation, std::size_t index, bool is_second = false);
 
   std::vector<MessagePtr> messages(const WindowPtr& window) override;
   MessagePtr batch(const WindowPtr& window, std::vector<RequestPtr> requests) override;
   void drop() override;  // releases the target
   bool gives_future() const noexcept override { return is_on_device_; }
+  KeyEntry entry() const override;
 
-  // Takes the first part of the tensor; returns the parts to fetch.
-  std::vector<std::uint32_t> found(Window& window, const Found& found, const at::Tensor& data);
+  // Takes the first part of the tensor; returns the parts to fetch. `digest`: of a whole tensor, as of digests_of().
+  std::vector<std::uint32_t> found(Window& window, const Found& found, const at::Tensor& data, std::uint64_t digest);
 
-  // Takes a part; ends the request with the last one.
-  void take_part(Window& window, std::uint32_t part, const at::Tensor& data, std::uint64_t expected);
+  // Takes a part; ends the request with the last one. `expected`: the part's digest; none: that of the whole is known.
+  void take_part(Window& window, std::uint32_t part, const at::Tensor& data, std::optional<std::uint64_t> expected);
 
   std::uint64_t size_of_part(std::uint32_t part) const;
 
@@ -66,9 +70,10 @@ class ReadRequest final : public KeyRequest {
   template <class Fill>
   bool fill(std::uint64_t nbytes, Fill fill);
   void end(Window& window, const py::object& value, std::uint64_t digest);
-  std::uint64_t expect_whole(const Window& window) const;
+  void end_with_parts(Window& window);
+  void read_again(Window& window);
 
-  const bool has_digest_, is_on_device_;
+  const bool has_digest_, is_on_device_, is_second_;
   py::object target_;  // of Python, on a device
   HostTarget host_;
   std::mutex filling_;

@@ -76,9 +76,10 @@ void Window::set_seconds(double seconds) {
   timer_runs_ = false;  // the next request starts it
 }
 
-py::object Window::digests_of(const at::Tensor& data,
-                              const std::vector<std::pair<std::uint64_t, std::uint64_t>>& places) {
-  return call(digests_, data, places);
+std::vector<std::uint64_t> Window::digests_of(const at::Tensor& data,
+                                              const std::vector<std::pair<std::uint64_t, std::uint64_t>>& places,
+                                              const std::optional<std::vector<std::uint64_t>>& seeds) const {
+  return call(digests_, data, places, seeds).cast<std::vector<std::uint64_t>>();
 }
 
 void Window::submit(const std::vector<RequestPtr>& requests) {
@@ -86,7 +87,7 @@ void Window::submit(const std::vector<RequestPtr>& requests) {
   const double deadline = seconds_ > 0 ? now + seconds_ : 0;
   for (const RequestPtr& request : requests) {
     request->sequence = ++sequence_;
-    request->deadline = deadline;
+    if (request->deadline == 0) request->deadline = deadline;
     RequestPtr& last = last_[request->key];
     if (last != nullptr) {
       request->previous = last;
@@ -289,6 +290,15 @@ bool Window::end(const RequestPtr& request, const py::object& value, const py::o
     go_on();
   }
   return true;
+}
+
+void Window::replace(const RequestPtr& request, const RequestPtr& by) {
+  by->deadline = request->deadline;
+  request->state = KeyRequest::State::done;
+  unchain(request, true);
+  request->operation = nullptr;
+  request->drop();
+  submit({by});
 }
 
 // Takes a request that is done out of the order of its key: those behind it follow the one before it.

@@ -42,7 +42,8 @@ class Window final : public std::enable_shared_from_this<Window> {
   Window(py::object channel, std::string service, std::string token, std::string worker, std::uint64_t size,
          double seconds, py::object buffers);
 
-  // Takes requests in the order in which they are to take effect. Throws the interrupt (Ctrl-C) that a message met.
+  // Takes requests in the order in which they are to take effect. A request that has a deadline keeps it. Throws the
+  // interrupt (Ctrl-C) that a message met.
   void submit(const std::vector<RequestPtr>& requests);
 
   void release_hold(const RequestPtr& request);           // its bytes have reached the host
@@ -62,6 +63,9 @@ class Window final : public std::enable_shared_from_this<Window> {
   // there any more.
   bool end(const RequestPtr& request, const py::object& value, const py::object& error, bool answered = true);
 
+  // Submits a request in place of another one, which the service has answered and no other one follows on its key.
+  void replace(const RequestPtr& request, const RequestPtr& by);
+
   void abandon(const RequestPtr& request);  // tells the service that it may never arrive as a whole
 
   // Fails the requests that have expired, and sends again messages that RPC had no room for. Called by the timer
@@ -79,7 +83,10 @@ class Window final : public std::enable_shared_from_this<Window> {
     call_with(future.attr("add_done_callback"), py::make_tuple(py::cpp_function(std::move(go_on))), options);
   }
 
-  py::object digests_of(const at::Tensor& data, const std::vector<std::pair<std::uint64_t, std::uint64_t>>& places);
+  // Returns the digests of parts of the data, given as offsets and lengths. `seeds`: one for each; none: all are 0.
+  std::vector<std::uint64_t> digests_of(const at::Tensor& data,
+                                        const std::vector<std::pair<std::uint64_t, std::uint64_t>>& places,
+                                        const std::optional<std::vector<std::uint64_t>>& seeds = std::nullopt) const;
 
   double seconds() const noexcept { return seconds_; }
   void set_seconds(double seconds);  // of the requests from now on, which no earlier one outlives

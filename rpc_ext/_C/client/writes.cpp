@@ -103,7 +103,7 @@ class WriteBatch final : public OffloadMessage {
     }
     parts.clear();
     data_ = alone(buffer, 0, static_cast<std::int64_t>(end));
-    const auto digests = window->digests_of(data_, places).cast<std::vector<std::uint64_t>>();
+    const auto digests = window->digests_of(data_, places);
     places_.clear();
     for (std::size_t i = 0; i < requests.size(); ++i) {
       places_[requests[i].get()] = {places[i].first, places[i].second, digests[i]};

@@ -26,6 +26,9 @@ py::object text_of(std::string_view text) {
 
 py::tuple tuple_of(Verb verb, const KeyEntry& entry) {
   if (verb == Verb::fetch) return py::make_tuple(entry.sequence, entry.part);
+  if (verb == Verb::get) {
+    return py::make_tuple(entry.sequence, entry.after, entry.expires, entry.key, entry.needs_digest);
+  }
   if (verb != Verb::put) return py::make_tuple(entry.sequence, entry.after, entry.expires, entry.key);
   return py::make_tuple(entry.sequence, entry.after, entry.expires, entry.key, entry.dtype,
                         py::tuple(py::cast(entry.sizes)), entry.nbytes, entry.part, entry.at, entry.length,
@@ -42,6 +45,7 @@ KeyEntry entry_from(Verb verb, const py::tuple& of) {
   entry.after = of[1].cast<std::uint64_t>();
   entry.expires = of[2].cast<double>();
   entry.key = of[3].cast<std::string>();
+  if (verb == Verb::get && of.size() > 4) entry.needs_digest = of[4].cast<bool>();
   if (verb != Verb::put) return entry;
   entry.dtype = of[4].cast<at::ScalarType>();
   entry.sizes = of[5].cast<std::vector<std::int64_t>>();
@@ -65,7 +69,7 @@ Found found_from(Verb verb, const py::tuple& of) {
   const std::size_t first = verb == Verb::fetch ? 0 : 3;
   found.at = of[first].cast<std::uint32_t>();
   found.length = of[first + 1].cast<std::uint32_t>();
-  found.digest = of[first + 2].cast<std::uint64_t>();
+  found.digest = of[first + 2].cast<std::optional<std::uint64_t>>();
   if (verb == Verb::fetch) return found;
   found.dtype = of[0].cast<at::ScalarType>();
   found.sizes = of[1].cast<std::vector<std::int64_t>>();

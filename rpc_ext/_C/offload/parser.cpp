@@ -97,13 +97,13 @@ class WireReader {
     }
   }
 
+  // Returns the digest of the bytes.
   template <class Holder>
-  std::uint32_t place(Holder& into) {
-    const auto part = number<std::uint32_t>();
+  std::uint64_t place(std::uint32_t& part, Holder& into) {
+    part = number<std::uint32_t>();
     into.at = number<std::uint32_t>();
     into.length = number<std::uint32_t>();
-    into.digest = number<std::uint64_t>();
-    return part;
+    return number<std::uint64_t>();
   }
 
   at::Tensor data(const std::vector<at::Tensor>& tensors) const {
@@ -147,7 +147,7 @@ KeyEntry parse_operation(WireReader& reader) {
 KeyEntry parse_put(WireReader& reader) {
   KeyEntry entry = parse_operation(reader);
   reader.tensor(entry);
-  entry.part = reader.place(entry);
+  entry.digest = reader.place(entry.part, entry);
   const std::uint64_t begin = std::uint64_t{entry.part} * kPart;
   if (entry.part >= parts_of(entry.nbytes) || entry.length != std::min<std::uint64_t>(kPart, entry.nbytes - begin)) {
     refuse("key '" + entry.key + "': part " + std::to_string(entry.part) + " of " + std::to_string(entry.nbytes) +
@@ -158,8 +158,12 @@ KeyEntry parse_put(WireReader& reader) {
 
 KeyEntry parse_entry(Verb verb, WireReader& reader) {
   if (verb == Verb::put) return parse_put(reader);
-  if (verb != Verb::fetch) return parse_operation(reader);
   KeyEntry entry;
+  if (verb != Verb::fetch) {
+    entry = parse_operation(reader);
+    if (verb == Verb::get) entry.needs_digest = reader.number<std::uint8_t>() != 0;
+    return entry;
+  }
   entry.sequence = reader.number<std::uint64_t>();
   entry.part = reader.number<std::uint32_t>();
   return entry;
@@ -282,9 +286,11 @@ Answer parse_answer(Verb verb, std::size_t count, std::string_view body, const s
   }
   if (verb == Verb::get || verb == Verb::fetch) {
     answer.entries.resize(count - errors);
+    std::uint32_t part = 0;  // always 0
     for (Found& entry : answer.entries) {
       if (verb == Verb::get) reader.tensor(entry);
-      reader.place(entry);
+      const std::uint64_t digest = reader.place(part, entry);
+      if (reader.number<std::uint8_t>() != 0) entry.digest = digest;
       if (verb != Verb::get) continue;
       entry.has_kept = reader.number<std::uint8_t>() != 0;
       entry.kept = reader.number<std::uint64_t>();
@@ -293,6 +299,7 @@ Answer parse_answer(Verb verb, std::size_t count, std::string_view body, const s
         refuse("the first part of " + std::to_string(entry.nbytes) + " bytes does not have " +
                std::to_string(entry.length));
       }
+      if (!entry.digest && !entry.has_kept) refuse("a tensor has no digest");
     }
   }
   answer.data = reader.data(tensors);

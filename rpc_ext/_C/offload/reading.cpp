@@ -71,7 +71,8 @@ void Reading::place_found() {
     const std::uint64_t at = next_line(nbytes_), length = std::min<std::uint64_t>(kPart, tensor.nbytes);
     const bool fits = at + length <= kPart;
     if (!fits || length < tensor.nbytes) session_->keep(entry, tensor, fits);
-    places_.push_back({i, entry.key, tensor, 0, fits ? at : 0, fits ? length : 0});
+    places_.push_back(
+        {i, entry.key, tensor, 0, fits ? at : 0, fits ? length : 0, entry.needs_digest || !tensor.has_digest});
     if (fits) nbytes_ = at + length;
   }
   found_.clear();
@@ -97,7 +98,8 @@ void Reading::place_kept() {
                      .message = std::to_string(request_.entries.size()) + " parts have more bytes than an answer"});
       continue;
     }
-    places_.push_back({i, std::move(kept->key), std::move(kept->tensor), begin, at, length});
+    const bool needs_digest = kept->needs_digest || !kept->tensor.has_digest;
+    places_.push_back({i, std::move(kept->key), std::move(kept->tensor), begin, at, length, needs_digest});
     nbytes_ = at + length;
   }
   take_buffer(0);
@@ -119,19 +121,18 @@ void Reading::take_buffer(double expires) {
 
 void Reading::read() {
   std::vector<cudafuture::store::PartRead> parts;
-  auto* const data = static_cast<std::byte*>(data_.mutable_data_ptr());
   for (std::size_t i = 0; i < places_.size(); ++i) {
     Place& place = places_[i];
     if (place.length == 0) {
+      place.needs_digest = true;
       place.digest = service_->store().digest(nullptr, 0);
       continue;
     }
     filled_.push_back(i);
-    parts.push_back({&place.tensor, place.begin, data + place.at, place.length});
+    parts.push_back(part_of(place));
   }
   if (parts.empty()) return answer();
-  digests_.resize(parts.size());
-  service_->store().read(parts, digests_.data(), [self = shared_from_this()](const Problem* problem) {
+  service_->store().read(parts, [self = shared_from_this()](const Problem* problem) {
     if (problem != nullptr && self->filled_.size() > 1) {  // each is read alone, to learn the error of each
       self->left_ = self->filled_.size();
       for (std::size_t at = 0; at < self->filled_.size(); ++at) self->read_one(at);
@@ -142,14 +143,17 @@ void Reading::read() {
   });
 }
 
+cudafuture::store::PartRead Reading::part_of(Place& place) const {
+  auto* const into = static_cast<std::byte*>(data_.mutable_data_ptr()) + place.at;
+  return {&place.tensor, place.begin, into, place.length, place.needs_digest ? &place.digest : nullptr};
+}
+
 void Reading::read_one(std::size_t at) {
   Place& place = places_[filled_[at]];
-  auto* const into = static_cast<std::byte*>(data_.mutable_data_ptr()) + place.at;
-  service_->store().read({{&place.tensor, place.begin, into, place.length}}, &digests_[at],
-                         [self = shared_from_this(), &place](const Problem* problem) {
-                           if (problem != nullptr) place.problem = *problem;
-                           self->one_was_read();
-                         });
+  service_->store().read({part_of(place)}, [self = shared_from_this(), &place](const Problem* problem) {
+    if (problem != nullptr) place.problem = *problem;
+    self->one_was_read();
+  });
 }
 
 void Reading::one_was_read() {
@@ -163,7 +167,6 @@ void Reading::one_was_read() {
 // ---- the answer
 
 void Reading::answer() {
-  for (std::size_t at = 0; at < filled_.size(); ++at) places_[filled_[at]].digest = digests_[at];
   bool has_failed = false;
   for (const Place& place : places_) {
     if (!place.problem) continue;
@@ -177,8 +180,9 @@ void Reading::answer() {
   for (Place& place : places_) {
     const FoundTensor& tensor = place.tensor;
     entries.push_back({tensor.dtype, tensor.sizes, tensor.nbytes, static_cast<std::uint32_t>(place.at),
-                       static_cast<std::uint32_t>(place.length), place.digest, tensor.has_digest, tensor.digest,
-                       tensor.seed});
+                       static_cast<std::uint32_t>(place.length),
+                       place.needs_digest ? std::optional(place.digest) : std::nullopt, tensor.has_digest,
+                       tensor.digest, tensor.seed});
     sent += place.length;
   }
   places_.clear();  // the snapshots keep room on the disk

@@ -40,6 +40,7 @@ class Reading final : public std::enable_shared_from_this<Reading> {
     std::uint64_t begin;  // in the tensor
     std::uint64_t at;
     std::uint64_t length;
+    bool needs_digest;  // it is sent: the client cannot verify the bytes by that of the store, or asks for it
     std::uint64_t digest = 0;
     std::optional<Problem> problem = std::nullopt;
   };
@@ -50,6 +51,7 @@ class Reading final : public std::enable_shared_from_this<Reading> {
   void place_kept();
   void take_buffer(double expires);
   void read();
+  cudafuture::store::PartRead part_of(Place& place) const;
   void read_one(std::size_t at);
   void one_was_read();
   void answer();
@@ -67,8 +69,7 @@ class Reading final : public std::enable_shared_from_this<Reading> {
   std::vector<std::optional<FoundTensor>> found_;
   std::vector<Place> places_;
   std::vector<std::size_t> filled_;  // the places that have bytes to be read
-  std::vector<std::uint64_t> digests_;
-  std::uint64_t nbytes_ = 0;  // of the data
+  std::uint64_t nbytes_ = 0;         // of the data
   std::optional<Service::Counted> counted_;
   at::Tensor data_;
 };

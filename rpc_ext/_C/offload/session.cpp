@@ -34,7 +34,8 @@ void Session::keep(const KeyEntry& entry, const FoundTensor& tensor, bool has_fi
   {
     const std::lock_guard lock(mutex_);
     if (has_ended_) return;
-    kept_.insert_or_assign(entry.sequence, KeptRead{{tensor, entry.key}, std::move(is_left), left, entry.expires});
+    kept_.insert_or_assign(entry.sequence,
+                           KeptRead{{tensor, entry.key, entry.needs_digest}, std::move(is_left), left, entry.expires});
   }
   note_deadline(entry.expires);
 }

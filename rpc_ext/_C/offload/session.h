@@ -46,6 +46,7 @@ class Session final : public std::enable_shared_from_this<Session> {
   struct Kept {
     FoundTensor tensor;
     std::string key;
+    bool needs_digest;
   };
   std::optional<Kept> take(std::uint64_t sequence, std::uint32_t part);  // each part once
   void drop(std::uint64_t sequence);                                     // a read that the client gave up

@@ -114,6 +114,7 @@ Packed pack_request(const OffloadRequest& request) {
     writer.number(entry.after);
     writer.number(entry.expires);
     writer.short_text(entry.key);
+    if (request.verb == Verb::get) writer.number(static_cast<std::uint8_t>(entry.needs_digest));
     if (request.verb != Verb::put) continue;
     writer.tensor(entry.dtype, entry.sizes, entry.nbytes);
     writer.place(entry.part, entry.at, entry.length, entry.digest);
@@ -140,7 +141,8 @@ Packed pack_answer(std::string_view header, std::size_t count, const Errors& err
   }
   for (const Found& entry : entries) {
     if (verb == Verb::get) writer.tensor(entry.dtype, entry.sizes, entry.nbytes);
-    writer.place(0, entry.at, entry.length, entry.digest);
+    writer.place(0, entry.at, entry.length, entry.digest.value_or(0));
+    writer.number(static_cast<std::uint8_t>(entry.digest.has_value()));
     if (verb != Verb::get) continue;
     writer.number(static_cast<std::uint8_t>(entry.has_kept));
     writer.number(entry.kept);

@@ -2,11 +2,16 @@
 //
 //     request  version, verb | token, time of sending, oldest sequence number | name of the service | entries | data
 //     entry    sequence, after, expiry, key                        of every verb but FETCH
+//              + whether a digest is needed                        GET
 //              + dtype, sizes, part, place of the bytes, digest    PUT
 //              sequence, part                                      FETCH
 //     answer   version, entries, errors | each error: index, kind, numbers, message, path | entries | data
 //     entry    dtype, sizes, place of the bytes, digests           GET
 //              place of the bytes, digest                          FETCH
+//
+// The receiver of bytes verifies them. The bytes of a tensor whose digest the store keeps travel with that one, so the
+// service does not hash them. A client that receives other bytes asks again, with need of a digest of what was sent:
+// then the service verifies what it reads, and knows whether the disk is at fault or the network.
 //
 // The data of a message are the bytes of its tensors, one after the other: up to 16 KiB at the end of the message
 // itself, more as one tensor beside it. Nothing of a message is unpickled.
@@ -17,6 +22,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -38,7 +44,7 @@ inline constexpr std::size_t kLine = 64;           // bytes: tensors of one mess
 inline constexpr std::size_t kInline = 1 << 14;    // bytes of data that a message carries itself
 inline constexpr std::size_t kMostDimensions = 64;
 inline constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 46;
-inline constexpr std::uint8_t kVersion = 4;
+inline constexpr std::uint8_t kVersion = 5;
 
 enum class Verb : std::uint8_t { put = 1, get, erase, fetch, abandon };
 
@@ -51,6 +57,8 @@ struct KeyEntry {
   std::uint64_t after = 0;     // number of the operation on the same key that takes effect before this one; 0: none
   double expires = 0;          // on the client's monotonic clock; 0: never
   std::string key;
+  // ---- of GET
+  bool needs_digest = false;  // of the bytes that are sent, also where the store keeps one
   // ---- of PUT
   c10::ScalarType dtype = c10::ScalarType::Byte;
   std::vector<std::int64_t> sizes;
@@ -80,8 +88,8 @@ struct Found {
   std::uint64_t nbytes = 0;
   std::uint32_t at = 0;
   std::uint32_t length = 0;  // bytes of the first part in the data; 0 of a tensor with bytes: FETCH sends them
-  std::uint64_t digest = 0;  // of those bytes
-  bool has_kept = false;     // the digest of the whole tensor that the store keeps, and its seed
+  std::optional<std::uint64_t> digest;  // of those bytes; none: the store keeps that of the tensor
+  bool has_kept = false;                // the digest of the whole tensor that the store keeps, and its seed
   std::uint64_t kept = 0;
   std::uint64_t seed = 0;
 };
