@@ -3,8 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstddef>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -42,8 +44,20 @@ class MessageHandler {
                       const std::shared_ptr<Reply>& reply) = 0;
 };
 
+// The native handlers of this process, by number.
+//
+// Lock: mutex guards the handlers; nothing is taken under it.
+struct MessageHandlers {
+  std::mutex mutex;
+  std::array<std::shared_ptr<MessageHandler>, 256> handlers;
+};
+inline MessageHandlers message_handlers;
+
 // Null: there is none.
-void set_message_handler(unsigned char number, std::shared_ptr<MessageHandler> handler);
+inline void set_message_handler(unsigned char number, std::shared_ptr<MessageHandler> handler) {
+  const std::lock_guard lock(message_handlers.mutex);
+  message_handlers.handlers.at(number).swap(handler);
+}
 
 // A payload is a message of a channel, or the answer to one.
 inline bool is_of_channel(std::string_view payload) {
@@ -51,6 +65,10 @@ inline bool is_of_channel(std::string_view payload) {
 }
 
 // The native handler of a payload; null where the payload is no message of a channel that has one.
-std::shared_ptr<MessageHandler> message_handler_of(std::string_view payload);
+inline std::shared_ptr<MessageHandler> message_handler_of(std::string_view payload) {
+  if (payload.size() < kChannelHeader || payload[kChannelHeader - 2] != kChannelKind) return nullptr;
+  const std::lock_guard lock(message_handlers.mutex);
+  return message_handlers.handlers[static_cast<unsigned char>(payload[kChannelHeader - 1])];
+}
 
 }  // namespace rpc_ext

@@ -12,7 +12,6 @@
 #include "destination.h"
 #include "histogram.h"
 #include "offload/bind.h"
-#include "part.h"
 #include "python.h"
 #include "receiving.h"
 #include "references.h"
@@ -288,7 +287,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("when_rrefs_are_confirmed", when_rrefs_are_confirmed, py::arg("fn"));
 
   m.def("receive_into", receive_into_capsule, py::arg("allocator"), py::arg("smallest"), py::arg("largest"));
-  m.def("alone", alone, py::arg("data"), py::arg("at"), py::arg("length"));
   m.def("memory", memory, py::arg("data"));
   offload::bind(m);
   offload::client::bind(m);

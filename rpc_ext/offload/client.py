@@ -8,8 +8,8 @@ One small write, both sides together::
      4  Window::send, Channel::send   packs the request, sends it                          _C/offload/wire, _C/channel
      5  MessageRoute::handle          unpacks it, finds the session                        _C/offload/service
      ...                              order, quota, store, reply; see there
-    10  WriteBatch::answered          unpacks the reply                                    _C/offload/parser, writes
-    11  Window::end, Operation::end   completes the user's future                          window, _operation
+    10  WriteBatch::answered          unpacks the reply                                    _C/client/request, wire
+    11  Window::end, Operation        completes the user's future                          window, _operation
 
 Tensors of more than 16 MiB are sent in parts, several at a time. Reads take the same path, with ``_C/client/reads`` in
 place of ``writes``.
@@ -136,8 +136,9 @@ class RemoteOffloader(RemoteKeys):
         ...     remote.writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
         """
-        expected = expected_digests(tensors, digests)
-        expect_one_for_each(written, torch.bool, len(tensors), "outcomes")
+        expected = [None] * len(tensors) if digests is None else expected_digests(tensors, digests)
+        if written is not None:
+            expect_one_for_each(written, torch.bool, len(tensors), "outcomes")
         for key in tensors:
             expect_key(key)
         self._expect_open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import random
 import time
 from collections.abc import Iterator
@@ -79,7 +80,9 @@ def test_what_a_disk_refuses_is_as_it_was(tmp_path: Path, kind: str) -> None:
         serve_offload(tmp_path / "served", engine=engine) as service,
         RemoteOffloader(ME, namespace="kept") as remote,
     ):
-        for version in range(1, soak_count(100) + 2):
+        for version in itertools.count(1):
+            if version > soak_count(100) + 1 and numbers_of_errors < {*ended}:
+                break  # which requests the engine joins, and so which fail, depends on the time
             keys = numbers.sample(KEYS, 5)
             writes = {key: remote.write(key, content_of(key, version)) for key in keys}
             for key, write in writes.items():
@@ -94,7 +97,7 @@ def test_what_a_disk_refuses_is_as_it_was(tmp_path: Path, kind: str) -> None:
                 key = numbers.choice([*held])
                 remote.delete(key).wait(timeout=PATIENCE)
                 del held[key]
-        assert numbers_of_errors | {0} == {*ended}
+        assert numbers_of_errors | {0} == {*ended}  # and no others
         remote.deletev(held).wait(timeout=PATIENCE)
         expect_names(service, 0)
         assert service.store.statistics().used == 0

@@ -12,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "client/operation.h"
 #include "client/reads.h"
 #include "client/window.h"
 #include "client/writes.h"

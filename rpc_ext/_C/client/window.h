@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "channel.h"
-#include "client/message.h"
+#include "client/request.h"
 #include "offload/wire.h"
 
 namespace rpc_ext::offload::client {

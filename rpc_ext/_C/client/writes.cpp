@@ -7,8 +7,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "part.h"
-
 namespace rpc_ext::offload::client {
 namespace {
 

@@ -15,7 +15,6 @@
 #include "offload/bind_messages.h"
 #include "offload/namespace.h"
 #include "offload/order.h"
-#include "offload/parser.h"
 #include "offload/service.h"
 #include "offload/session.h"
 #include "offload/wire.h"

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "offload/namespace.h"
-#include "offload/parser.h"
 #include "offload/service.h"
+#include "offload/wire.h"
 
 namespace rpc_ext::offload {
 namespace {
@@ -177,6 +177,7 @@ void bind_messages(py::module_& m) {
   m.attr("LINE") = kLine;
   m.attr("INLINE") = kInline;
   m.attr("MOST_DIMENSIONS") = kMostDimensions;
+  m.def("alone", alone, py::arg("data"), py::arg("at"), py::arg("length"));
   m.def("offload_dtypes", [] { return py::cast(dtypes()); });
   m.def(
       "service_of", [](const py::bytes& body) { return std::string(service_of(std::string_view(body))); },

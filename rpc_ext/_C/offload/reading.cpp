@@ -4,8 +4,6 @@
 #include <cstring>
 #include <utility>
 
-#include "part.h"
-
 namespace rpc_ext::offload {
 namespace {
 

@@ -3,7 +3,7 @@
 // One small write, continued from the client:
 //
 //      5  MessageRoute::handle      parses the request, finds the service and the session     service, wire, session
-//      6  Changing::begin           takes room in the client's window                         changing
+//      6  Changing::begin           takes room in the client's window                         service
 //      7  RequestOrder::arrive      after the client's earlier operations on the key          order
 //      8  KeyQueues::enter          after all earlier changes of the key                      order
 //      9  Namespace::write          quota, the store, the answer                              namespace

@@ -1,4 +1,4 @@
-// The messages between a client and an offload service: their format, and how they are written.
+// The messages between a client and an offload service: their format, how they are written, and how they are parsed.
 //
 //     request  version, verb | token, time of sending, oldest sequence number | name of the service | entries | data
 //     entry    sequence, after, expiry, key                        of every verb but FETCH
@@ -111,10 +111,23 @@ std::uint32_t parts_of(std::uint64_t nbytes) noexcept;
 at::Tensor bytes_of(std::size_t size);  // not initialized
 at::Tensor no_data();
 
+// Returns a part of a tensor of bytes on the host as a tensor whose storage holds only the part: torch's RPC copies a
+// tensor that is only a part of its storage. The result keeps the whole.
+at::Tensor alone(const at::Tensor& data, std::int64_t at, std::int64_t length);
+
 Packed pack_request(const OffloadRequest& request);
 
 // `header` begins the body. The entries are those of the verb; other verbs than GET and FETCH have none.
 Packed pack_answer(std::string_view header, std::size_t count, const Errors& errors, Verb verb,
                    const std::vector<Found>& entries, const at::Tensor& data);
+
+// ---- parsing: each number is checked against its limits before it is used. Each throws std::invalid_argument where a
+// message makes no sense.
+
+// The name of the service that a request is for.
+std::string_view service_of(std::string_view body);
+
+OffloadRequest parse_request(std::string_view body, const std::vector<at::Tensor>& tensors);
+Answer parse_answer(Verb verb, std::size_t count, std::string_view body, const std::vector<at::Tensor>& tensors);
 
 }  // namespace rpc_ext::offload

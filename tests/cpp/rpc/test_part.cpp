@@ -8,9 +8,9 @@
 
 #include <doctest/doctest.h>
 
-#include "part.h"
+#include "offload/wire.h"
 
-using rpc_ext::alone;
+using rpc_ext::offload::alone;
 
 TEST_CASE("a part has its own storage, and keeps the memory of the whole tensor") {
   std::optional<at::Tensor> whole = at::arange(200, at::kByte);
