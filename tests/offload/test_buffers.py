@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,12 +85,12 @@ def test_writes_that_find_no_buffer_wait_without_a_thread(remote: RemoteOffloade
 def test_a_write_that_waits_for_a_buffer_ends_at_its_deadline(service: OffloadService) -> None:
     """Also where it waits together with one that has more time, and is written in the end."""
     tensors = list(pack_of("x").items())
-    with RemoteOffloader(ME, namespace="kept", timeout=4) as remote:
+    with RemoteOffloader(ME, namespace="kept", timeout=1) as remote:
         unsent = [remote._window.buffers.take(PACK + LINE * MOST_ENTRIES) for _ in range(BUFFERS)]
         assert all(buffer.done() for buffer in unsent)
         brief = remote.writev(pack_of("brief"))
         first = remote.writev(dict(tensors[: IN_PACK // 2]))
-        time.sleep(2)
+        remote._window.seconds = PATIENCE
         second = remote.writev(dict(tensors[IN_PACK // 2 :]))  # with which the request is full
         assert remote.statistics().in_flight == 2 * PACK
         for late in (brief, first):
