@@ -167,7 +167,7 @@ class Operations:
             flush.complete()
         return flush.future
 
-    def statistics(self, in_flight: int, waiting: int, window: int) -> RemoteOffloaderStatistics:
+    def statistics(self, in_flight: int, waiting: int, window: int, repeated: int) -> RemoteOffloaderStatistics:
         """Return the statistics, including those of the client's window."""
         with self._lock:
             return RemoteOffloaderStatistics(
@@ -175,6 +175,7 @@ class Operations:
                 in_flight=in_flight,
                 waiting=waiting,
                 window=window,
+                repeated=repeated,
                 bytes_written=self._bytes["write"],
                 bytes_read=self._bytes["read"],
                 operations=self._latencies.total,

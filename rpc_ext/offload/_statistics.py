@@ -49,6 +49,8 @@ class RemoteOffloaderStatistics:
     operations: int
     """operations that are done, failed ones included"""
     failed: int
+    repeated: int
+    """reads that were repeated because the received bytes were not those that were written"""
     latency_p50: float
     """median time of operations, from the call to the outcome; nan: there were none"""
     latency_p99: float

@@ -34,6 +34,7 @@ class DeviceTarget:
         self._priority = priority
         self._place: CUDAFuture[torch.Tensor] | None = None if out is None else CUDAFuture.completed(out)
         self._parts: list[CUDAFuture[torch.Tensor]] = []
+        self._on_device: CUDAFuture[torch.Tensor] | None = None
 
     def whole(self, dtype: torch.dtype, shape: _Shape, data: torch.Tensor) -> CUDAFuture[torch.Tensor]:
         """Return a future of the tensor whose bytes are all in `data`."""
@@ -56,12 +57,14 @@ class DeviceTarget:
         """Prepare for a tensor that is received in parts."""
         self._dtype, self._shape = dtype, shape
         self._parts = []
+        self._on_device = None  # a repeated read needs no memory for two
         with use_streams(self._stream):
             empty = torch.empty(nbytes, dtype=torch.uint8, device=self._stream.device)
-            self._on_device: CUDAFuture[torch.Tensor] = CUDAFuture.completed(empty)
+            self._on_device = CUDAFuture.completed(empty)
 
     def fill(self, at: int, data: torch.Tensor) -> None:
         """Put a part at its place."""
+        assert self._on_device is not None
         place = self._on_device.then(lambda done: done.value()[at : at + data.numel()], executor=executors.inline)
         self._parts.append(self._put(data, place))
 
@@ -72,6 +75,7 @@ class DeviceTarget:
             tensor: torch.Tensor = done.value()[0].view(self._dtype).reshape(self._shape)
             return tensor
 
+        assert self._on_device is not None
         tensor = gather(self._on_device, *self._parts).then(shaped, executor=executors.inline)
         if self._place is None:
             return tensor

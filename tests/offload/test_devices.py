@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,9 @@ def comes_back_to_a_device(remote: RemoteOffloader, size: int) -> None:
 
 def is_read_again_if_it_was_changed_on_the_way(remote: RemoteOffloader, size: int) -> None:
     remote.write("x", torch.full((size,), 5.0)).wait(timeout=LONG)
-    for out in (None, filled(-1.0, size=size)):
-        with one_reply_changed(remote, wire.GET):
+    verbs = [wire.GET] if size == SMALL else [wire.GET, wire.FETCH]
+    for out, verb in itertools.product((None, filled(-1.0, size=size)), verbs):
+        with one_reply_changed(remote, verb):
             read = remote.read("x", out, None if out is not None else "sim:1")
             assert only(read.wait(timeout=LONG, non_blocking=True)) == 5.0
 

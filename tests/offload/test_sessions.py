@@ -22,6 +22,7 @@ from cudafuture.errors import (
     NotFoundError,
     QuotaError,
 )
+from cudafuture.storage import digest
 from cudafuture.store import Offloader
 from offload import messages as wire
 from offload.contents import content_of
@@ -366,6 +367,26 @@ def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: Offloa
         assert torch.equal(remote.read(key).wait(timeout=PATIENCE), content)
 
 
+@pytest.mark.parametrize("checksum", [True, False], ids=["kept", "not kept"])
+@pytest.mark.parametrize("needs_digest", [True, False], ids=["needed", "not needed"])
+def test_the_service_hashes_what_needs_a_digest(tmp_path: Path, checksum: bool, needs_digest: bool) -> None:
+    """It sends no digest of bytes that the client can verify by that of the store."""
+    content, served = content_of("large a", 1), tmp_path / "served"
+    with serve_offload(served, durable=True), RemoteOffloader(ME, namespace="kept") as remote:
+        remote.writev({"large a": content, "small a": torch.ones(3)}).wait(timeout=PATIENCE)
+    if not checksum:
+        with Offloader(served, durable=True, checksum=False) as store:
+            store.writev(dict(zip(store.keys(), store.readv(store.keys()).wait(), strict=True))).wait()
+    with serve_offload(served, durable=True), RemoteOffloader(ME, namespace="kept") as remote:
+        small, large = (wire.Get(*change_of(key), needs_digest=needs_digest) for key in ("small a", "large a"))
+        answers = [ask(remote, wire.GET, [entry]) for entry in (small, large)]
+        answers.append(ask(remote, wire.FETCH, [Fetch(large.sequence, 1)]))
+        found = [(answer.entries[0], data_of(answer.data, answer.entries[0])) for answer in answers]
+        assert [isinstance(entry, Found) and entry.kept is not None for entry, _ in found] == [checksum] * 2 + [False]
+        is_hashed = needs_digest or not checksum
+        assert [entry.digest for entry, _ in found] == [digest(data) if is_hashed else None for _, data in found]
+
+
 @pytest.mark.parametrize(
     ("key", "verb"),
     [("small a", wire.GET), ("meg", wire.GET), ("large a", wire.GET), ("large a", wire.FETCH)],
@@ -380,6 +401,7 @@ def test_bytes_that_were_changed_once_on_their_way_back_are_read_again(
         for out in (None, torch.empty_like(content)):
             with one_reply_changed(remote, verb):
                 assert torch.equal(remote.read(key, out).wait(timeout=PATIENCE), content)
+        assert remote.statistics().repeated == 2
         assert service.statistics().in_flight == 0
     assert service.store.statistics().checksum_errors == 0
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cudafuture.errors import ChecksumError, StorageError, WorkerLostError
-from cudafuture.storage import digest, digests
+from cudafuture.storage import Digest, digest, digests
 from offload import messages as wire
 from rpc_ext import _C
 from rpc_ext.offload._buffers import SendBuffers
@@ -183,14 +183,14 @@ def test_the_window_bounds_the_bytes_in_flight() -> None:
     client = Client(size=3 << 20)
     futures = [client.write(f"{i}", torch.zeros(2 << 20, dtype=torch.uint8)) for i in range(3)]
     large = client.write("large", torch.zeros(4 << 20, dtype=torch.uint8))
-    assert client.window.statistics() == (2 << 20, 8 << 20, 3 << 20)
+    assert client.window.statistics()[:3] == (2 << 20, 8 << 20, 3 << 20)
     for i in range(3):
         assert [message.keys for message in client.sent[i:]] == [[f"{i}"]]
         client.sent[i].answer()
     assert client.sent[3].keys == ["large"]  # more than the window, alone
     client.sent[3].answer()
     assert [future.wait(timeout=PATIENCE) for future in [*futures, large]] == [2 << 20] * 3 + [4 << 20]
-    assert client.window.statistics() == (0, 0, 3 << 20)
+    assert client.window.statistics()[:3] == (0, 0, 3 << 20)
 
 
 def test_a_message_that_rpc_has_no_room_for_is_sent_again(client: Client) -> None:
@@ -333,24 +333,66 @@ def test_bytes_of_the_store_are_taken_at_once(client: Client) -> None:
     assert len(client.sent) == 1
 
 
-def test_a_key_is_read_twice_at_most(client: Client) -> None:
-    reading = client.read("a")
+def test_a_second_read_needs_a_digest_of_the_service(client: Client) -> None:
+    """The second one is the last: it fails if the digest is missing, or is not that of the bytes."""
+    missing, other = client.read("a"), client.read("b")
     client.sent[0].give(torch.ones(1), kept=(1, 1))
     client.sent[1].give(torch.ones(1), kept=(1, 1))
-    assert isinstance(reading.exception(timeout=PATIENCE), ChecksumError)
-    assert [message.verb for message in client.sent] == [wire.GET, wire.GET, wire.ABANDON]
+    client.sent[2].give(torch.ones(1), kept=(1, 1))
+    error = missing.exception(timeout=PATIENCE)
+    assert isinstance(error, ValueError)
+    assert "the reply has no digest" in str(error)
+    (again,) = (message for message in client.sent[3:] if message.keys == ["b"])
+    changed = wire.Found(torch.float32, (1,), 4, 0, 4, 1, (1, 1))
+    again.listener.answered(*wire.pack_answer(wire.GET, 1, [], [changed], torch.zeros(64, dtype=torch.uint8)))
+    assert isinstance(other.exception(timeout=PATIENCE), ChecksumError)
+    assert client.window.statistics() == (0, 0, 1 << 30, 2)
+
+
+def test_the_caller_has_digests_of_the_service_and_no_others(client: Client) -> None:
+    told = torch.zeros(1, dtype=torch.uint64)
+    operation = Operation(client.operations, "read", ["a"], gives_list=True, digests=told)
+    client.window.read(operation.native, ["a"], [None], True)
+    assert client.sent[0].entries[0].needs_digest
+    client.sent[0].give(torch.ones(1), kept=(digest(torch.ones(1)), 0))
+    assert isinstance(operation.future.exception(timeout=PATIENCE), ValueError)
 
 
 def test_a_second_read_has_the_error_of_the_service_or_the_deadline_of_the_first() -> None:
     client = Client(seconds=HOUR)
+    begin = time.perf_counter()
     damaged, late = client.read("a"), client.read("b", outs=[torch.zeros(1)])
+    client.window.seconds = 2 * HOUR
+    younger = client.read("c")
     client.sent[0].give(torch.ones(1), kept=(1, 1))
-    client.sent[1].give(torch.ones(1), kept=(1, 1))
-    assert [message.keys for message in client.sent] == [["a"], ["b"], ["a"]]
-    client.sent[2].answer({0: ChecksumError("its bytes on the disk are not those that were written")})
+    client.sent[1].give(torch.ones(1), torch.ones(1), kept=(1, 1))
+    again = {key: message for message in client.sent[2:] for key in message.keys}
+    again["a"].answer({0: ChecksumError("its bytes on the disk are not those that were written")})
     assert "on the disk" in str(damaged.exception(timeout=PATIENCE))
-    client.end_time()
+    client.window.look(begin + 1.5 * HOUR)
     assert isinstance(late.exception(timeout=PATIENCE), TimeoutError)
+    assert not younger.done()
+
+
+def test_a_read_that_ends_while_its_parts_are_verified_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client(seconds=HOUR)
+
+    class Expiring(Digest):
+        """A digest whose computation outlasts the deadline of all requests."""
+
+        def value(self, seed: int = 0) -> int:
+            client.end_time()
+            return super().value(seed)
+
+    monkeypatch.setattr("cudafuture.storage.Digest", Expiring)
+    client.window = _C.OffloadWindow(client.channel, "offload", bytes(16), "there", 1 << 30, HOUR, SendBuffers(1 << 25))
+    data = torch.zeros(wire.PIECE + 64, dtype=torch.uint8)
+    reading = client.read("a", outs=[torch.empty_like(data)])
+    first = wire.Found(torch.uint8, tuple(data.shape), data.nbytes, 0, wire.PIECE, None, (1, 1))
+    client.sent[0].listener.answered(*wire.pack_answer(wire.GET, 1, [], [first], data[: wire.PIECE].clone()))
+    client.sent[1].listener.answered(*wire.pack_answer(wire.FETCH, 1, [], [wire.Part(0, 64, None)], data[:64].clone()))
+    assert isinstance(reading.exception(timeout=PATIENCE), TimeoutError)
+    assert [message.verb for message in client.sent] == [wire.GET, wire.FETCH]
 
 
 def test_a_read_is_not_repeated_behind_later_operations_on_its_key(client: Client) -> None:
@@ -360,7 +402,7 @@ def test_a_read_is_not_repeated_behind_later_operations_on_its_key(client: Clien
     client.sent[0].give(torch.ones(1), kept=(1, 1))
     error = reading.exception(timeout=PATIENCE)
     assert isinstance(error, ChecksumError)
-    assert "its 4 bytes have changed, on the disk or on the way" in str(error)
+    assert "its 4 bytes have changed on the disk or on the way" in str(error)
     assert [message.verb for message in client.sent] == [wire.GET, wire.PUT, wire.ABANDON]
 
 

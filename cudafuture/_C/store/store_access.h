@@ -59,7 +59,7 @@ struct PartRead {
   std::uint64_t begin;
   std::byte* into;
   std::size_t size;
-  std::uint64_t* digest;  // receives the checksum of the bytes; null: they are neither hashed nor verified
+  std::uint64_t* digest;  // receives the checksum of the bytes; null: none is needed, and nothing is verified
 };
 
 // A tensor to write: its bytes are contiguous on the host.

@@ -47,7 +47,8 @@ void expect_received(const Window& window, const std::string& key, std::uint64_t
 
 bool is_whole(const Found& found) { return found.length == found.nbytes; }
 
-// The digests of the tensors of an answer, each as the service or its store has computed it. Of a tensor in parts: any.
+// The digests of the tensors of an answer: with the seed of the store where the service has sent none. There is no
+// digest of a tensor in parts, whose number is to be ignored.
 std::vector<std::uint64_t> digests_of(const Window& window, const Answer& answer) {
   std::vector<std::pair<std::uint64_t, std::uint64_t>> places;
   std::vector<std::uint64_t> seeds;
@@ -203,14 +204,14 @@ ReadRequest::ReadRequest(std::string key, py::object target, std::optional<at::T
     : KeyRequest(Verb::get, std::move(key), std::move(operation), index, out ? out->nbytes() : kGuess),
       nbytes(out ? std::optional<std::uint64_t>(out->nbytes()) : std::nullopt),
       has_digest_(has_digest),
+      needs_digest_(has_digest || is_second),
       is_on_device_(!target.is_none()),
-      is_second_(is_second),
       target_(std::move(target)),
       host_(std::move(out)) {}
 
 KeyEntry ReadRequest::entry() const {
   KeyEntry entry = KeyRequest::entry();
-  entry.needs_digest = has_digest_ || is_second_;
+  entry.needs_digest = needs_digest_;
   return entry;
 }
 
@@ -265,6 +266,7 @@ std::vector<std::uint32_t> ReadRequest::found(Window& window, const Found& found
   found_ = found;
   left_ = parts_of(found.nbytes);
   if (is_whole(found)) {
+    expect_digest(found.digest, found.has_kept);
     if (found.digest) {
       expect_received(window, key, digest, *found.digest);
     } else if (digest != found.kept) {
@@ -295,6 +297,12 @@ std::vector<std::uint32_t> ReadRequest::found(Window& window, const Found& found
   return rest;
 }
 
+// Throws unless the reply has a digest with which its bytes can be verified.
+void ReadRequest::expect_digest(const std::optional<std::uint64_t>& digest, bool has_kept) const {
+  if (!digest && (needs_digest_ || !has_kept))
+    throw std::invalid_argument("key " + quoted(key) + ": the reply has no digest");
+}
+
 void ReadRequest::take_part(Window& window, std::uint32_t part, const at::Tensor& data,
                             std::optional<std::uint64_t> expected) {
   const std::uint64_t begin = part * kPart;
@@ -302,11 +310,10 @@ void ReadRequest::take_part(Window& window, std::uint32_t part, const at::Tensor
     throw std::invalid_argument("key " + quoted(key) + ": a part has " + std::to_string(data.nbytes()) +
                                 " bytes, and not " + std::to_string(size_of_part(part)));
   }
+  expect_digest(expected, found_.has_kept);
   const py::object digest = digest_.is_none() ? call(window.digest, data) : call(digest_.attr("add"), begin, data);
   if (expected) {
     expect_received(window, key, digest.cast<std::uint64_t>(), *expected);
-  } else if (!found_.has_kept) {
-    throw std::invalid_argument("key " + quoted(key) + ": a part has no digest");
   }
   if (is_done()) return;
   const py::object target = target_;
@@ -323,8 +330,10 @@ void ReadRequest::end_with_parts(Window& window) {
   std::uint64_t digest = 0;
   if (!digest_.is_none()) {
     const py::object value = digest_.attr("value");
-    if (found_.has_kept && call(value, found_.seed).cast<std::uint64_t>() != found_.kept) {
-      if (!entry().needs_digest) return read_again(window);
+    const bool differs = found_.has_kept && call(value, found_.seed).cast<std::uint64_t>() != found_.kept;
+    if (is_done()) return;
+    if (differs && !needs_digest_) return read_again(window);
+    if (differs) {
       raise_differs(window, key,
                     "its " + std::to_string(found_.nbytes) + " bytes on the disk are not those that were written");
     }
@@ -339,10 +348,10 @@ void ReadRequest::end_with_parts(Window& window) {
 // Reads the key once more: the bytes received are not those that were written, and the service can tell where they have
 // changed. A second read could return a later tensor, so the request fails if the caller has used the key since.
 void ReadRequest::read_again(Window& window) {
-  if (is_second_ || !followers.empty()) {
+  if (!followers.empty()) {
     raise_differs(window, key,
                   "its " + std::to_string(found_.nbytes) +
-                      " bytes have changed, on the disk or on the way, since they were written");
+                      " bytes have changed on the disk or on the way; read it once more to learn which");
   }
   window.replace(shared_from_this(), std::make_shared<ReadRequest>(key, is_on_device_ ? target_ : py::none(),
                                                                    host_.out(), has_digest_, operation, index, true));

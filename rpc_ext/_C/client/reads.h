@@ -46,7 +46,7 @@ class ReadRequest final : public KeyRequest {
  public:
   // `target`: a DeviceTarget of Python; None: on the host. `out`: the tensor to be filled; none: a new one.
   // `has_digest`: computes the digest of the tensor for the caller. `is_second`: an earlier request received other
-  // bytes than those that were written, so the service verifies them this time.
+  // bytes than those that were written, so the service sends digests of what it reads this time.
   ReadRequest(std::string key, py::object target, std::optional<at::Tensor> out, bool has_digest,
               OperationPtr operation, std::size_t index, bool is_second = false);
 
@@ -59,7 +59,7 @@ class ReadRequest final : public KeyRequest {
   // Takes the first part of the tensor; returns the parts to fetch. `digest`: of a whole tensor, as of digests_of().
   std::vector<std::uint32_t> found(Window& window, const Found& found, const at::Tensor& data, std::uint64_t digest);
 
-  // Takes a part; ends the request with the last one. `expected`: the part's digest; none: that of the whole is known.
+  // Takes a part; ends the request with the last one. `expected`: the part's digest; none: the service did not hash it.
   void take_part(Window& window, std::uint32_t part, const at::Tensor& data, std::optional<std::uint64_t> expected);
 
   std::uint64_t size_of_part(std::uint32_t part) const;
@@ -70,10 +70,11 @@ class ReadRequest final : public KeyRequest {
   template <class Fill>
   bool fill(std::uint64_t nbytes, Fill fill);
   void end(Window& window, const py::object& value, std::uint64_t digest);
+  void expect_digest(const std::optional<std::uint64_t>& digest, bool has_kept) const;
   void end_with_parts(Window& window);
   void read_again(Window& window);
 
-  const bool has_digest_, is_on_device_, is_second_;
+  const bool has_digest_, needs_digest_, is_on_device_;
   py::object target_;  // of Python, on a device
   HostTarget host_;
   std::mutex filling_;

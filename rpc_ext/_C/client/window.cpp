@@ -86,17 +86,9 @@ void Window::submit(const std::vector<RequestPtr>& requests) {
   const double now = rpc_ext::now();
   const double deadline = seconds_ > 0 ? now + seconds_ : 0;
   for (const RequestPtr& request : requests) {
-    request->sequence = ++sequence_;
-    if (request->deadline == 0) request->deadline = deadline;
-    RequestPtr& last = last_[request->key];
-    if (last != nullptr) {
-      request->previous = last;
-      last->followers.push_back(request);
-      request->holds += last->state == KeyRequest::State::waiting ? 1 : 0;
-    }
-    last = request;
-    ages_.push_back(request);
-    if (request->holds == 0) make_ready(request);
+    request->deadline = deadline;
+    ages_.push_back({request, sequence_ + 1});
+    enter(request);
   }
   if (deadline > 0 && !timer_runs_) {
     timer_runs_ = true;
@@ -115,9 +107,22 @@ void Window::submit(const std::vector<RequestPtr>& requests) {
   }
 }
 
+// Puts a request behind the others of its key. It is ready unless it has to wait.
+void Window::enter(const RequestPtr& request) {
+  request->sequence = ++sequence_;
+  RequestPtr& last = last_[request->key];
+  if (last != nullptr) {
+    request->previous = last;
+    last->followers.push_back(request);
+    request->holds += last->state == KeyRequest::State::waiting ? 1 : 0;
+  }
+  last = request;
+  if (request->holds == 0) make_ready(request);
+}
+
 // Takes the oldest request out of the queue, and drops it only then: that may run Python, which may call the window.
 void Window::take_oldest() {
-  const RequestPtr oldest = std::move(ages_.front());
+  const RequestPtr oldest = std::move(ages_.front().request);
   ages_.pop_front();
 }
 
@@ -215,12 +220,12 @@ void Window::send(OffloadMessage& message, std::vector<KeyEntry> entries, const 
     for (const RequestPtr& request : message.requests) last = std::max(last, request->deadline);
     timeout = std::max(last - now, kShortest);
   }
-  while (!ages_.empty() && ages_.front()->is_done()) take_oldest();
+  while (!ages_.empty() && ages_.front().request->is_done()) take_oldest();
   OffloadRequest request;
   request.verb = message.verb;
   request.token = token;
   request.sent = now;
-  request.oldest = ages_.empty() ? sequence_ + 1 : ages_.front()->sequence;
+  request.oldest = ages_.empty() ? sequence_ + 1 : ages_.front().sequence;
   request.service = service_;
   request.entries = std::move(entries);
   request.data = data;
@@ -293,12 +298,21 @@ bool Window::end(const RequestPtr& request, const py::object& value, const py::o
 }
 
 void Window::replace(const RequestPtr& request, const RequestPtr& by) {
+  if (request->is_done()) return;
+  const auto is_its = [&](const Aged& aged) { return aged.request == request; };
+  std::find_if(ages_.begin(), ages_.end(), is_its)->request = by;
   by->deadline = request->deadline;
   request->state = KeyRequest::State::done;
   unchain(request, true);
   request->operation = nullptr;
   request->drop();
-  submit({by});
+  ++replaced_;
+  try {
+    enter(by);
+  } catch (...) {
+    end(by, py::none(), error_of(std::current_exception()));
+  }
+  go_on();
 }
 
 // Takes a request that is done out of the order of its key: those behind it follow the one before it.
@@ -326,7 +340,7 @@ void Window::abandon(const RequestPtr& request) { enqueue({std::make_shared<Aban
 std::optional<double> Window::look(double now) {
   const bool was_held = std::exchange(is_held_, false);
   while (!ages_.empty()) {
-    const RequestPtr oldest = ages_.front();
+    const RequestPtr oldest = ages_.front().request;
     if (oldest->is_done()) {
       take_oldest();
       continue;
@@ -341,19 +355,19 @@ std::optional<double> Window::look(double now) {
   }
   if (was_held) go_on();
   std::optional<double> due;
-  if (!ages_.empty() && ages_.front()->deadline > 0) due = ages_.front()->deadline;
+  if (!ages_.empty() && ages_.front().request->deadline > 0) due = ages_.front().request->deadline;
   timer_runs_ = due.has_value();
   return due;
 }
 
-std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> Window::statistics() const {
+std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t> Window::statistics() const {
   std::uint64_t waiting = 0;
-  for (const RequestPtr& request : ages_) {
+  for (const auto& [request, sequence] : ages_) {
     if (request->holds > 0 && request->state == KeyRequest::State::waiting) waiting += request->weight;
   }
   for (const MessagePtr& message : outgoing_) waiting += message->nbytes;
   for (const Ready& ready : ready_) waiting += ready.nbytes;
-  return {in_flight_, waiting, size};
+  return {in_flight_, waiting, size, replaced_};
 }
 
 }  // namespace rpc_ext::offload::client

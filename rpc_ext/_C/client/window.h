@@ -42,8 +42,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   Window(py::object channel, std::string service, std::string token, std::string worker, std::uint64_t size,
          double seconds, py::object buffers);
 
-  // Takes requests in the order in which they are to take effect. A request that has a deadline keeps it. Throws the
-  // interrupt (Ctrl-C) that a message met.
+  // Takes requests in the order in which they are to take effect. Throws the interrupt (Ctrl-C) that a message met.
   void submit(const std::vector<RequestPtr>& requests);
 
   void release_hold(const RequestPtr& request);           // its bytes have reached the host
@@ -63,7 +62,8 @@ class Window final : public std::enable_shared_from_this<Window> {
   // there any more.
   bool end(const RequestPtr& request, const py::object& value, const py::object& error, bool answered = true);
 
-  // Submits a request in place of another one, which the service has answered and no other one follows on its key.
+  // Submits a request in place of one that was answered, with the deadline of that one. No later request may have been
+  // submitted on the key.
   void replace(const RequestPtr& request, const RequestPtr& by);
 
   void abandon(const RequestPtr& request);  // tells the service that it may never arrive as a whole
@@ -72,8 +72,8 @@ class Window final : public std::enable_shared_from_this<Window> {
   // thread.
   std::optional<double> look(double now);
 
-  // The bytes in flight, the bytes that wait, and the size of the window.
-  std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> statistics() const;
+  // The bytes in flight, the bytes that wait, the size of the window, and the number of requests that were replaced.
+  std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t> statistics() const;
 
   // Calls `go_on` with a future that is done, on the thread that continues operations.
   template <class GoOn>
@@ -102,6 +102,7 @@ class Window final : public std::enable_shared_from_this<Window> {
       checksum_error, error_from;
 
  private:
+  void enter(const RequestPtr& request);
   void remove_hold(const RequestPtr& request);
   void make_ready(const RequestPtr& request);
   MessagePtr next();
@@ -118,6 +119,12 @@ class Window final : public std::enable_shared_from_this<Window> {
     int batches = 0;  // outgoing and in flight
   };
 
+  // A request, and the sequence number of the first request in its place. Deadlines and numbers are in ascending order.
+  struct Aged {
+    RequestPtr request;
+    std::uint64_t sequence;
+  };
+
   const py::object digests_, schedule_;
   py::object channel_;
   Channel* native_channel_ = nullptr;  // null: the channel is an object of Python
@@ -125,8 +132,9 @@ class Window final : public std::enable_shared_from_this<Window> {
   double seconds_;
   std::uint64_t in_flight_ = 0;  // bytes
   std::uint64_t sequence_ = 0;
+  std::uint64_t replaced_ = 0;                        // requests
   std::unordered_map<std::string, RequestPtr> last_;  // by key: the last request that is not done
-  std::deque<RequestPtr> ages_;                       // by age: requests that are not done, and others
+  std::deque<Aged> ages_;                             // requests that are not done, and others
   bool timer_runs_ = false;
   std::array<Ready, 4> ready_;  // by verb
   std::deque<MessagePtr> outgoing_;

@@ -9,9 +9,9 @@
 //     entry    dtype, sizes, place of the bytes, digests           GET
 //              place of the bytes, digest                          FETCH
 //
-// The receiver of bytes verifies them. The bytes of a tensor whose digest the store keeps travel with that one, so the
-// service does not hash them. A client that receives other bytes asks again, with need of a digest of what was sent:
-// then the service verifies what it reads, and knows whether the disk is at fault or the network.
+// The receiver of bytes verifies them. An answer to GET has the digest that the store keeps of the tensor, so the
+// service need not hash the bytes. A client that receives other bytes asks once more, and says that it needs digests.
+// They are those of the bytes that the service has read, so they tell damage on the way from damage on the disk.
 //
 // The data of a message are the bytes of its tensors, one after the other: up to 16 KiB at the end of the message
 // itself, more as one tensor beside it. Nothing of a message is unpickled.

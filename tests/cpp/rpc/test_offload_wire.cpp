@@ -99,6 +99,7 @@ TEST_CASE("the entries of a randomly changed answer lie in its data, or the pars
   found.dtype = c10::ScalarType::Float;
   found.sizes = {2, 3};
   found.nbytes = found.length = 24;
+  found.digest = 1;
   const offload::Errors errors{{1, {.kind = offload::Problem::Kind::timeout, .message = "late"}}};
   const std::vector<char> whole = offload::pack_answer("", 2, errors, Verb::get, {found}, offload::bytes_of(24)).body;
   CHECK(offload::parse_answer(Verb::get, 2, text(whole), {}).errors.front().second.message == "late");
