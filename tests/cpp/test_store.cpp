@@ -114,14 +114,16 @@ std::vector<Record> records_of(const Folder& folder, Damage damage = Damage::ref
 
 constexpr std::uint64_t kContent = 2 * 4096;  // offset of a journal's first batch
 
-// Flip one bit of the journal at `offset`.
-void flip(const Folder& folder, std::uint64_t offset) {
-  std::fstream file(folder.path() + "/journal", std::ios::in | std::ios::out | std::ios::binary);
+// Flip one bit of a file at `offset`.
+void flip(const std::string& path, std::uint64_t offset) {
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
   file.seekg(static_cast<std::streamoff>(offset));
   const auto byte = static_cast<char>(file.get() ^ 1);
   file.seekp(static_cast<std::streamoff>(offset));
   file.put(byte);
 }
+
+void flip(const Folder& folder, std::uint64_t offset) { flip(folder.path() + "/journal", offset); }
 
 Record put(const std::string& key, std::uint64_t sequence) {
   Record record;
@@ -370,6 +372,34 @@ TEST_CASE("store: a durable store has its keys after it is opened again") {
       CHECK(write(*store, std::to_string(i), numbered(i * 10'000, i + round)) == nullptr);
     store->close();
   }
+  disk->close();
+  disk->join();
+}
+
+TEST_CASE("store: of reads that are merged, those are compared with their checksums that are to be verified") {
+  const Folder folder;
+  const auto disk = engine();
+  const auto store = Store::open(disk, durable(folder));
+  for (const char* key : {"a", "b"}) REQUIRE(write(*store, key, numbered(1000, 1)) == nullptr);
+  flip(store->find("a")->extent.slab().file->path(), store->find("a")->extent.offset());
+  const auto error_of_reads = [&](bool verifies_a, bool verifies_b) {
+    std::vector<Bytes> bytes(2, Bytes(1000));
+    const CallPtr call = new_call(Call::Kind::read);
+    ReadList reads(2);
+    reads[0] = {call, "a", store->find("a"), {}, nullptr, 0, verifies_a};
+    reads[1] = {call, "b", store->find("b"), {}, nullptr, 0, verifies_b};
+    for (std::size_t i = 0; i < 2; ++i) reads[i].memory.add(bytes[i].data(), bytes[i].size());
+    store->read(std::move(reads), call);
+    const std::exception_ptr error = error_of(call);
+    CHECK(bytes[0] != numbered(1000, 1));
+    CHECK(bytes[1] == numbered(1000, 1));
+    return error;
+  };
+  CHECK(error_of_reads(false, false) == nullptr);
+  CHECK(error_of_reads(false, true) == nullptr);
+  CHECK(store->statistics().checksum_errors == 0);
+  CHECK(error_of_reads(true, false) != nullptr);
+  CHECK(store->statistics().checksum_errors == 1);
   disk->close();
   disk->join();
 }
