@@ -49,7 +49,9 @@ _BUFFERED = 8 * (PACK + LINE * MOST_ENTRIES)  # bytes of batches that have not b
 
 
 class RemoteOffloader(RemoteKeys):
-    """A store of tensors by key that another worker serves (``serve_offload``), with the interface of ``Offloader``.
+    """A store of tensors by key that another worker serves (``serve_offload``).
+
+    It has the methods of the ``Store`` protocol; docs/remote-offloading.md lists its differences from ``Offloader``.
 
     Tensors are sent in parts of 16 MiB, several at a time, and small tensors in batches. The service limits the bytes
     that a client has in flight; further requests wait in the client, without a thread.
