@@ -48,8 +48,9 @@ demo: $(STATE)/built $(STATE)/has-demo
 EVERYWHERE = $(PYTEST) --sim-everywhere tests/future tests/collectives tests/rpc tests/prefetch tests/package \
   tests/examples/test_offload_activations.py --ignore tests/package/test_docs.py --ignore tests/prefetch/test_schedules.py
 
+# Without the layout tests, which `make lint` runs.
 test: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
-	$(PYTEST)
+	tools/build_beside.sh $(PY) $(PYTEST) --ignore tests/layout
 	$(EVERYWHERE) -m "not world and not slow and not soak"
 	$(MAKE) --no-print-directory test-native
 	@echo "make test took $$(($$(date +%s) - $(STARTED))) s"

@@ -1,24 +1,12 @@
 #!/bin/sh
-# native_tests.sh PYTHON SANITIZER: build tests/cpp, the core, the simulated accelerator's runtime and the seals of RPC
-# with `thread` or `address`, and run them. Further arguments go to each test program.
+# native_tests.sh PYTHON SANITIZER: build the C++ tests with a sanitizer, and run them; see native_build.sh. Further
+# arguments go to each test program.
 set -eu
-python=$1
+tools/native_build.sh "$1" "$2"
 sanitizer=$2
 shift 2
 build=build/native-$sanitizer
 tests=$PWD/tests/cpp
-
-# After the first time the build configures itself again when its files change.
-if [ ! -e "$build/built" ]; then
-  generator=
-  if command -v ninja >/dev/null; then generator="-G Ninja"; fi
-  # Little optimisation: sanitizers see more of what was written, and the build takes two thirds of the time.
-  cmake -S . -B "$build" $generator -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$python" \
-    -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -DNDEBUG" -DCUDAFUTURE_PYTHON_MODULE=OFF -DCUDAFUTURE_NATIVE_TESTS=ON \
-    -DCUDAFUTURE_SANITIZE="$sanitizer"
-fi
-cmake --build "$build"
-touch "$build/built"
 
 # ThreadSanitizer cannot place its shadow memory where the kernel randomises addresses too widely.
 run=
