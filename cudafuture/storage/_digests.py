@@ -39,9 +39,7 @@ def digest(tensor: torch.Tensor) -> int:
     return digests(data, [(0, data.nbytes)])[0]
 
 
-def digests(
-    tensor: torch.Tensor, parts: Sequence[tuple[int, int]], seeds: Sequence[int] | None = None
-) -> list[int]:
+def digests(tensor: torch.Tensor, parts: Sequence[tuple[int, int]], seeds: Sequence[int] | None = None) -> list[int]:
     """Return the digests of parts of a contiguous host tensor.
 
     Args:
