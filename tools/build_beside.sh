@@ -7,7 +7,7 @@ shift
 log=build/native.log
 mkdir -p build
 nice -n 19 sh -c 'set -e; tools/doctest.sh; for s in thread address; do tools/native_build.sh "$0" $s; done' "$python" \
-  >"$log" 2>&1 &
+  </dev/null >"$log" 2>&1 &
 builder=$!
 trap 'kill -- -"$builder" 2>/dev/null' EXIT
 "$@" || exit
