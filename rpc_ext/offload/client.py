@@ -8,7 +8,7 @@ One small write, both sides together::
      4  Window::send, Channel::send   packs the request, sends it                          _C/offload/wire, _C/channel
      5  MessageRoute::handle          unpacks it, finds the session                        _C/offload/service
      ...                              order, quota, store, reply; see there
-    10  WriteBatch::answered          unpacks the reply                                    _C/client/request, wire
+    10  WriteBatch::answered          unpacks the reply                                    _C/client/request, parser
     11  Window::end, Operation        completes the user's future                          window, _operation
 
 Tensors of more than 16 MiB are sent in parts, several at a time. Reads take the same path, with ``_C/client/reads`` in

@@ -10,7 +10,7 @@
 
 #include "client/window.h"
 #include "offload/bind_messages.h"
-#include "offload/wire.h"
+#include "offload/parser.h"
 
 namespace rpc_ext::offload::client {
 

@@ -15,9 +15,9 @@
 #include "offload/bind_messages.h"
 #include "offload/namespace.h"
 #include "offload/order.h"
+#include "offload/parser.h"
 #include "offload/service.h"
 #include "offload/session.h"
-#include "offload/wire.h"
 
 namespace rpc_ext::offload {
 namespace {

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "offload/namespace.h"
+#include "offload/parser.h"
 #include "offload/service.h"
-#include "offload/wire.h"
 
 namespace rpc_ext::offload {
 namespace {

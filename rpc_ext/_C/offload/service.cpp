@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "clock.h"
+#include "offload/parser.h"
 #include "offload/reading.h"
 
 namespace rpc_ext::offload {

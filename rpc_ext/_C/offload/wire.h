@@ -1,4 +1,4 @@
-// The messages between a client and an offload service: their format, how they are written, and how they are parsed.
+// The messages between a client and an offload service: their format, and how they are written.
 //
 //     request  version, verb | token, time of sending, oldest sequence number | name of the service | entries | data
 //     entry    sequence, after, expiry, key                        of every verb but FETCH
@@ -120,14 +120,5 @@ Packed pack_request(const OffloadRequest& request);
 // `header` begins the body. The entries are those of the verb; other verbs than GET and FETCH have none.
 Packed pack_answer(std::string_view header, std::size_t count, const Errors& errors, Verb verb,
                    const std::vector<Found>& entries, const at::Tensor& data);
-
-// ---- parsing: each number is checked against its limits before it is used. Each throws std::invalid_argument where a
-// message makes no sense.
-
-// The name of the service that a request is for.
-std::string_view service_of(std::string_view body);
-
-OffloadRequest parse_request(std::string_view body, const std::vector<at::Tensor>& tensors);
-Answer parse_answer(Verb verb, std::size_t count, std::string_view body, const std::vector<at::Tensor>& tensors);
 
 }  // namespace rpc_ext::offload

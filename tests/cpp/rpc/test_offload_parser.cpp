@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "offload/wire.h"
+#include "offload/parser.h"
 
 namespace offload = rpc_ext::offload;
 using offload::Verb;
@@ -59,7 +59,7 @@ std::string_view text(const std::vector<char>& bytes) { return {bytes.data(), by
 
 }  // namespace
 
-TEST_SUITE_BEGIN("offload wire");
+TEST_SUITE_BEGIN("offload parser");
 
 TEST_CASE("a parsed request equals the packed one") {
   const offload::OffloadRequest request = offload::parse_request(text(request_of(Verb::put)), {});
