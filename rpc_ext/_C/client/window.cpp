@@ -87,7 +87,7 @@ void Window::submit(const std::vector<RequestPtr>& requests) {
   const double deadline = seconds_ > 0 ? now + seconds_ : 0;
   for (const RequestPtr& request : requests) {
     request->deadline = deadline;
-    ages_.push_back({request, sequence_ + 1});
+    issued_.push_back({request, sequence_ + 1});
     enter(request);
   }
   if (deadline > 0 && !timer_runs_) {
@@ -122,8 +122,8 @@ void Window::enter(const RequestPtr& request) {
 
 // Takes the oldest request out of the queue, and drops it only then: that may run Python, which may call the window.
 void Window::take_oldest() {
-  const RequestPtr oldest = std::move(ages_.front().request);
-  ages_.pop_front();
+  const RequestPtr oldest = std::move(issued_.front().request);
+  issued_.pop_front();
 }
 
 void Window::set_timer(double due) { call(schedule_, shared_from_this(), due); }
@@ -220,12 +220,12 @@ void Window::send(OffloadMessage& message, std::vector<KeyEntry> entries, const 
     for (const RequestPtr& request : message.requests) last = std::max(last, request->deadline);
     timeout = std::max(last - now, kShortest);
   }
-  while (!ages_.empty() && ages_.front().request->is_done()) take_oldest();
+  while (!issued_.empty() && issued_.front().request->is_done()) take_oldest();
   OffloadRequest request;
   request.verb = message.verb;
   request.token = token;
   request.sent = now;
-  request.oldest = ages_.empty() ? sequence_ + 1 : ages_.front().sequence;
+  request.oldest = issued_.empty() ? sequence_ + 1 : issued_.front().sequence;
   request.service = service_;
   request.entries = std::move(entries);
   request.data = data;
@@ -299,8 +299,8 @@ bool Window::end(const RequestPtr& request, const py::object& value, const py::o
 
 void Window::replace(const RequestPtr& request, const RequestPtr& by) {
   if (request->is_done()) return;
-  const auto is_its = [&](const Aged& aged) { return aged.request == request; };
-  std::find_if(ages_.begin(), ages_.end(), is_its)->request = by;
+  const auto is_its = [&](const Issued& issued) { return issued.request == request; };
+  std::find_if(issued_.begin(), issued_.end(), is_its)->request = by;
   by->deadline = request->deadline;
   request->state = KeyRequest::State::done;
   unchain(request, true);
@@ -339,8 +339,8 @@ void Window::abandon(const RequestPtr& request) { enqueue({std::make_shared<Aban
 
 std::optional<double> Window::look(double now) {
   const bool was_held = std::exchange(is_held_, false);
-  while (!ages_.empty()) {
-    const RequestPtr oldest = ages_.front().request;
+  while (!issued_.empty()) {
+    const RequestPtr oldest = issued_.front().request;
     if (oldest->is_done()) {
       take_oldest();
       continue;
@@ -355,14 +355,14 @@ std::optional<double> Window::look(double now) {
   }
   if (was_held) go_on();
   std::optional<double> due;
-  if (!ages_.empty() && ages_.front().request->deadline > 0) due = ages_.front().request->deadline;
+  if (!issued_.empty() && issued_.front().request->deadline > 0) due = issued_.front().request->deadline;
   timer_runs_ = due.has_value();
   return due;
 }
 
 std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t> Window::statistics() const {
   std::uint64_t waiting = 0;
-  for (const auto& [request, sequence] : ages_) {
+  for (const auto& [request, sequence] : issued_) {
     if (request->holds > 0 && request->state == KeyRequest::State::waiting) waiting += request->weight;
   }
   for (const MessagePtr& message : outgoing_) waiting += message->nbytes;

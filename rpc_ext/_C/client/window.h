@@ -120,7 +120,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   };
 
   // A request, and the sequence number of the first request in its place. Deadlines and numbers are in ascending order.
-  struct Aged {
+  struct Issued {
     RequestPtr request;
     std::uint64_t sequence;
   };
@@ -134,7 +134,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   std::uint64_t sequence_ = 0;
   std::uint64_t replaced_ = 0;                        // requests
   std::unordered_map<std::string, RequestPtr> last_;  // by key: the last request that is not done
-  std::deque<Aged> ages_;                             // requests that are not done, and others
+  std::deque<Issued> issued_;                         // from the oldest request that is not done on
   bool timer_runs_ = false;
   std::array<Ready, 4> ready_;  // by verb
   std::deque<MessagePtr> outgoing_;

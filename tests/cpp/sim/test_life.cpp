@@ -2,6 +2,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
@@ -129,18 +130,27 @@ TEST_CASE("work that stops the accelerator fails") {
 }
 
 TEST_CASE("start() waits for work that runs in other threads") {
+  std::atomic<int> begun{0}, returned{0}, overlaps{0};  // of the calls of start()
   const Bench bench(Schedule::free);
   together(4, [&](int i) {
     for (int round = 0; round < 50; ++round) {
       if (i == 0) {
+        ++begun;
         bench->start(Bench::with(kSchedules[round % 3], static_cast<std::uint64_t>(round)));
+        ++returned;
         continue;
       }
-      Bench::work({0, i}, [] {});
+      Bench::work({0, i}, [&] {
+        const int before = returned;
+        const bool no_start_runs = begun == before;
+        std::this_thread::yield();
+        if (no_start_runs && returned != before) ++overlaps;  // a whole start() ran beside this work
+      });
       bench->query(StreamName{0, i});
       bench->synchronize(StreamName{0, i});
     }
   });
+  CHECK(overlaps == 0);
 }
 
 TEST_CASE("in a forked child, calls that use the accelerator throw, and memory can be freed") {

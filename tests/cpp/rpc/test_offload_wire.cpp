@@ -1,4 +1,4 @@
-// A part of a tensor: it has its own storage, and keeps the memory of the whole tensor.
+// The wire of remote stores: a part of a tensor has its own storage, and keeps the memory of the whole tensor.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 
