@@ -334,7 +334,7 @@ SCENARIOS: dict[str, Scenario] = {
     "prefetch.record_stream": reuse(
         test_prefetch.test_the_memory_of_a_transform_is_kept_while_the_consumer_uses_it,
         None,
-        "transform=lambda x: x + 1",
+        "return x + 1",
     ),
     "prefetch.drop_wait": reuse(
         test_prefetch.test_batches_that_nobody_takes_are_freed_after_their_copy, None, OVERWRITTEN

@@ -368,12 +368,25 @@ def test_a_transform_runs_behind_the_copy(device: Device) -> None:
 
 
 def test_the_memory_of_a_transform_is_kept_while_the_consumer_uses_it(accelerator: Device) -> None:
-    means = []
-    for batch in prefetch(filled(range(8)), accelerator.at(), depth=1, transform=lambda x: x + 1):
-        accelerator.delay()
-        means.append(batch.mean())
-        del batch
-    assert values(means) == list(range(1, 9))
+    sent, used = threading.Event(), threading.Event()
+    results: list[None] = []
+
+    def transform(x: Tensor) -> Tensor:  # the second one allocates after the consumer has dropped the first result
+        results.append(None)
+        if len(results) == 2:
+            sent.set()
+            assert used.wait(LONG)
+        return x + 1
+
+    epoch = iter(prefetch(filled(range(2)), accelerator.at(), depth=1, transform=transform))
+    batch = next(epoch)
+    assert sent.wait(LONG)
+    accelerator.delay()
+    means = [batch.mean()]
+    del batch
+    used.set()
+    means += ones(epoch)
+    assert values(means) == [1, 2]
 
 
 def test_a_transform_has_the_grad_mode_of_the_caller(device: Device) -> None:
