@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from support.child import run_script
 from support.harness import Cuda
 
 
@@ -34,10 +32,8 @@ def alone() -> Callable[..., str]:
     """A function that runs a script in a process of its own, which must end well, and returns what it printed."""
 
     def run(script: str, **environment: str) -> str:
-        command = [sys.executable, "-c", textwrap.dedent(script)]
-        variables = os.environ | environment
-        child = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=100)
-        assert child.returncode == 0, child.stderr
-        return child.stdout
+        done = run_script(textwrap.dedent(script), environment=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     return run

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 
 import pytest
 
 from cudafuture.testing import fakecuda
+from support.child import run_script
 
 IMPORTS = """
 import ctypes
@@ -32,9 +31,7 @@ def alone() -> Callable[..., str]:
     """Return a function that runs a program in a process of its own, which must succeed, and returns its output."""
 
     def run(program: str, **variables: str) -> str:
-        command = [sys.executable, "-c", IMPORTS + textwrap.dedent(program)]
-        environment = os.environ | variables
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        done = run_script(IMPORTS + textwrap.dedent(program), environment=variables)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from support.child import Child
+
 START = """
-import ctypes, os, sys, time
+import ctypes, os, sys, time, warnings
+warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
 rank, world, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -40,40 +42,29 @@ needs_fake_runtime = pytest.mark.skipif(
 )
 
 
-def start_ranks(program: str, world: int, folder: Path, **environment: str) -> list[subprocess.Popen[str]]:
-    """Start a program on each rank."""
+class Rank(NamedTuple):
+    """Rank that has ended: its process ID, its exit code, and what it wrote to stdout and stderr."""
+
+    pid: int
+    code: int
+    output: str
+
+
+def end_of_ranks(program: str, world: int, folder: Path, **environment: str) -> list[Rank]:
+    """Run a program on each rank, and return the ranks when all have ended."""
     source = START + textwrap.dedent(program)
-    settings = {**os.environ, "FAKECUDA_DEVICES": "4", **environment}
-    command = [sys.executable, "-W", "ignore", "-c", source]
-    return [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(folder / "store")],
-            env=settings,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-
-
-def finish_ranks(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    """Return each rank's exit status and output."""
-    results = []
-    for process in ranks:
-        try:
-            output, _ = process.communicate(timeout=240)
-        except subprocess.TimeoutExpired:
-            for each in ranks:
-                each.kill()
-            output, _ = process.communicate()
-        results.append((process.returncode, output))
-    return results
+    settings = {"FAKECUDA_DEVICES": "4", **environment}
+    with contextlib.ExitStack() as scope:
+        ranks = [
+            scope.enter_context(Child(source, str(rank), str(world), str(folder / "store"), environment=settings))
+            for rank in range(world)
+        ]
+        return [Rank(each.process.pid, each.end(240), each.output() + each.errors()) for each in ranks]
 
 
 def run_ranks(program: str, world: int, folder: Path, **environment: str) -> list[str]:
     """Run a program on each rank, expect success, and return the outputs."""
-    results = finish_ranks(start_ranks(program, world, folder, **environment))
-    for rank, (status, output) in enumerate(results):
-        assert status == 0, f"rank {rank} of {world} ended with status {status}:\n{output}"
-    return [output for _, output in results]
+    ranks = end_of_ranks(program, world, folder, **environment)
+    for number, rank in enumerate(ranks):
+        assert rank.code == 0, f"rank {number} of {world} ended with status {rank.code}:\n{rank.output}"
+    return [rank.output for rank in ranks]

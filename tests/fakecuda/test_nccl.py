@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fakecuda.nccl_ranks import finish_ranks, needs_fake_runtime, run_ranks, start_ranks
+from fakecuda.nccl_ranks import end_of_ranks, needs_fake_runtime, run_ranks
 
 pytestmark = [pytest.mark.cuda, pytest.mark.world, needs_fake_runtime]
 
@@ -255,12 +255,11 @@ def test_killed_rank_is_an_asynchronous_error_and_leaves_no_file(tmp_path: Path)
     os._exit(0)
     """
     before = set(Path("/dev/shm").iterdir())
-    ranks = start_ranks(program, 2, tmp_path, TORCH_NCCL_ASYNC_ERROR_HANDLING="2")
-    (status, output), (killed, _) = finish_ranks(ranks)
-    assert killed == -signal.SIGKILL
-    assert status == 0, output
-    assert "remote process exited" in output
-    assert f"Rank 1 (process {ranks[1].pid}) has died." in output
+    survivor, killed = end_of_ranks(program, 2, tmp_path, TORCH_NCCL_ASYNC_ERROR_HANDLING="2")
+    assert killed.code == -signal.SIGKILL
+    assert survivor.code == 0, survivor.output
+    assert "remote process exited" in survivor.output
+    assert f"Rank 1 (process {killed.pid}) has died." in survivor.output
     made = set(Path("/dev/shm").iterdir()) - before
     assert not {path for path in made if path.name.startswith("fakenccl")}
 

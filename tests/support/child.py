@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -27,6 +28,11 @@ _SERVER = """
 __import__("torch.distributed")
 exec(compile(__import__("support.script_server").script_server.next_script({number}), "<string>", "exec"))
 """
+
+
+def search_path() -> str:
+    """Return a PYTHONPATH with the tests, and with what it has already: fakecuda adds to it."""
+    return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Process:
@@ -76,7 +82,7 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=os.environ | {"PYTHONPATH": str(TESTS)},
+                env=os.environ | {"PYTHONPATH": search_path()},
                 start_new_session=True,
             )
 
@@ -85,12 +91,14 @@ class _Server:
         self._socket.close()
         self.process.wait(SILENCE)
 
-    def start(self, script: str, arguments: tuple[str, ...], descriptors: list[int]) -> Process:
+    def start(
+        self, script: str, arguments: tuple[str, ...], environment: Mapping[str, str], descriptors: list[int]
+    ) -> Process:
         """Start a script; `descriptors` are for its stdout, its stderr, and the pipes of `say` and `hear`."""
         request = {
             "script": script,
             "arguments": arguments,
-            "environment": os.environ | {"PYTHONPATH": str(TESTS)},
+            "environment": {**os.environ, "PYTHONPATH": search_path(), **environment},
             "folder": str(Path.cwd()),
         }
         message = json.dumps(request).encode()
@@ -141,9 +149,11 @@ def _server() -> _Server:
     return server
 
 
-def run_script(code: str, *arguments: str, patience: float = 100.0) -> subprocess.CompletedProcess[str]:
+def run_script(
+    code: str, *arguments: str, environment: Mapping[str, str] | None = None, patience: float = 100.0
+) -> subprocess.CompletedProcess[str]:
     """Run a script to its end, as `Child` does; return its exit code and what it wrote to stdout and stderr."""
-    with Child(code, *arguments) as child:
+    with Child(code, *arguments, environment=environment) as child:
         return subprocess.CompletedProcess(arguments, child.end(patience), child.output(), child.errors())
 
 
@@ -157,9 +167,10 @@ class Child:
         code: the script. It finds `say(line)` and `hear()` defined, which speak to the test over pipes; its stdout
             and stderr are collected apart. Torch has been imported before it begins, and nothing of this project.
         arguments: go into its sys.argv.
+        environment: variables that are set for it beside those of this process, after torch was imported.
     """
 
-    def __init__(self, code: str, *arguments: str) -> None:
+    def __init__(self, code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self._from_child, to_test = os.pipe()
         from_test, self._to_child = os.pipe()
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
@@ -167,7 +178,7 @@ class Child:
         self._heard = b""
         try:
             descriptors = [self._output.fileno(), self._errors.fileno(), to_test, from_test]
-            self.process = _server().start(code, arguments, descriptors)
+            self.process = _server().start(code, arguments, environment or {}, descriptors)
         finally:
             os.close(to_test)
             os.close(from_test)

@@ -1,7 +1,4 @@
-"""Ranks that may die or stop on the way: forked off one server that has imported torch, so that each costs little.
-
-Ranks over NCCL are started afresh.
-"""
+"""Ranks that may die or stop on the way: forked off one server that has imported torch, so that each costs little."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ TIMEOUT = 3.0  # seconds, of the groups in which something goes wrong
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "cudafuture.distributed"])
-_afresh = mp.get_context("spawn")
 
 
 def run_ranks(
@@ -44,17 +40,16 @@ def run_ranks(
     `lost` ranks are meant not to come back: None stands for them. One that takes longer than `patience` seconds is a
     failure of the test. `environment` is set before the group is made. Over NCCL each rank has a GPU of its own.
     """
-    context: Any = _afresh if "nccl" in backend else _context
     folder = tempfile.TemporaryDirectory(prefix="cudafuture-ranks-")
     pipes: dict[int, Connection] = {}
     processes = []
     results: list[Any] = [None] * size
     with folder:
         for rank in range(size):
-            pipes[rank], theirs = context.Pipe()
+            pipes[rank], theirs = _context.Pipe()
             group = (backend, str(Path(folder.name) / "store"), dict(environment or {}))
             job = (rank, size, group, theirs, function, args)
-            processes.append(context.Process(target=_main, args=job))
+            processes.append(_context.Process(target=_main, args=job))
             processes[-1].start()
             theirs.close()
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in pipes.items() if rank not in lost}

@@ -117,16 +117,10 @@ char* fakecuda_skipped_kernels() {
 
 void fakecuda_free(void* text) { free(text); }
 
-void fakecuda_set_operators_redirected() {
-  const Call call(__func__);
-  call.machine.operators_are_redirected = true;
-}
+void fakecuda_set_operators_redirected() { Registry::get().operators_are_redirected = true; }
 
 // ---- races
-void fakecuda_set_race_sites(Races::MakeSite make_site) {
-  const Call call(__func__);
-  call.machine.races.make_site = make_site;
-}
+void fakecuda_set_race_sites(Registry::MakeSite make_site) { Registry::get().make_site = make_site; }
 
 int fakecuda_detects_races() { return Machine::get().settings.detect_races; }
 

@@ -3,7 +3,6 @@
 // meaning without its code: the one of torch.cuda._sleep.
 #include <cstring>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -12,14 +11,6 @@
 using namespace fakecuda;
 
 namespace {
-
-using Names = std::unordered_map<const void*, std::string>;
-
-// By the address of the host's function; guarded by the machine's lock.
-Names& kernel_names() {
-  static auto* const names = new Names;
-  return *names;
-}
 
 struct CallConfiguration {
   dim3 grid, block;
@@ -43,8 +34,8 @@ cudaError_t launch(const void* function, void** arguments, cudaStream_t handle) 
   Stream* const stream = call.stream(handle);
   // A kernel is launched in the context of the current device, to which its stream must belong.
   if (stream == nullptr || stream->device != current_device()) return Call::fail(cudaErrorInvalidResourceHandle);
-  const std::string& name = kernel_names()[function];
-  if (!call.machine.operators_are_redirected) return refuse_without_operators(name);
+  const std::string name = Registry::get().kernel_name(function);
+  if (!Registry::get().operators_are_redirected) return refuse_without_operators(name);
   Operation operation;
   if (name.find("spin_kernel") != std::string::npos) {
     operation.kind = Operation::Kind::kSleep;
@@ -75,8 +66,7 @@ void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int)
 
 void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
                             int*) {
-  const Call call(__func__);
-  kernel_names()[host] = name;
+  Registry::get().add_kernel(host, name);
 }
 
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {

@@ -99,7 +99,6 @@ class Machine {
   Races races;
   std::set<CapturePtr> captures;
   int error = 0;  // a cudaError_t that all calls return; 0: none
-  bool operators_are_redirected = false;
   uint64_t failing_allocations = 0;         // how many of the next allocations fail
   std::map<std::string, uint64_t> skipped;  // kernels that were not run, by name
 

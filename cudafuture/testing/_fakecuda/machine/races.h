@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "machine/registry.h"
 #include "machine/stream.h"
 #include "runtime/findings.h"
 #include "runtime/shadow.h"
@@ -18,11 +19,9 @@ class Races {
  public:
   bool enabled = false;
 
-  // Makes the site of a call: the operation's name and the stack of the host. Needs Python's lock, so it is called
-  // without the machine's.
-  using MakeSite = sim::SitePtr (*)(const char* operation);
-  MakeSite make_site = nullptr;
+  // Returns the site of a call. Needs Python's lock, so it is called without the machine's.
   sim::SitePtr here(const char* operation) const {
+    const Registry::MakeSite make_site = Registry::get().make_site;
     return enabled && make_site != nullptr ? make_site(operation) : nullptr;
   }
 

@@ -11,6 +11,7 @@
 namespace fakenccl {
 namespace {
 
+std::atomic<bool> used{false};
 std::atomic<bool> forked{false};
 
 struct LastError {
@@ -24,7 +25,7 @@ LastError& last() {
   return *error;
 }
 
-const int at_fork = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+const int at_fork = pthread_atfork(nullptr, nullptr, [] { forked = used.load(); });
 
 }  // namespace
 
@@ -48,7 +49,10 @@ void report(int rank, const std::string& message) {
 }
 
 ncclResult_t check_not_forked() {
-  if (!forked) return ncclSuccess;
+  if (!forked) {
+    used = true;
+    return ncclSuccess;
+  }
   // The lock of the last message may be held by a thread that the child does not have, so no message is kept.
   fprintf(stderr, "fakenccl [%d]: NCCL was called in a forked child. Start the process with spawn instead.\n",
           getpid());
