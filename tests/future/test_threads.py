@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, executors, gather, submit
+from support.child import run_script
 from support.patience import PATIENCE
 
 Future = CUDAFuture[Any]
@@ -398,3 +399,39 @@ def test_then_carries_its_callers_context_to_the_callback_thread(ranks: Ranks, w
     ranks.finish() if where == "collective" else future.set_result(None)
     assert carried.wait(timeout=PATIENCE) == expected == (False, False, True, "caller")
     assert bare.wait(timeout=PATIENCE) == (True, False, False, "unset")
+
+
+WHILE_A_CAST_IS_FREED = """
+import threading, torch
+from cudafuture import CUDAFuture
+
+freed, returns = threading.Event(), threading.Event()
+
+class Note:
+    def __del__(self):  # torch frees it with the lock of autocast's cache
+        freed.set()
+        assert returns.wait(60)
+
+def callback(done):
+    assert freed.wait(60)
+    returns.set()
+
+future = CUDAFuture()
+with torch.autocast("cpu"):
+    child = future.then(callback)
+weight = torch.ones(4, 4, requires_grad=True)
+weight.note = Note()
+thread = threading.Thread(target=future.set_result, args=(None,))
+thread.start()
+with torch.autocast("cpu"):
+    torch.ones(4, 4) @ weight
+    del weight
+assert returns.is_set()
+child.wait()
+thread.join()
+"""
+
+
+def test_a_callback_under_autocast_returns_while_another_thread_clears_the_cache() -> None:
+    done = run_script(WHILE_A_CAST_IS_FREED, patience=PATIENCE)
+    assert done.returncode == 0, done.stderr

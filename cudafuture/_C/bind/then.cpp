@@ -7,7 +7,9 @@
 //                                                            │
 //                                                            ▼
 //                                             fn(parent) ──► child done  (then_async: when fn's future is)
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "bind/errors.h"
 #include "bind/executors.h"
@@ -40,6 +42,22 @@ class EnteredContext {
 
  private:
   PyObject* context_;
+};
+
+// A scope in which the settings of the calling thread hold. Created and destroyed with the GIL.
+class EnteredSettings {
+ public:
+  explicit EnteredSettings(const CallerContext& settings) : scope_(std::in_place, settings) {}
+  ~EnteredSettings() {
+    if (!scope_->clears_casts()) return;
+    const nb::gil_scoped_release no_gil;
+    scope_.reset();
+  }
+  EnteredSettings(const EnteredSettings&) = delete;
+  EnteredSettings& operator=(const EnteredSettings&) = delete;
+
+ private:
+  std::optional<CallerContext::Scope> scope_;
 };
 
 // A callback with a child future (then), or without one (add_done_callback).
@@ -149,7 +167,7 @@ class Then final : public Continuation, public Deferred {
                   "inside a stream capture, whose events the host cannot query; use non_blocking=True");
     }
     const CallbackOrder order(order_in(parent));
-    std::optional<CallerContext::Scope> caller;
+    std::optional<EnteredSettings> caller;
     if (contextvars_.is_valid()) caller.emplace(caller_);
     const EnteredContext context(contextvars_.ptr());
     const bool has_events = !is_wake_up && !parent.events().empty();
