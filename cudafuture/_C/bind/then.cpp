@@ -28,36 +28,27 @@
 namespace cudafuture::bind {
 namespace {
 
-// A scope in which contextvars are entered.
+// A scope with the settings and the contextvars of the thread that attached the callback. Null changes nothing.
 class EnteredContext {
  public:
-  explicit EnteredContext(PyObject* context) : context_(context) {
-    if (context_ != nullptr && PyContext_Enter(context_) != 0) throw nb::python_error();
+  EnteredContext(const CallerContext& settings, PyObject* contextvars) : contextvars_(contextvars) {
+    if (contextvars_ == nullptr) return;
+    settings_.emplace(settings);
+    if (PyContext_Enter(contextvars_) != 0) throw nb::python_error();
   }
   ~EnteredContext() {
-    if (context_ != nullptr) PyContext_Exit(context_);
+    if (contextvars_ == nullptr) return;
+    PyContext_Exit(contextvars_);
+    if (!settings_->clears_casts()) return;
+    const nb::gil_scoped_release no_gil;
+    settings_.reset();
   }
   EnteredContext(const EnteredContext&) = delete;
   EnteredContext& operator=(const EnteredContext&) = delete;
 
  private:
-  PyObject* context_;
-};
-
-// A scope in which the settings of the calling thread hold. Created and destroyed with the GIL.
-class EnteredSettings {
- public:
-  explicit EnteredSettings(const CallerContext& settings) : scope_(std::in_place, settings) {}
-  ~EnteredSettings() {
-    if (!scope_->clears_casts()) return;
-    const nb::gil_scoped_release no_gil;
-    scope_.reset();
-  }
-  EnteredSettings(const EnteredSettings&) = delete;
-  EnteredSettings& operator=(const EnteredSettings&) = delete;
-
- private:
-  std::optional<CallerContext::Scope> scope_;
+  std::optional<CallerContext::Scope> settings_;
+  PyObject* contextvars_;
 };
 
 // A callback with a child future (then), or without one (add_done_callback).
@@ -167,9 +158,7 @@ class Then final : public Continuation, public Deferred {
                   "inside a stream capture, whose events the host cannot query; use non_blocking=True");
     }
     const CallbackOrder order(order_in(parent));
-    std::optional<EnteredSettings> caller;
-    if (contextvars_.is_valid()) caller.emplace(caller_);
-    const EnteredContext context(contextvars_.ptr());
+    const EnteredContext context(caller_, contextvars_.ptr());
     const bool has_events = !is_wake_up && !parent.events().empty();
     // A device that has reported an error refuses every call; the callback must still run to see the error.
     const bool is_broken = has_events && parent.late_error() != nullptr;
