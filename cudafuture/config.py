@@ -10,6 +10,8 @@ variable                                 default   what it sets
                                          max. 32
 ``CUDAFUTURE_DEBUG``                     (none)    ``order``: compare the collectives that the ranks issue, one by one
 ``CUDAFUTURE_RPC_SECRET_FILE``           (none)    a file with the secret that ``rpc_ext.init_rpc`` uses by default
+``CUDAFUTURE_RPC_TRANSPORTS``            (none)    the transports that ``rpc_ext.init_rpc`` uses by default, such as
+                                                   ``uv`` or ``shm,uv``
 =======================================  ========  ==================================================================
 
 ``config`` holds the settings that were read when the library was imported. A value that does not parse raises
@@ -34,6 +36,7 @@ class Config:
     submit_threads: int
     debug_order: bool
     rpc_secret_file: str | None
+    rpc_transports: frozenset[str] | None
 
 
 def read(environ: Mapping[str, str]) -> Config:
@@ -51,11 +54,12 @@ def read(environ: Mapping[str, str]) -> Config:
         submit_threads=int(_positive(environ, "CUDAFUTURE_SUBMIT_THREADS", min(32, (os.cpu_count() or 1) + 4))),
         debug_order="order" in _words(environ, "CUDAFUTURE_DEBUG", {"order"}),
         rpc_secret_file=environ.get("CUDAFUTURE_RPC_SECRET_FILE") or None,
+        rpc_transports=_words(environ, "CUDAFUTURE_RPC_TRANSPORTS", {"ibv", "shm", "uv"}) or None,
     )
 
 
-def _words(environ: Mapping[str, str], name: str, known: set[str]) -> set[str]:
-    words = {word.strip() for word in environ.get(name, "").split(",")} - {""}
+def _words(environ: Mapping[str, str], name: str, known: set[str]) -> frozenset[str]:
+    words = frozenset(word.strip() for word in environ.get(name, "").split(",")) - {""}
     if words - known:
         raise ValueError(f"{name}={environ[name]!r}: use {', '.join(sorted(known))}, or leave it empty")
     return words

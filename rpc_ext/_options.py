@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Options:
     max_in_flight: int
     max_bytes_in_flight: int
     start_timeout: float
-    transports: Sequence[str] | None
+    transports: Collection[str] | None
     receive_memory: int
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch._C._distributed_rpc import WorkerInfo
 
+from cudafuture.config import config
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _engine, _listeners
 from rpc_ext._agent import DEFAULT_RECEIVE_MEMORY, PATIENCE, Started, received_outside, start
@@ -265,8 +266,8 @@ def init_rpc(
         max_bytes_in_flight: most bytes in flight to one worker; default: 1 GiB.
         start_timeout: seconds in which all workers have to arrive; default: 300. inf: no limit.
         transports: transports of TensorPipe: "shm" (memory shared within a machine), "uv" (sockets), "ibv"
-            (InfiniBand). Default: the best that both workers have. "shm" has the least latency, but polls without a
-            pause and so takes a core of each process; with few cores, pass ``["uv"]``.
+            (InfiniBand). Default: those of CUDAFUTURE_RPC_TRANSPORTS, or the best that both workers have. "shm" has the
+            least latency, but polls and so takes a core of each process; with few cores, pass ``["uv"]``.
         receive_memory: bytes of the pool for tensors of 1 to 16 MiB from other workers; default: 512 MiB. The kernel
             provides them when they are first used. While the pool is exhausted, such tensors have new memory
             (``Statistics.received_outside``). 0: no pool; torch allocates the memory of every tensor. A pool lives
@@ -304,7 +305,7 @@ def init_rpc(
         max_in_flight=max_in_flight,
         max_bytes_in_flight=max_bytes_in_flight,
         start_timeout=limit(start_timeout) or LONGEST_TIMEOUT,
-        transports=transports,
+        transports=config.rpc_transports if transports is None else transports,
         receive_memory=receive_memory,
     )
     with _lock:

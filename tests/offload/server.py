@@ -13,7 +13,7 @@ import torch
 from rpc_ext import OffloadService, serve_offload
 from support.child import Child
 from support.patience import PATIENCE
-from support.rpc_callees import working
+from support.rpc_callees import SHARED_MEMORY, working
 
 SERVER = "server"
 
@@ -28,7 +28,7 @@ def be_server(hear: Callable[[], str], say: Callable[[object], None], rendezvous
     """Run the server process: start and stop services on request, until the request is "end"."""
     torch.set_num_threads(1)
     services: dict[str, OffloadService] = {}
-    with working(SERVER, 1, 2, rendezvous, num_worker_threads=4):
+    with working(SERVER, 1, 2, rendezvous, num_worker_threads=4, transports=SHARED_MEMORY):
         say("ready")
         while (line := hear()) != "end":
             verb, name, folder, options = json.loads(line)
@@ -63,7 +63,7 @@ class Server:
 def server_process(rendezvous: Path) -> Iterator[Server]:
     """Start the server process, and make this process the worker "client" of the same job."""
     with Child(CODE, str(rendezvous)) as child:
-        with working("client", 0, 2, rendezvous, num_worker_threads=4):
+        with working("client", 0, 2, rendezvous, num_worker_threads=4, transports=SHARED_MEMORY):
             assert child.hear(PATIENCE) == "ready"
             yield Server(child)
             child.say("end")

@@ -20,6 +20,7 @@ def test_defaults_hold_where_nothing_is_set() -> None:
     assert 1 <= settings.submit_threads <= 32
     assert not settings.debug_order
     assert settings.rpc_secret_file is None
+    assert settings.rpc_transports is None
 
 
 def test_variables_are_read() -> None:
@@ -27,9 +28,11 @@ def test_variables_are_read() -> None:
         "CUDAFUTURE_WATCHER_FIRST_PAUSE_US": "20",
         "CUDAFUTURE_SUBMIT_THREADS": "3",
         "CUDAFUTURE_RPC_SECRET_FILE": "/run/secrets/job",
+        "CUDAFUTURE_RPC_TRANSPORTS": "uv, shm",
     }
     settings = config.read(environment)
     assert settings.rpc_secret_file == "/run/secrets/job"
+    assert settings.rpc_transports == frozenset({"uv", "shm"})
     assert settings.watcher_first_pause == pytest.approx(20e-6)
     assert settings.submit_threads == 3
 
@@ -49,6 +52,11 @@ def test_debug_is_a_list_of_words(text: str, on: bool) -> None:
 def test_a_word_that_debug_does_not_know_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=rf"CUDAFUTURE_DEBUG='{text}': use order, or leave it empty"):
         config.read({"CUDAFUTURE_DEBUG": text})
+
+
+def test_an_unknown_transport_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="CUDAFUTURE_RPC_TRANSPORTS='tcp': use ibv, shm, uv, or leave it empty"):
+        config.read({"CUDAFUTURE_RPC_TRANSPORTS": "tcp"})
 
 
 def test_the_table_names_every_variable_that_is_read() -> None:

@@ -18,7 +18,7 @@ from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_al
 from cudafuture.testing import World
 from rpc_ext import _batching, async_execution, batch, remote, rpc_async, rpc_sync
 from support.patience import PATIENCE
-from support.rpc_callees import ME, Adder, Gate, add, alone, pending, raises, same, sees, waits, working
+from support.rpc_callees import ME, SHARED_MEMORY, Adder, Gate, add, alone, pending, raises, same, sees, waits, working
 from support.soak import soak_count
 
 pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-batch")]
@@ -469,7 +469,7 @@ def test_from_several_threads_at_once(worker: rpc_ext.Session) -> None:
 
 def to_each_other(file: str, secret: str | None) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    with working(f"w{rank}", rank, size, file, num_worker_threads=1, secret=secret):
+    with working(f"w{rank}", rank, size, file, num_worker_threads=1, secret=secret, transports=SHARED_MEMORY):
         others = [i for i in range(size) if i != rank]
         for _ in range(5):
             with batch(others[0]), batch(others[1]):

@@ -21,8 +21,9 @@ from cudafuture import CUDAFuture, InvalidStateError, collect_all
 from cudafuture.errors import WorkerLostError
 from cudafuture.testing import torchrun
 from rpc_ext import rpc_async, rpc_sync
+from support.child import Child
 from support.ranks import run_ranks
-from support.rpc_callees import alone, wait_for
+from support.rpc_callees import SHARED_MEMORY, alone, wait_for
 from support.rpc_workers import (
     LONG,
     NAMES,
@@ -46,7 +47,7 @@ pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-
 
 def call_from_callbacks(rank: int, store: str, threads: int, calls: int, workers: int) -> int:
     """Make calls from several threads; each answer's callback makes the next one and counts its answer."""
-    begin(rank, 2, store, num_worker_threads=workers)
+    begin(rank, 2, store, num_worker_threads=workers, transports=SHARED_MEMORY)
     peer = NAMES[1 - rank]
     wrong: list[Any] = []
 
@@ -186,6 +187,24 @@ def call_over_sockets(rank: int, store: str) -> int:
 
 def test_messages_go_the_ways_that_are_chosen(tmp_path: Path) -> None:
     assert run_ranks(2, call_over_sockets, str(tmp_path / "store")) == [0, 1]
+
+
+TRANSPORTS = """
+import sys
+from pathlib import Path
+import rpc_ext
+
+with rpc_ext.init_rpc("me", rank=0, world_size=1, init_method=f"file://{sys.argv[1]}"):
+    say("TP_SHM_reactor" in {comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")})
+"""
+
+
+@pytest.mark.parametrize(("transports", "has_shared_memory"), [("uv", "False"), ("shm,uv", "True")])
+def test_transports_are_those_of_the_environment(tmp_path: Path, transports: str, has_shared_memory: str) -> None:
+    environment = {"CUDAFUTURE_RPC_TRANSPORTS": transports, "TP_SOCKET_IFNAME": "lo"}
+    with Child(TRANSPORTS, str(tmp_path / "store"), environment=environment) as process:
+        assert process.hear() == has_shared_memory
+        assert process.end() == 0
 
 
 @pytest.mark.parametrize("wrong", [[], ["post"]], ids=["none", "unknown"])

@@ -26,6 +26,8 @@ from rpc_ext import rpc_async, rpc_sync
 from support.patience import PATIENCE
 
 ME = "me"
+SHARED_MEMORY = ("shm", "uv")
+"""Transports of tests that show RPC over shared memory: `make test` has sockets for the others, which do not poll."""
 
 
 @contextlib.contextmanager
@@ -41,7 +43,7 @@ def working(name: str, rank: int, world_size: int, file: Path | str, **options: 
 
 def alone(file: Path | str, **options: Any) -> contextlib.AbstractContextManager[rpc_ext.Session]:
     """Be the only worker, which calls itself."""
-    return working(ME, 0, 1, file, **options)
+    return working(ME, 0, 1, file, **{"transports": SHARED_MEMORY, **options})
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
