@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.usefixtures("on_th
 SCRIPT = """
 import atexit, sys
 
+sys.setswitchinterval(1e-4)  # with ten busy threads, each start of a thread would take 50 ms
+
 def last():
     from package.endings import late
     for use in late: use()
