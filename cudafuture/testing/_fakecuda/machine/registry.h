@@ -1,4 +1,4 @@
-// What libraries register when they are loaded: kernels, and the hooks of ops/. It is apart from the machine, which
+// Kernels, and the hooks of ops/, that libraries register when they are loaded. They are apart from the machine, which
 // starts with the first call. Until then a process may fork, and its children may use CUDA.
 #pragma once
 
