@@ -2,7 +2,8 @@
 #
 #   PYTHON=...  the Python to use (python3). When it can import torch, that torch is used.
 #   VENV=...    where the virtual environment goes (.venv). VENV= means: none, install into PYTHON itself.
-#   JOBS=...    how many processes pytest uses (auto).
+#   JOBS=...    how many processes pytest uses (two for each core, at most 8: tests of several processes wait half of
+#               their time).
 #   UNITY=OFF   compile each C++ file separately, in a build folder of its own: a change of one file is rebuilt in
 #               seconds. The result is slower, so this is not for benchmarks.
 #   BUILD=...   the build folder (build/{wheel_tag}).
@@ -10,7 +11,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-JOBS ?= auto
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 UNITY ?= ON
 CUDA_VENV ?= .venv-cuda
 
@@ -31,7 +32,7 @@ BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(she
 STARTED := $(shell date +%s)
 CPP := $(shell find cudafuture/_C cudafuture/testing/_sim rpc_ext/_C tests/cpp -name '*.h' -o -name '*.cpp')
 # A worker that crashes is not replaced: pytest-xdist may fail, or hang, over the tests of the new one. The run ends there.
-PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --max-worker-restart 0 --dist loadgroup
+PYTEST = $(PY) -m pytest -n $(JOBS) --max-worker-restart 0 --dist loadgroup
 
 .NOTPARALLEL:
 .PHONY: setup setup-test demo test test-native test-cuda soak lint bench docs clean
@@ -48,6 +49,10 @@ demo: $(STATE)/built $(STATE)/has-demo
 EVERYWHERE = $(PYTEST) --sim-everywhere tests/future tests/collectives tests/rpc tests/prefetch tests/package \
   tests/examples/test_offload_activations.py --ignore tests/package/test_docs.py --ignore tests/prefetch/test_schedules.py
 
+# Tests that run side by side compute with one thread each: threads of OpenMP that wait for each other spin.
+test test-cuda: export OMP_NUM_THREADS = 1
+# RPC over shared memory polls. Tests that show it ask for it.
+test: export CUDAFUTURE_RPC_TRANSPORTS = uv
 # Without the layout tests, which `make lint` runs.
 test: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	tools/build_beside.sh $(PY) $(PYTEST) --ignore tests/layout
