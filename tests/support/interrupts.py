@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from typing import Any
 def interrupt_at(line: int, places: str | tuple[str, ...], body: Callable[[], object]) -> bool:
     """Run `body`, and raise KeyboardInterrupt at the line with that number, counted as lines of files run.
 
-    `places` are the beginnings of the files' names. Returns False where fewer lines have run.
+    `places` are the beginnings of the files' names. Returns False where fewer lines have run. The garbage collector is
+    off meanwhile: an interrupt in a finalizer of an earlier object would be one that nothing can catch.
     """
     count = 0
 
@@ -28,6 +30,8 @@ def interrupt_at(line: int, places: str | tuple[str, ...], body: Callable[[], ob
                 raise KeyboardInterrupt
         return trace
 
+    collects = gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         body()
@@ -35,4 +39,6 @@ def interrupt_at(line: int, places: str | tuple[str, ...], body: Callable[[], ob
         return True
     finally:
         sys.settrace(None)
+        if collects:
+            gc.enable()
     return count >= line
