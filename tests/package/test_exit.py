@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from package.endings import SCENARIOS, WAYS
-from support.child import FORK_WARNING, SILENCE, TESTS, Child
+from support.child import FORK_WARNING, TESTS, Child
+from support.patience import PATIENCE
 from support.soak import soak_count
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.usefixtures("on_the_host")]
@@ -102,7 +103,7 @@ def test_a_process_ends_amid_everything_by(forker: Forker, way: str) -> None:
 def test_a_process_that_was_not_forked_ends_amid_everything_by(way: str) -> None:
     command = [sys.executable, "-W", FORK_WARNING, "-c", SCRIPT, way, *EVERYTHING]
     environment = os.environ | {"PYTHONPATH": str(TESTS)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=SILENCE)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
     expect_ending(way, done.returncode, done.stderr)
 
 

@@ -38,7 +38,7 @@ def begin(file: str, secrets: list[str | None]) -> tuple[str, str]:
     """Return how a start has failed."""
     rank = dist.get_rank()
     try:
-        with working(f"w{rank}", rank, len(secrets), file, secret=secrets[rank], start_timeout=2.0):
+        with working(f"w{rank}", rank, len(secrets), file, secret=secrets[rank], start_timeout=5.0):
             pass
     except Exception as e:
         assert not torch_rpc.api._is_current_rpc_agent_set()

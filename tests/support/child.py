@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from support.patience import PATIENCE
 from support.script_server import REQUEST
 
 TESTS = Path(__file__).resolve().parents[1]
-SILENCE = 20.0  # seconds after which a silent child counts as hung; nothing waits that long unless it is broken
 # From Python 3.12 on, a fork of a process with several threads warns; what happens then is what these tests are about.
 FORK_WARNING = "ignore:This process:DeprecationWarning"
 
@@ -49,7 +49,7 @@ class Process:
         """Return the exit code, negative for a signal, or None if the process is running."""
         return self._server.code(self.pid, 0)
 
-    def wait(self, timeout: float = SILENCE) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         """Wait for the end of the process, and return its exit code.
 
         Raises:
@@ -89,7 +89,7 @@ class _Server:
     def end(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self.process.wait(SILENCE)
+        self.process.wait(PATIENCE)
 
     def start(
         self, script: str, arguments: tuple[str, ...], environment: Mapping[str, str], descriptors: list[int]
@@ -200,7 +200,7 @@ class Child:
             self._output.close()
             self._errors.close()
 
-    def hear(self, patience: float = SILENCE) -> str:
+    def hear(self, patience: float = PATIENCE) -> str:
         """Return the next line that the child says. TimeoutError when it is silent, EOFError when it is gone."""
         end = time.monotonic() + patience
         while b"\n" not in self._heard:
@@ -221,7 +221,7 @@ class Child:
     def send(self, number: signal.Signals) -> None:
         self.process.send(number)
 
-    def end(self, patience: float = SILENCE) -> int:
+    def end(self, patience: float = PATIENCE) -> int:
         """Wait until the process has ended; return its exit code, negative for a signal."""
         return self.process.wait(patience)
 
