@@ -33,15 +33,16 @@ class EnteredContext {
  public:
   EnteredContext(const CallerContext& settings, PyObject* contextvars) : contextvars_(contextvars) {
     if (contextvars_ == nullptr) return;
-    settings_.emplace(settings);
     if (PyContext_Enter(contextvars_) != 0) throw nb::python_error();
+    settings_.emplace(settings);
   }
   ~EnteredContext() {
     if (contextvars_ == nullptr) return;
+    if (settings_->clears_casts()) {
+      const WithoutGil no_gil;
+      settings_.reset();
+    }
     PyContext_Exit(contextvars_);
-    if (!settings_->clears_casts()) return;
-    const nb::gil_scoped_release no_gil;
-    settings_.reset();
   }
   EnteredContext(const EnteredContext&) = delete;
   EnteredContext& operator=(const EnteredContext&) = delete;

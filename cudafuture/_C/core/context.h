@@ -25,8 +25,8 @@ class CallerContext {
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 
-    // Returns true if the end of the scope clears torch's cache of casts. That takes a lock which another thread holds
-    // while it frees casts, and with them Python objects: the caller must not hold the GIL (pytorch#119262).
+    // Returns true if the end of the scope may clear torch's cache of casts. That takes a lock, which another thread
+    // may hold while it frees casts, and with them Python objects: the caller must not hold the GIL (pytorch#119262).
     bool clears_casts() const noexcept { return autocast_before_ != nullptr; }
 
    private:
