@@ -18,7 +18,7 @@ BINDINGS = """
 nccl = ctypes.CDLL("libnccl.so.2")
 for name in ("ncclGetErrorString", "ncclGetLastError"):
     getattr(nccl, name).restype = ctypes.c_char_p
-SUCCESS, INVALID_ARGUMENT, INVALID_USAGE, REMOTE, IN_PROGRESS = 0, 4, 5, 6, 7
+SUCCESS, UNHANDLED_CUDA_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE, IN_PROGRESS = 0, 1, 4, 5, 6, 7
 INT32, FLOAT, SUM = 2, 7, 0
 
 def check(result):
@@ -328,6 +328,19 @@ def test_forked_child_gets_errors(tmp_path: Path) -> None:
             error = ctypes.c_int()
             os._exit(nccl.ncclCommGetAsyncError(comms[0], ctypes.byref(error)))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == INVALID_USAGE
+        """,
+        tmp_path,
+    )
+
+
+def test_forked_child_of_a_process_that_has_used_cuda_gets_errors(tmp_path: Path) -> None:
+    run(
+        """
+        torch.ones(1, device="cuda")
+        child = os.fork()
+        if child == 0:
+            os._exit(nccl.ncclCommInitAll((ctypes.c_void_p * 2)(), 2, None))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == UNHANDLED_CUDA_ERROR
         """,
         tmp_path,
     )

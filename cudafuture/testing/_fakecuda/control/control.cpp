@@ -77,6 +77,7 @@ void fakecuda_fail_allocations(uint64_t count) {
 }
 
 void fakecuda_stop() {
+  if (!Machine::exists()) return;
   Call call(__func__);
   call.machine.stop(call.lock);
 }
@@ -117,7 +118,11 @@ char* fakecuda_skipped_kernels() {
 
 void fakecuda_free(void* text) { free(text); }
 
-void fakecuda_set_operators_redirected() { Registry::get().operators_are_redirected = true; }
+// torch calls it when it is imported, which is soon enough to refuse wrong settings.
+void fakecuda_set_operators_redirected() {
+  Settings::of_environment();
+  Registry::get().operators_are_redirected = true;
+}
 
 // ---- races
 void fakecuda_set_race_sites(Registry::MakeSite make_site) { Registry::get().make_site = make_site; }

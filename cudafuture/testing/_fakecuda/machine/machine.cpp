@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <thread>
 #include <utility>
@@ -13,6 +14,7 @@ namespace fakecuda {
 namespace {
 
 constexpr unsigned kNonBlocking = cudaStreamNonBlocking;
+std::atomic<bool> machine_exists{false};
 
 bool takes_part_in_races(Operation::Kind kind) {
   return kind == Operation::Kind::kWork || kind == Operation::Kind::kAttempt;
@@ -35,6 +37,8 @@ Machine& Machine::get() {
   return *machine;
 }
 
+bool Machine::exists() { return machine_exists; }
+
 Machine::Machine() : settings(Settings::of_environment()) {
   random_ = settings.seed * 2654435761u + 88172645463325252u;
   races.enabled = settings.detect_races;
@@ -44,6 +48,7 @@ Machine::Machine() : settings(Settings::of_environment()) {
   blocking_streams_ = 0;
   counters.streams_created = 0;
   pthread_atfork([] { get().mutex.lock(); }, [] { get().mutex.unlock(); }, [] { get().leave_to_parent(); });
+  machine_exists = true;
 }
 
 // In a child of fork(), which has none of the threads: CUDA refuses to work there. An operation that was running in the

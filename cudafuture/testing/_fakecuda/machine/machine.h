@@ -53,8 +53,9 @@ class Machine {
  public:
   using Lock = std::unique_lock<std::mutex>;
   static Machine& get();  // never destroyed: threads may use it until the process has gone
+  static bool exists();   // false until the first call of get()
 
-  // The first of the locks: a thread that holds it takes no other, and it guards everything below.
+  // A thread that holds this lock takes no other but the registry's. It guards everything below.
   std::mutex mutex;
 
   // ---- devices
@@ -98,7 +99,7 @@ class Machine {
   Memory memory;
   Races races;
   std::set<CapturePtr> captures;
-  int error = 0;  // a cudaError_t that all calls return; 0: none
+  int error = 0;                            // a cudaError_t that all calls return; 0: none
   uint64_t failing_allocations = 0;         // how many of the next allocations fail
   std::map<std::string, uint64_t> skipped;  // kernels that were not run, by name
 

@@ -41,7 +41,7 @@ const char* ncclGetErrorString(ncclResult_t result) {
 
 const char* ncclGetLastError(ncclComm_t comm) {
   thread_local std::string message;
-  if (check_not_forked() != ncclSuccess) return "NCCL was called in a forked child.";
+  if (check_not_forked() != ncclSuccess) return "NCCL was called in a child of a process that had used NCCL.";
   message = comm != nullptr && check_handle(comm) == ncclSuccess ? comm->error_message() : last_error();
   return message.c_str();
 }

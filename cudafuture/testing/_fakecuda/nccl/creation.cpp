@@ -77,6 +77,8 @@ ncclResult_t make_unique_id(ncclUniqueId* id) {
 
 ncclResult_t create(ncclComm_t* communicator, int ranks, const ncclUniqueId& id, int rank, const ncclConfig_t* config) {
   ncclResult_t result = check_not_forked();
+  if (result == ncclSuccess && cudaFree(nullptr) != cudaSuccess)
+    result = fail(ncclUnhandledCudaError, "CUDA cannot be used in this process.");
   if (result == ncclSuccess) result = check_config(config);
   if (result == ncclSuccess && communicator == nullptr)
     result = fail(ncclInvalidArgument, "The result pointer is NULL.");

@@ -54,7 +54,8 @@ ncclResult_t check_not_forked() {
     return ncclSuccess;
   }
   // The lock of the last message may be held by a thread that the child does not have, so no message is kept.
-  fprintf(stderr, "fakenccl [%d]: NCCL was called in a forked child. Start the process with spawn instead.\n",
+  fprintf(stderr,
+          "fakenccl [%d]: NCCL was called in a child of a process that had used NCCL. Start it with spawn instead.\n",
           getpid());
   return ncclInvalidUsage;
 }

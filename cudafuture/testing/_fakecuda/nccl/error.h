@@ -17,8 +17,9 @@ std::string last_error();
 // Print a line about rank `rank` to stderr.
 void report(int rank, const std::string& message);
 
-// Return ncclInvalidUsage in a child of a process that had used NCCL before the fork, and ncclSuccess elsewhere. Such a
-// child has none of the threads and no CUDA context of its parent, so NCCL cannot be used in it.
+// Note that the process uses NCCL. Return ncclInvalidUsage in a child of a process that had used NCCL before the fork,
+// and ncclSuccess elsewhere. Such a child has none of the threads and no CUDA context of its parent, so NCCL cannot be
+// used in it.
 ncclResult_t check_not_forked();
 
 }  // namespace fakenccl
