@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 import threading
 import weakref
@@ -21,7 +20,6 @@ from support.soak import soak_count
 COUNT = soak_count(100_000, part=25)  # of each kind in a round
 WARM_UP = 2
 ROUNDS = 4
-PAGE = os.sysconf("SC_PAGESIZE")
 
 ATTEMPTS = 4
 Kind = Callable[[], object]
@@ -30,12 +28,13 @@ Kind = Callable[[], object]
 def left_over() -> dict[str, int]:
     """Count what there is, after collecting what nobody can reach."""
     gc.collect()
-    _, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "objects": len(gc.get_objects()),
         "blocks": sys.getallocatedblocks(),
         "references": sys.getrefcount(probe),
-        "bytes": (resident - of_files) * PAGE,  # the kernel drops pages of files, and reads them again
+        # Without pages of files, which the kernel drops and reads again.
+        "bytes": sum(1024 * int(status[kind].split()[0]) for kind in ("RssAnon", "RssShmem")),
     }
 
 
