@@ -23,7 +23,7 @@ from cudafuture.testing import torchrun
 from rpc_ext import rpc_async, rpc_sync
 from support.child import Child
 from support.ranks import run_ranks
-from support.rpc_callees import SHARED_MEMORY, alone, wait_for
+from support.rpc_callees import SHARED_MEMORY, alone, thread_names, wait_for
 from support.rpc_workers import (
     LONG,
     NAMES,
@@ -74,7 +74,7 @@ def answer_after_the_end(rank: int, store: str) -> list[str]:
     """Complete, and drop, futures that are answers of a session that is over."""
     errors = []
     for turn in range(3):
-        begin(rank, 2, f"{store}{turn}")
+        begin(rank, 2, f"{store}{turn}", transports=SHARED_MEMORY)
         futures = [rpc_async(1 - rank, hold) for _ in range(20)]
         wait_for(lambda: rpc_sync(1 - rank, count_held) == 20)
         dist.barrier()
@@ -176,11 +176,11 @@ def test_a_session_without_time_does_not_begin(tmp_path: Path, what: str, timeou
 
 
 def call_over_sockets(rank: int, store: str) -> int:
-    begin(rank, 2, store, transports=["uv"] if rank else None)  # they use what both have
+    begin(rank, 2, store, transports=["uv"] if rank else SHARED_MEMORY)  # they use what both have
     answer: int = rpc_sync(1 - rank, same, (rank,))
-    threads = {comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")}
+    threads = thread_names()
     assert any("UV" in thread for thread in threads)
-    assert rank == 0 or "TP_SHM_reactor" not in threads
+    assert ("TP_SHM_reactor" in threads) == (rank == 0)
     rpc_ext.shutdown(timeout=LONG)
     return answer
 
@@ -191,11 +191,11 @@ def test_messages_go_the_ways_that_are_chosen(tmp_path: Path) -> None:
 
 TRANSPORTS = """
 import sys
-from pathlib import Path
 import rpc_ext
+from support.rpc_callees import thread_names
 
 with rpc_ext.init_rpc("me", rank=0, world_size=1, init_method=f"file://{sys.argv[1]}"):
-    say("TP_SHM_reactor" in {comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")})
+    say("TP_SHM_reactor" in thread_names())
 """
 
 

@@ -16,6 +16,7 @@ import rpc_ext
 from cudafuture.errors import CallsFailedError
 from rpc_ext import rpc_async, rpc_sync
 from support.ranks import run_ranks
+from support.rpc_callees import SHARED_MEMORY
 from support.rpc_workers import (
     LONG,
     SHORT,
@@ -53,7 +54,7 @@ def expect_all_ended(session: rpc_ext.Session) -> None:
 
 
 def call_the_lost(rank: int, store: str, sent: int) -> Counter[str]:
-    session = begin(rank, 2, store, rpc_timeout=timeout_of(sent))
+    session = begin(rank, 2, store, rpc_timeout=timeout_of(sent), transports=SHARED_MEMORY)
     if rank == 1:
         be_lost()
     ended = outcomes([rpc_async("callee", hold_half, (CALLS // 2, sent)) for _ in range(CALLS)])

@@ -46,6 +46,15 @@ def alone(file: Path | str, **options: Any) -> contextlib.AbstractContextManager
     return working(ME, 0, 1, file, **{"transports": SHARED_MEMORY, **options})
 
 
+def thread_names() -> set[str]:
+    """Return the names of the threads of this process."""
+    names = set()
+    for comm in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            names.add(comm.read_text().strip())
+    return names
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     """Wait for what has to come, and of which nobody tells."""
     end = time.monotonic() + PATIENCE
