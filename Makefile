@@ -2,8 +2,8 @@
 #
 #   PYTHON=...  the Python to use (python3). When it can import torch, that torch is used.
 #   VENV=...    where the virtual environment goes (.venv). VENV= means: none, install into PYTHON itself.
-#   JOBS=...    how many processes pytest uses (two for each core, at most 8: tests of several processes wait half of
-#               their time).
+#   JOBS=...    how many processes pytest uses, at most 8 (two for each core: tests of several processes wait half of
+#               their time; under soak one).
 #   UNITY=OFF   compile each C++ file separately, in a build folder of its own: a change of one file is rebuilt in
 #               seconds. The result is slower, so this is not for benchmarks.
 #   BUILD=...   the build folder (build/{wheel_tag}).
@@ -11,7 +11,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
+JOBS ?= $(shell echo $$((2 * $$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc))))
 UNITY ?= ON
 CUDA_VENV ?= .venv-cuda
 
@@ -32,7 +32,7 @@ BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(she
 STARTED := $(shell date +%s)
 CPP := $(shell find cudafuture/_C cudafuture/testing/_sim rpc_ext/_C tests/cpp -name '*.h' -o -name '*.cpp')
 # A worker that crashes is not replaced: pytest-xdist may fail, or hang, over the tests of the new one. The run ends there.
-PYTEST = $(PY) -m pytest -n $(JOBS) --max-worker-restart 0 --dist loadgroup
+PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --max-worker-restart 0 --dist loadgroup
 
 .NOTPARALLEL:
 .PHONY: setup setup-test demo test test-native test-cuda soak lint bench docs clean
@@ -72,6 +72,7 @@ test-cuda:
 	JOBS=$(JOBS) tools/test_cuda.sh $(abspath $(CUDA_VENV))/bin/python
 
 soak: export CUDAFUTURE_SOAK = 1
+soak: JOBS = auto
 soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	$(PYTEST) --timeout 3600 -o faulthandler_timeout=4000
 	$(EVERYWHERE) -m "not world" --timeout 3600 -o faulthandler_timeout=4000

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # build_beside.sh PYTHON COMMAND...: run a command, and meanwhile build the C++ tests with all sanitizers at the lowest
-# priority: tests of several processes wait a third of their time.
+# priority: tests of several processes wait half of their time.
 set -u -m # -m: the build has a process group of its own
 python=$1
 shift

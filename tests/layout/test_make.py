@@ -101,9 +101,9 @@ def test_what_has_changed_decides_what_is_done_again(checkout: Path, changed: st
 
 
 def test_the_tests_run_in_parallel_and_the_native_ones_with_them(checkout: Path) -> None:
-    for command in ("test", "soak"):
+    for command, jobs in (("test", r"\d+"), ("soak", "auto")):
         steps = would_do(checkout, command)
-        assert any(re.search("-m pytest -n [2-8] ", step) for step in steps)
+        assert any(re.search(f"-m pytest -n {jobs} --maxprocesses 8 ", step) for step in steps)
         assert [step.split()[-1] for step in steps if "native_tests.sh" in step] == ["thread", "address"]
 
 
