@@ -134,7 +134,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   std::uint64_t sequence_ = 0;
   std::uint64_t replaced_ = 0;                        // requests
   std::unordered_map<std::string, RequestPtr> last_;  // by key: the last request that is not done
-  std::deque<Issued> issued_;                         // from the oldest request that is not done on
+  std::deque<Issued> issued_;                         // in order; requests that are done leave at the front
   bool timer_runs_ = false;
   std::array<Ready, 4> ready_;  // by verb
   std::deque<MessagePtr> outgoing_;
