@@ -12,6 +12,7 @@
 #include <set>
 #include <utility>
 
+#include "core/capture.h"
 #include "fake_runtime.h"
 
 namespace cudafuture::fake {
@@ -49,7 +50,7 @@ struct Machine {
   std::set<int> failing_queries;
   std::set<int> failing_recordings;
   std::set<int> lost;
-  std::set<StreamKey> capturing;
+  std::map<StreamKey, std::uint64_t> capturing;  // the numbers of captures
   std::function<void()> after_query;
   int events_made = 0;
   int events_alive = 0;
@@ -181,11 +182,14 @@ class Guard final : public DeviceGuardImplInterface {
   }
 
   // No `override`, because older versions of torch do not declare this function.
-  bool isStreamCapturing(const c10::Stream& asked) const {
+  bool isStreamCapturing(const c10::Stream& asked) const { return capture_of(asked.device_index(), asked.id()) != 0; }
+
+  static std::uint64_t capture_of(int device, c10::StreamId id) {
     Machine& s = state();
     std::lock_guard lock(s.mutex);
-    note({.call = Call::capturing, .stream = asked.id()}, asked.device_index());
-    return s.capturing.contains(key_of(asked));
+    note({.call = Call::capturing, .stream = id}, device);
+    const auto found = s.capturing.find({device, id});
+    return found == s.capturing.end() ? 0 : found->second;
   }
 
  private:
@@ -214,7 +218,10 @@ at::Tensor tensor_on(c10::Device device) {
   return tensor;
 }
 
-void Accelerator::install() { c10::impl::registerDeviceGuard(c10::DeviceType::PrivateUse1, new Guard); }
+void Accelerator::install() {
+  c10::impl::registerDeviceGuard(c10::DeviceType::PrivateUse1, new Guard);
+  set_capture_of(c10::DeviceType::PrivateUse1, &Accelerator::capture_of);
+}
 
 Accelerator& Accelerator::get() {
   static auto* const instance = new Accelerator;
@@ -281,11 +288,13 @@ void Accelerator::lose(c10::Device device) {
   s.lost.insert(device.index());
 }
 
-void Accelerator::capture(const c10::Stream& stream) {
+void Accelerator::capture(const c10::Stream& stream, std::uint64_t number) {
   Machine& s = state();
   std::lock_guard lock(s.mutex);
-  s.capturing.insert(key_of(stream));
+  s.capturing[key_of(stream)] = number;
 }
+
+std::uint64_t Accelerator::capture_of(int device, c10::StreamId id) { return Guard::capture_of(device, id); }
 
 void Accelerator::after_query(std::function<void()> hook) {
   Machine& s = state();

@@ -8,6 +8,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include <cstdint>
 #include <functional>
 #include <stdexcept>
 #include <vector>
@@ -69,7 +70,10 @@ class Accelerator {
   void fail_queries(c10::Device device, bool failing = true);     // queries of the device's events fail
   void fail_recordings(c10::Device device, bool failing = true);  // recordings on the device's streams fail
   void lose(c10::Device device);                                  // making the device current fails
-  void capture(const c10::Stream& stream);                        // the stream captures a graph
+  void capture(const c10::Stream& stream, std::uint64_t number = 1);  // the stream captures a graph
+
+  // Return the number of a stream's capture, or 0. The core calls it.
+  static std::uint64_t capture_of(int device, c10::StreamId id);
 
   // Set a hook that each query of an event calls before it returns, with no lock held.
   void after_query(std::function<void()> hook);

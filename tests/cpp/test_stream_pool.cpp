@@ -27,11 +27,6 @@ const c10::impl::VirtualGuardImpl& guard() {
 const Streams defaults{stream(0, 0), stream(1, 0), stream(2, 0)};
 Streams current() { return current_streams({device(0), device(1), device(2)}); }
 
-// False for the supported versions of torch that cannot query whether a stream is capturing.
-template <class Guard>
-constexpr bool torch_knows_captures =
-    requires(const Guard& guard, const c10::Stream& stream) { guard.isStreamCapturing(stream); };
-
 }  // namespace
 
 TEST_SUITE_BEGIN("stream_pool");
@@ -137,7 +132,6 @@ TEST_CASE_FIXTURE(DeviceRules, "a scope that cannot be entered changes no curren
 }
 
 TEST_CASE_FIXTURE(DeviceRules, "refuse_while_capturing() throws if the device's current stream is capturing") {
-  if (!torch_knows_captures<c10::impl::DeviceGuardImplInterface>) return;
   refuse_while_capturing(device(0));
   accelerator.capture(stream(1, 3));
   refuse_while_capturing(device(1));  // the capturing stream is not the device's current stream

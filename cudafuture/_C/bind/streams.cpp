@@ -75,6 +75,13 @@ void bind_streams(nb::module_& m) {
         set_exchange_capture_mode(device_from(device).type(), reinterpret_cast<ExchangeCaptureMode>(exchange.data()));
       },
       nb::arg("device"), nb::arg("exchange"));
+  // `capture`: a capsule of the function, as a simulated accelerator provides it.
+  m.def(
+      "set_capture_of",
+      [](nb::handle device, const nb::capsule& capture) {
+        set_capture_of(device_from(device).type(), reinterpret_cast<CaptureOf>(capture.data()));
+      },
+      nb::arg("device"), nb::arg("capture"));
   // `make`: a capsule of the function, as a simulated accelerator provides it.
   m.def(
       "set_make_stream",

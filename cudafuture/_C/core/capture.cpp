@@ -11,10 +11,27 @@ namespace cudafuture {
 namespace {
 
 constexpr int kRelaxed = 2;  // cudaStreamCaptureModeRelaxed
+constexpr int kActive = 1;   // cudaStreamCaptureStatusActive
+constexpr std::uint64_t kSomeCapture = 1;
 
-using IsCapturing = int (*)(void* stream, int* status);
+// All versions of the function have the first three parameters. The others are outputs that may be null; versions with
+// fewer parameters ignore the surplus arguments, since the caller owns the arguments on every platform of CUDA and HIP.
+using CaptureInfo = int (*)(void* stream, int* status, unsigned long long* id, void* graph, void* dependencies,
+                            void* edges, void* count);
+using GetLastError = int (*)();
 
-std::array<std::atomic<ExchangeCaptureMode>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> exchange_of{};
+template <class Function>
+using PerType = std::array<std::atomic<Function>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>;
+
+PerType<ExchangeCaptureMode> exchange_functions{};
+PerType<CaptureOf> capture_functions{};
+
+// Removes the error that a failed call left: otherwise the next check of a kernel launch raises it (pytorch's
+// C10_CUDA_KERNEL_LAUNCH_CHECK).
+void clear_last_error() noexcept {
+  static const auto get_last_error = find_in_device_runtime<GetLastError>("cudaGetLastError", "hipGetLastError");
+  if (get_last_error != nullptr) get_last_error();
+}
 
 ExchangeCaptureMode exchange_mode(c10::DeviceType type) noexcept {
   if (type == c10::DeviceType::CUDA) {
@@ -22,39 +39,73 @@ ExchangeCaptureMode exchange_mode(c10::DeviceType type) noexcept {
                                                                           "hipThreadExchangeStreamCaptureMode");
     return found;
   }
-  return exchange_of[static_cast<std::size_t>(type)].load(std::memory_order_acquire);
+  return exchange_functions[static_cast<std::size_t>(type)].load(std::memory_order_acquire);
+}
+
+CaptureInfo find_capture_info() noexcept {
+  constexpr const char* kNames[][2] = {{"cudaStreamGetCaptureInfo_v2", "hipStreamGetCaptureInfo_v2"},
+                                       {"cudaStreamGetCaptureInfo_v3", "hipStreamGetCaptureInfo_v3"},
+                                       {"cudaStreamGetCaptureInfo", "hipStreamGetCaptureInfo"}};
+  for (const auto& [cuda_name, hip_name] : kNames) {
+    if (const auto found = find_in_device_runtime<CaptureInfo>(cuda_name, hip_name)) return found;
+  }
+  return nullptr;
+}
+
+std::uint64_t capture_in_runtime(CaptureInfo info, void* stream) {
+  int status = 0;
+  unsigned long long id = 0;
+  if (info(stream, &status, &id, nullptr, nullptr, nullptr, nullptr) != 0) {
+    clear_last_error();
+    return 0;
+  }
+  if (status == 0) return 0;
+  return status == kActive && id != 0 ? id : kSomeCapture;
 }
 
 // Not every supported torch has `isStreamCapturing` in its guard interface.
 template <class Guard>
-bool ask(const Guard& guard, const c10::Stream& stream) {
+std::uint64_t ask(const Guard& guard, const c10::Stream& stream) {
+  const c10::DeviceType type = stream.device_type();
+  if constexpr (requires { guard.getStreamNativeHandle(stream); }) {
+    static const CaptureInfo info = find_capture_info();
+    if (type == c10::DeviceType::CUDA && info != nullptr) {
+      return capture_in_runtime(info, guard.getStreamNativeHandle(stream));
+    }
+  }
+  if (const CaptureOf capture = capture_functions[static_cast<std::size_t>(type)].load(std::memory_order_acquire)) {
+    return capture(stream.device_index(), stream.id());
+  }
   if constexpr (requires { guard.isStreamCapturing(stream); }) {
-    return guard.isStreamCapturing(stream);
-  } else if constexpr (requires { guard.getStreamNativeHandle(stream); }) {
-    static const auto is_capturing =
-        find_in_device_runtime<IsCapturing>("cudaStreamIsCapturing", "hipStreamIsCapturing");
-    if (stream.device_type() != c10::DeviceType::CUDA || is_capturing == nullptr) return false;
-    int status = 0;
-    return is_capturing(guard.getStreamNativeHandle(stream), &status) == 0 && status != 0;
+    return guard.isStreamCapturing(stream) ? kSomeCapture : 0;
   } else {
-    return false;
+    return 0;
   }
 }
 
 }  // namespace
 
-bool is_capturing(const c10::Stream& stream) {
+std::uint64_t capture_of(const c10::Stream& stream) {
   return ask(*c10::impl::getDeviceGuardImpl(stream.device_type()), stream);
 }
 
 void set_exchange_capture_mode(c10::DeviceType type, ExchangeCaptureMode exchange) noexcept {
-  exchange_of[static_cast<std::size_t>(type)].store(exchange, std::memory_order_release);
+  exchange_functions[static_cast<std::size_t>(type)].store(exchange, std::memory_order_release);
+}
+
+void set_capture_of(c10::DeviceType type, CaptureOf capture) noexcept {
+  capture_functions[static_cast<std::size_t>(type)].store(capture, std::memory_order_release);
 }
 
 BesideCaptures::BesideCaptures(c10::DeviceType type) noexcept : type_(type) {
   const ExchangeCaptureMode exchange = exchange_mode(type);
   int mode = kRelaxed;
-  if (exchange != nullptr && exchange(&mode) == 0) before_ = mode;
+  if (exchange == nullptr) return;
+  if (exchange(&mode) == 0) {
+    before_ = mode;
+  } else if (type == c10::DeviceType::CUDA) {
+    clear_last_error();
+  }
 }
 
 BesideCaptures::~BesideCaptures() {

@@ -4,10 +4,17 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include <cstdint>
+
 namespace cudafuture {
 
-// True while the stream's work is recorded into a graph. Call it with the stream's device current (pytorch#135273).
-bool is_capturing(const c10::Stream& stream);
+// Returns a number that identifies the capture in which the stream's work is recorded into a graph; 0 if there is none.
+// No other capture of the process has the same number. Only where the device can tell no number, and for a capture that
+// a forbidden call has ended, it is 1. Call it with the stream's device current (pytorch#135273).
+std::uint64_t capture_of(const c10::Stream& stream);
+
+// True while the stream's work is recorded into a graph. Call it with the stream's device current.
+inline bool is_capturing(const c10::Stream& stream) { return capture_of(stream) != 0; }
 
 // A scope in which the calling thread queries and synchronizes events without ending the captures of other threads. A
 // capture in CUDA's default mode (global) fails when any thread calls a function that CUDA counts as unsafe, unless
@@ -31,5 +38,11 @@ using ExchangeCaptureMode = int (*)(int* mode);
 
 // Sets the exchange function for a device type. CUDA's comes with torch; a simulated accelerator brings its own.
 void set_exchange_capture_mode(c10::DeviceType type, ExchangeCaptureMode exchange) noexcept;
+
+// Returns the number of the capture of a stream, as capture_of() does.
+using CaptureOf = std::uint64_t (*)(int device, std::int64_t stream_id);
+
+// Sets that function for a device type. CUDA's runtime has one; a simulated accelerator brings its own. Null: none.
+void set_capture_of(c10::DeviceType type, CaptureOf capture) noexcept;
 
 }  // namespace cudafuture

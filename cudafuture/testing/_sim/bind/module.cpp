@@ -166,7 +166,14 @@ void bind_streams(nb::module_& m) {
     };
     return nb::capsule(reinterpret_cast<void*>(exchange), "exchange_capture_mode");
   });
-  // For cudafuture's core, too: a stream outside of the pool.
+  // For cudafuture's core, too: the number of a stream's capture, or 0. Not every torch asks a guard about captures.
+  m.def("capture_of", [] {
+    std::uint64_t (*const capture)(int, std::int64_t) = [](int device, std::int64_t id) {
+      return Accelerator::get().capture_of({device, id});
+    };
+    return nb::capsule(reinterpret_cast<void*>(capture), "capture_of");
+  });
+  // And a stream outside of the pool.
   m.def("make_stream", [] {
     std::int64_t (*const make)(int, int) = [](int device, int priority) {
       return Accelerator::get().own_stream(device, priority).id;

@@ -80,7 +80,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
   }
   bool isStreamCapturing(const c10::Stream& stream) const {
-    return Accelerator::get().is_capturing(stream_name(stream));
+    return Accelerator::get().capture_of(stream_name(stream)) != 0;
   }
 
   // CUDA's guard selects the stream's device for this call, and the thread's own device afterwards.

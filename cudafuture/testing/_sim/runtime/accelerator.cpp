@@ -99,10 +99,11 @@ void Accelerator::end_capture(StreamName stream) {
   state_->end_capture(state_->stream(stream));
 }
 
-bool Accelerator::is_capturing(StreamName stream) const {
-  if (!state_->any_capture.load(std::memory_order_relaxed)) return false;  // asked for each event that is recorded
+std::uint64_t Accelerator::capture_of(StreamName stream) const {
+  if (!state_->any_capture.load(std::memory_order_relaxed)) return 0;  // asked for each event that is recorded
   const Entry entry(*state_);
-  return state_->stream(stream).capture != nullptr;
+  const CapturePtr& capture = state_->stream(stream).capture;
+  return capture == nullptr ? 0 : capture->number;
 }
 
 void Accelerator::make_context(int device) noexcept {

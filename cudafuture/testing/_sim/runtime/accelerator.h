@@ -145,7 +145,8 @@ class Accelerator {
   // ---- stream captures, as far as host calls can break them: what is enqueued in one never runs
   void begin_capture(StreamName stream);
   void end_capture(StreamName stream);  // throws CaptureError if a host call has broken it
-  bool is_capturing(StreamName stream) const;
+  // Returns a number that identifies the capture that the stream is in, among all of the process; 0 if it is in none.
+  std::uint64_t capture_of(StreamName stream) const;
 
   // ---- contexts: a device has one from its first use on. CUDA's cost about half a gigabyte each.
   void make_context(int device) noexcept;

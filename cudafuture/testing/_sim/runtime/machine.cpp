@@ -177,7 +177,7 @@ void Machine::synchronize_device(Lock& lock, int index) {
 
 void Machine::begin_capture(Stream& stream) {
   if (stream.capture != nullptr) throw CaptureError(name_of(stream.name) + " is in a capture already");
-  stream.capture = captures_.emplace_back(std::make_shared<Capture>());
+  stream.capture = captures_.emplace_back(std::make_shared<Capture>(++captures_begun_));
   any_capture = true;
 }
 

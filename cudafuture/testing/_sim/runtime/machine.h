@@ -94,6 +94,7 @@ class Machine {
   void poison(Lock& lock, Stream& stream, void* begin, std::size_t bytes);
 
   std::vector<CapturePtr> captures_;              // in progress
+  std::uint64_t captures_begun_ = 0;              // since the process began
   std::uint64_t generation_ = 0;                  // of start() and stop()
   std::vector<StreamName> agents_{StreamName{}};  // by agent; the first is the host
   VectorClock host_;

@@ -16,6 +16,9 @@ class Stream;
 
 // A stream capture in progress. The streams that are in it, and the events that were recorded there, share it.
 struct Capture {
+  explicit Capture(std::uint64_t number) : number(number) {}
+
+  const std::uint64_t number;  // of no other capture of the process; never 0
   bool has_ended = false;
   std::string broken_by;  // the host call that ended it with an error; empty: none
 };
