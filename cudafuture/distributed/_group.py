@@ -30,6 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 from cudafuture import _C
 from cudafuture.distributed import _backends
 from cudafuture.distributed._monitored_barrier import MonitoredBarrier
+from cudafuture.distributed._nccl_options import options_without_split
 from cudafuture.distributed._side_group import kind_of, make_side_group, timeout_of
 from cudafuture.errors import CollectiveError, InvalidStateError
 
@@ -271,7 +272,9 @@ def make_group(parent: dist.ProcessGroup, ranks: tuple[int, ...], timeout: timed
             backend,
             c10d._get_default_store(),
             group_name=name,
+            backend_options=options_without_split(backend),
             timeout=timeout or timeout_of(parent),
+            device_id=parent.bound_device_id,  # torch connects at once, and barrier() uses this device
             group_desc=f"of {parent.group_name}",
         )[0]
     except RuntimeError as e:

@@ -14,6 +14,7 @@ from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.distributed import collectives, objects, point_to_point
 from cudafuture.distributed._group import group_of, make_group, require_program, resolve
+from cudafuture.distributed._nccl_options import options_without_split
 from cudafuture.distributed.point_to_point import Received
 
 __all__ = ["ProcessGroup", "new_group"]
@@ -106,10 +107,12 @@ class ProcessGroup:
     def new_group(self, ranks: Sequence[int] | None = None, timeout: timedelta | None = None) -> ProcessGroup:
         """Create a group of some ranks of this one (ranks in this group; None: all); only those ranks call it.
 
-        It has this group's backend. `timeout`: None: torch's default for the backend. After a failure, only the
-        survivors call it: the ranks that died take no part.
+        It has this group's backend, and its device if ``init_process_group(device_id=...)`` gave one: then it connects
+        at once. `timeout`: None: this group's. After a failure, only the survivors call it: the ranks that died take
+        no part.
 
         Raises:
+            CollectiveError: the other ranks did not arrive.
             ValueError: this rank is not one of `ranks`, or a rank is not in the group.
 
         >>> ProcessGroup().new_group([0]).ranks()
@@ -132,11 +135,12 @@ class ProcessGroup:
 
         Args:
             split_ranks: ranks in this group, for each new group; no rank in two of them. The same on every rank.
-            timeout: of the new groups; None: torch's default for the backend.
+            timeout: of the new groups; None: this group's.
 
         A rank that is in none of them gets a group whose methods return futures completed with None.
 
         Raises:
+            CollectiveError: the other ranks of this rank's new group did not arrive.
             ValueError: a rank is in two of the new groups, or is not in this group.
 
         >>> ProcessGroup().split([[0]]).ranks()
@@ -313,6 +317,8 @@ def new_group(
     """
     more: dict[str, Any] = {} if sort_ranks else {"sort_ranks": False}
     require_program("new_group()")
+    if use_local_synchronization:
+        pg_options = options_without_split(backend, pg_options)
     group = dist.new_group(
         None if ranks is None else list(ranks),
         timeout,

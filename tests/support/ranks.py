@@ -34,11 +34,13 @@ def run_ranks(
     patience: float = PATIENCE,
     backend: str = "gloo",
     environment: Mapping[str, str] | None = None,
+    binds_device: bool = False,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on `size` ranks with a group, and return what it returns, by rank.
 
     `lost` ranks are meant not to come back: None stands for them. One that takes longer than `patience` seconds is a
-    failure of the test. `environment` is set before the group is made. Over NCCL each rank has a GPU of its own.
+    failure of the test. `environment` is set before the group is made. Over NCCL each rank has a GPU of its own, which
+    `binds_device` passes to ``init_process_group`` as its `device_id`.
     """
     folder = tempfile.TemporaryDirectory(prefix="cudafuture-ranks-")
     pipes: dict[int, Connection] = {}
@@ -47,7 +49,7 @@ def run_ranks(
     with folder:
         for rank in range(size):
             pipes[rank], theirs = _context.Pipe()
-            group = (backend, str(Path(folder.name) / "store"), dict(environment or {}))
+            group = (backend, str(Path(folder.name) / "store"), dict(environment or {}), binds_device)
             job = (rank, size, group, theirs, function, args)
             processes.append(_context.Process(target=_main, args=job))
             processes[-1].start()
@@ -92,14 +94,17 @@ def short_group(seconds: float = TIMEOUT) -> ProcessGroup:
 
 
 def _main(rank: int, size: int, group: Any, pipe: Connection, function: Callable[..., Any], args: Any) -> None:
-    backend, store, environment = group
+    backend, store, environment, binds_device = group
     torch.set_num_threads(1)
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "nccl" in backend:
         torch.cuda.set_device(rank)
     timeout = dt.timedelta(seconds=10 * PATIENCE)  # nothing here is to wait for it
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    device = {"device_id": torch.device("cuda", rank)} if binds_device else {}
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout, **device
+    )
     try:
         answer: tuple[Any, str | None] = (function(rank, *args), None)
     except BaseException:
