@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-_SUPPORTED = "torch 2.12 to 2.15"
+_SUPPORTED = "torch 2.11 to 2.15"
 
 
 def _require_built() -> str:

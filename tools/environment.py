@@ -39,7 +39,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def fits(version: str, requirement: str) -> bool:
-    """Return True if a version satisfies a requirement such as ``torch>=2.12,<2.16``."""
+    """Return True if a version satisfies a requirement such as ``torch>=2.11,<2.16``."""
     found = release(version)
     compare = {
         ">=": operator.ge,

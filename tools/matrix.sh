@@ -5,22 +5,25 @@
 # torch from PyPI, builds the project against it, imports it, and runs a short form of the tests. Then it prints a table
 # of the combinations: passed, failed or skipped, and why. The exit status is 1 where a combination failed.
 #
-#   --torch "2.12 2.15"    these versions of torch, on the Python of --python, or on the reference Python
+#   --torch "2.12 2.15"    these versions of torch, on the Pythons of --python, or each on its own Python
 #   --python "3.10 3.13"   these versions of Python, with the torch of --torch, or with the reference torch
 #   --dry-run              print the commands and run none of them
 #   KEEP=1                 keep the environments (5 GB each); without it one exists at a time
 #   JOBS=...               the number of processes that pytest uses (auto)
 #
-# Without --torch and --python: every torch on the reference Python, and every Python with the reference torch. A Python
-# that is not on this machine is skipped. The log of each combination stays in FOLDER.
+# Without --torch and --python: every torch on its own Python, and every Python with the reference torch. The Python of a
+# torch is the reference Python, but for the torch of tools/gpu_kit.sh the Python of that kit. A Python that is not on this
+# machine is skipped. The log of each combination stays in FOLDER.
 set -u
 
 # The newest patch release of each supported minor version of torch. README.md, pyproject.toml and cmake/torch.cmake
 # name the same range; tests/layout/test_versions.py compares them.
-TORCH="2.12.1 2.13.0 2.14.1 2.15.0"
+TORCH="2.11.0 2.12.1 2.13.0 2.14.1 2.15.0"
 PYTHON="3.10 3.11 3.12 3.13"
 REFERENCE_TORCH=2.13
 REFERENCE_PYTHON=3.11
+GPU_TORCH=2.11
+GPU_PYTHON=3.12
 
 # The short form of the tests takes three minutes on two idle cores; the time limits of the steps only end a hang.
 LIBRARY="future collectives rpc storage prefetch package examples/test_offload_activations.py" # with one process
@@ -67,15 +70,23 @@ pinned() {
   return 1
 }
 
+# home TORCH: print the Python on which a torch is tested when no other is chosen.
+home() {
+  case $1 in
+    "$GPU_TORCH" | "$GPU_TORCH".*) echo $GPU_PYTHON ;;
+    *) echo $REFERENCE_PYTHON ;;
+  esac
+}
+
 # pairs: print the chosen combinations, one `TORCH PYTHON` a line.
 pairs() {
   if [ -z "$torches$pythons" ]; then
-    for torch in $TORCH; do echo "$torch $REFERENCE_PYTHON"; done
+    for torch in $TORCH; do echo "$torch $(home "$torch")"; done
     for python in $PYTHON; do echo "$(pinned $REFERENCE_TORCH) $python"; done
     return
   fi
   for torch in ${torches:-$REFERENCE_TORCH}; do
-    for python in ${pythons:-$REFERENCE_PYTHON}; do echo "$(pinned "$torch") $python"; done
+    for python in ${pythons:-$(home "$torch")}; do echo "$(pinned "$torch") $python"; done
   done
 }
 

@@ -50,14 +50,19 @@ def test_the_matrix_runs_every_minor_version_once() -> None:
 def test_the_reference_versions_are_in_the_matrix() -> None:
     assert minor(found(r"^REFERENCE_TORCH=(\S+)$", "tools/matrix.sh")[0]) in TORCH
     assert minor(found(r"^REFERENCE_PYTHON=(\S+)$", "tools/matrix.sh")[0]) in PYTHON
+    assert minor(found(r"^GPU_TORCH=(\S+)$", "tools/matrix.sh")[0]) in TORCH
+    assert minor(found(r"^GPU_PYTHON=(\S+)$", "tools/matrix.sh")[0]) in PYTHON
 
 
 def test_the_readme_names_the_versions_of_the_matrix() -> None:
     assert span(r"torch (\d\.\d+) to (\d\.\d+), CPU and CUDA", "README.md") == ENDS
     assert span(r"^Linux; Python (\d\.\d+) to (\d\.\d+);", "README.md") == (PYTHON[0], PYTHON[-1])
-    python, torch = found(r"each torch on Python (\S+), and with torch (\S+) on each Python", "README.md")
+    python, torch = found(r"each torch on Python (\S+), with torch (\S+) on each Python", "README.md")
     assert found(r"^REFERENCE_TORCH=(\S+)$", "tools/matrix.sh") == (torch,)
     assert found(r"^REFERENCE_PYTHON=(\S+)$", "tools/matrix.sh") == (python,)
+    torch, python = found(r"and with torch (\S+) on Python (\S+) alone", "README.md")
+    assert found(r"^GPU_TORCH=(\S+)$", "tools/matrix.sh") == (torch,)
+    assert found(r"^GPU_PYTHON=(\S+)$", "tools/matrix.sh") == (python,)
 
 
 def test_pyproject_requires_and_classifies_the_versions_of_the_matrix() -> None:

@@ -8,3 +8,9 @@
 #define __CUDA_BF16_H__
 #define __CUDA_FP8_H__
 #include <nccl.h>
+
+// torch 2.11 comes with NCCL 2.28, which has neither of these.
+#if NCCL_VERSION_CODE < 22900
+typedef int ncclCommMemStat_t;
+#define NCCL_API_MAGIC 0xcafebeef
+#endif
