@@ -67,11 +67,11 @@ class Device:
         return torch.accelerator.current_stream(self.at(index)) if self.has_streams else None
 
     def priority_of(self, stream: torch.Stream) -> int | None:
-        """Return the priority of a pool stream; None for the default stream."""
-        for priority in PRIORITIES:
-            if stream.stream_id in _pool(torch.device(self.name, stream.device_index), priority):
-                return priority
-        return None
+        """Return the priority that the driver gave a stream; None for the default stream."""
+        return self.priority_in_driver(stream) if stream.stream_id else None
+
+    def priority_in_driver(self, stream: torch.Stream) -> int:
+        raise NotImplementedError
 
     # ---- pending work
     def hold(self, stream: torch.Stream | None = None) -> AbstractContextManager[Any]:
@@ -144,6 +144,9 @@ class Simulated(Accelerator):
     def hold(self, stream: torch.Stream | None = None) -> AbstractContextManager[Any]:
         return self.sim.hold(stream)
 
+    def priority_in_driver(self, stream: torch.Stream) -> int:
+        return self.sim.priority(stream)
+
     def delay(self) -> None:
         self.sim.sleep(1)
 
@@ -177,6 +180,11 @@ class Cuda(Accelerator):
             torch.cuda._sleep(200 * _cycles_per_ms())
         return contextlib.nullcontext()
 
+    def priority_in_driver(self, stream: torch.Stream) -> int:
+        return torch.cuda.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        ).priority
+
     def delay(self) -> None:
         torch.cuda._sleep(5 * _cycles_per_ms())
 
@@ -200,11 +208,6 @@ def devices() -> Iterator[str]:
     yield from ("sim-lazy", "sim-jitter", "sim-free")
     if torch.cuda.is_available():
         yield "cuda"
-
-
-@functools.cache
-def _pool(device: torch.device, priority: int) -> frozenset[int]:
-    return frozenset(torch.Stream(device, priority=priority).stream_id for _ in range(32))
 
 
 def settled(

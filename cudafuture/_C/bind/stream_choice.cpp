@@ -41,6 +41,7 @@ StreamChoice stream_choice_from(const Future& parent, nb::handle stream) {
 
 std::vector<c10::Stream> streams_for(const Future& parent, const StreamChoice& choice, int priority) {
   std::vector<c10::Stream> streams;
+  const std::uint64_t capture = parent.events().capture();
   const auto has_event = [&](c10::Device device) {
     const std::vector<DeviceEventPtr>& events = parent.events().events();
     return std::any_of(events.begin(), events.end(), [&](const auto& event) { return event->device() == device; });
@@ -51,7 +52,7 @@ std::vector<c10::Stream> streams_for(const Future& parent, const StreamChoice& c
       continue;  // no work to order there, and a stream would create a context
     const auto here = [&](const c10::Stream& s) { return s.device() == device; };
     const auto chosen = std::find_if(choice.streams.begin(), choice.streams.end(), here);
-    streams.push_back(chosen != choice.streams.end() ? *chosen : pool_stream(device, priority));
+    streams.push_back(chosen != choice.streams.end() ? *chosen : pool_stream(device, priority, capture));
   }
   if (choice.pool) return streams;
   for (const c10::Stream& s : choice.streams) {

@@ -56,13 +56,21 @@ EventSet EventSet::join(c10::ArrayRef<const EventSet*> parts, int priority) {
       joined.events_.push_back(list.front());
       continue;
     }
-    const c10::Stream stream = pool_stream(list.front()->device(), priority);
+    const std::uint64_t capture = EventSet(list).capture();
+    const c10::Stream stream = pool_stream(list.front()->device(), priority, capture);
     if (stands(SyncEdge::join_wait)) {
       for (const DeviceEventPtr& event : list) event->block(stream);
     }
     if (stands(SyncEdge::join_record)) joined.events_.push_back(DeviceEvent::record(stream));
   }
   return joined;
+}
+
+std::uint64_t EventSet::capture() const noexcept {
+  for (const DeviceEventPtr& event : events_) {
+    if (event->is_captured()) return event->capture();
+  }
+  return 0;
 }
 
 std::vector<c10::Device> EventSet::devices() const {

@@ -3,7 +3,9 @@
 
 #include <c10/util/ArrayRef.h>
 
+#include <cstdint>
 #include <exception>
+#include <utility>
 #include <vector>
 
 #include "core/event_pool.h"
@@ -25,13 +27,12 @@ class EventSet {
   // on one pool stream of that priority, and one event is recorded there.
   static EventSet join(c10::ArrayRef<const EventSet*> parts, int priority);
 
+  EventSet() = default;
+  explicit EventSet(std::vector<DeviceEventPtr> events) noexcept : events_(std::move(events)) {}
+
   bool empty() const noexcept { return events_.empty(); }
-  bool is_captured() const noexcept {  // the host can neither query the events nor wait for them
-    for (const DeviceEventPtr& event : events_) {
-      if (event->is_captured()) return true;
-    }
-    return false;
-  }
+  bool is_captured() const noexcept { return capture() != 0; }  // the host can neither query the events nor wait for them
+  std::uint64_t capture() const noexcept;                       // in which an event was recorded; 0: none
   const std::vector<DeviceEventPtr>& events() const noexcept { return events_; }
   std::vector<c10::Device> devices() const;
 

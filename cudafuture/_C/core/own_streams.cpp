@@ -1,36 +1,42 @@
 #include "core/own_streams.h"
 
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 
+#include "core/capture.h"
 #include "core/device_runtime.h"
 #include "core/process.h"
-#include "core/stream_pool.h"
 
 namespace cudafuture {
 namespace {
 
 std::array<std::atomic<MakeStream>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> make_stream_of{};
 
+using CreateStream = int (*)(void** stream, unsigned flags, int priority);
+
+// Null if no runtime of CUDA or HIP can be reached, as where torch links it statically.
+CreateStream create_cuda_stream() noexcept {
+  static const auto create =
+      find_in_device_runtime<CreateStream>("cudaStreamCreateWithPriority", "hipStreamCreateWithPriority");
+  return create;
+}
+
 // Returns the id of a new stream; for a stream that c10 did not create, the id is its handle.
 std::int64_t make_cuda_stream(int device, int priority) {
   constexpr unsigned kNonBlocking = 1;  // cudaStreamNonBlocking: it does not wait for the legacy default stream
-  using Create = int (*)(void** stream, unsigned flags, int priority);
-  static const auto create =
-      find_in_device_runtime<Create>("cudaStreamCreateWithPriority", "hipStreamCreateWithPriority");
-  TORCH_CHECK(create != nullptr, "the CUDA runtime of torch has no cudaStreamCreateWithPriority");
   void* stream = nullptr;
-  const int error = create(&stream, kNonBlocking, priority);
+  const int error = create_cuda_stream()(&stream, kNonBlocking, priority);
   TORCH_CHECK(error == 0, "a stream on cuda:", device, " could not be made: CUDA error ", error);
   return reinterpret_cast<std::int64_t>(stream);
 }
 
 MakeStream maker_for(c10::DeviceType type) noexcept {
-  if (type == c10::DeviceType::CUDA) return make_cuda_stream;
+  if (type == c10::DeviceType::CUDA) return create_cuda_stream() == nullptr ? nullptr : make_cuda_stream;
   return make_stream_of[static_cast<std::size_t>(type)].load(std::memory_order_acquire);
 }
 
@@ -44,6 +50,8 @@ OwnStreams& OwnStreams::get() noexcept {
   static auto* const streams = new OwnStreams;
   return *streams;
 }
+
+bool OwnStreams::can_create(c10::DeviceType type) noexcept { return maker_for(type) != nullptr; }
 
 c10::Stream OwnStreams::acquire(c10::Device device, int priority) {
   refuse_after_fork();
@@ -59,8 +67,9 @@ c10::Stream OwnStreams::acquire(c10::Device device, int priority) {
     }
   }
   const MakeStream make = maker_for(device.type());
-  if (make == nullptr) return pool_stream(device, priority);
+  if (make == nullptr) return c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, priority);
   const c10::DeviceGuard guard(device);
+  const BesideCaptures relaxed(device.type());
   return c10::Stream(c10::Stream::UNSAFE, device, make(device.index(), priority));
 }
 

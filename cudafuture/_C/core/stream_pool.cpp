@@ -6,10 +6,15 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
+#include <mutex>
 #include <string>
+#include <tuple>
 
 #include "core/capture.h"
+#include "core/device_runtime.h"
 #include "core/error.h"
+#include "core/own_streams.h"
 #include "core/sync_edge.h"
 
 namespace cudafuture {
@@ -26,6 +31,98 @@ const DeviceGuardImplInterface* guard_of(c10::DeviceType type) noexcept {
   return c10::impl::device_guard_impl_registry[static_cast<std::size_t>(type)].load(std::memory_order_acquire);
 }
 
+// Returns null for a device type that this process has not used yet. torch's guard for CUDA would call cuInit when it
+// counts the devices, and children that are forked afterwards cannot use CUDA.
+const DeviceGuardImplInterface* guard_in_use(c10::DeviceType type) noexcept {
+  const DeviceGuardImplInterface* const guard = guard_of(type);
+  return guard == nullptr || (type == c10::DeviceType::CUDA && !is_cuda_initialized()) ? nullptr : guard;
+}
+
+// Returns a stream of torch's pool that is not being captured, unless by `capture`.
+c10::Stream stream_of_torch(c10::Device device, int priority, std::uint64_t capture) {
+  constexpr int kStreams = 32;  // of torch's pool, for each priority
+  const VirtualGuardImpl guard(device.type());
+  for (int i = 0; i < kStreams; ++i) {
+    const c10::Stream stream = guard.getNewStream(device, priority);
+    const std::uint64_t of_stream = capture_of(stream);
+    if (of_stream == 0 || of_stream == capture) return stream;
+  }
+  throw Error(ErrorKind::invalid_state,
+              "every stream of " + device.str() + " is being captured: no stream is left for other work");
+}
+
+// True if all work of the stream has finished, as far as this is known.
+bool is_idle(const c10::Stream& stream) {
+  const BesideCaptures relaxed(stream.device_type());
+  try {
+    return VirtualGuardImpl(stream.device_type()).queryStream(stream);
+  } catch (const c10::Error&) {  // a broken device: its next call reports the error
+    return true;
+  }
+}
+
+// The pool of one device and priority.
+//
+// Lock: mutex_ guards the fields; no device call is made under it.
+class Pool {
+ public:
+  static Pool& of(c10::Device device, int priority);
+
+  Pool(c10::Device device, int priority) : device_(device), priority_(priority) {}
+
+  // Returns, in this order: a stream that `capture` records already, an idle stream, a new one, a busy one.
+  c10::Stream stream(std::uint64_t capture) {
+    std::vector<c10::Stream> free;  // not captured
+    const std::vector<c10::Stream> streams = snapshot();
+    for (const c10::Stream& stream : streams) {
+      const std::uint64_t of_stream = capture_of(stream);
+      if (of_stream == 0) {
+        if (capture == 0 && is_idle(stream)) return stream;
+        free.push_back(stream);
+      } else if (of_stream == capture) {
+        return stream;
+      }
+    }
+    if (capture != 0 && !free.empty()) return free.front();
+    if (streams.size() < kMost) return create(capture);
+    if (!free.empty()) return free[turn_.fetch_add(1, std::memory_order_relaxed) % free.size()];
+    return stream_of_torch(device_, priority_, capture);
+  }
+
+ private:
+  static constexpr std::size_t kMost = 4;
+
+  std::vector<c10::Stream> snapshot() const {
+    std::lock_guard lock(mutex_);
+    return streams_;
+  }
+
+  c10::Stream create(std::uint64_t capture) {
+    const c10::Stream created = OwnStreams::get().acquire(device_, priority_);
+    std::unique_lock lock(mutex_);
+    if (streams_.size() < kMost) {
+      streams_.push_back(created);
+      return created;
+    }
+    lock.unlock();  // other threads were faster
+    OwnStreams::get().release(created, priority_);
+    return stream(capture);
+  }
+
+  const c10::Device device_;
+  const int priority_;
+  mutable std::mutex mutex_;
+  std::vector<c10::Stream> streams_;
+  std::atomic<std::size_t> turn_{0};  // of the busy streams
+};
+
+Pool& Pool::of(c10::Device device, int priority) {
+  static std::mutex mutex;
+  static auto* const pools = new std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, int>, Pool>;  // leaked
+  std::lock_guard lock(mutex);
+  return pools->try_emplace({device.type(), device.index(), priority}, device, priority).first->second;
+}
+
 }  // namespace
 
 bool has_streams(c10::Device device) noexcept {
@@ -38,7 +135,7 @@ bool any_device_with_streams() noexcept {
   static std::atomic<bool> seen{false};
   if (seen.load(std::memory_order_relaxed)) return true;
   for (c10::DeviceType type : kTypes) {
-    const DeviceGuardImplInterface* guard = guard_of(type);
+    const DeviceGuardImplInterface* guard = guard_in_use(type);
     if (guard != nullptr && guard->deviceCount() > 0) {
       seen = true;
       return true;
@@ -50,7 +147,7 @@ bool any_device_with_streams() noexcept {
 std::vector<c10::Device> all_devices_with_streams() {
   std::vector<c10::Device> devices;
   for (c10::DeviceType type : kTypes) {
-    const DeviceGuardImplInterface* guard = guard_of(type);
+    const DeviceGuardImplInterface* guard = guard_in_use(type);
     const c10::DeviceIndex count = guard == nullptr ? 0 : guard->deviceCount();
     for (c10::DeviceIndex i = 0; i < count; ++i) devices.emplace_back(type, i);
   }
@@ -76,21 +173,23 @@ std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors) {
   return devices;
 }
 
-c10::Stream pool_stream(c10::Device device, int priority) {
-  return VirtualGuardImpl(device.type()).getNewStream(device, priority);
+c10::Stream pool_stream(c10::Device device, int priority, std::uint64_t capture) {
+  const c10::DeviceGuard guard(device);  // for the queries: CUDA would create a context on another device
+  if (!OwnStreams::can_create(device.type())) return stream_of_torch(device, priority, capture);
+  return Pool::of(device, priority).stream(capture);
 }
 
-std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int priority) {
+std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int priority, std::uint64_t capture) {
   std::vector<c10::Stream> streams;
   streams.reserve(devices.size());
-  for (c10::Device device : devices) streams.push_back(pool_stream(device, priority));
+  for (c10::Device device : devices) streams.push_back(pool_stream(device, priority, capture));
   return streams;
 }
 
 CurrentDevices current_devices() {
   CurrentDevices devices;
   for (c10::DeviceType type : kTypes) {
-    const DeviceGuardImplInterface* guard = guard_of(type);
+    const DeviceGuardImplInterface* guard = guard_in_use(type);
     if (guard != nullptr && guard->deviceCount() > 0) devices.push_back(guard->getDevice());
   }
   return devices;

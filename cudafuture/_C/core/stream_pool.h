@@ -1,4 +1,9 @@
-// Streams: from the device's pool by priority, the current ones, and a scope that makes streams current.
+// Streams: from the library's pool by priority, the current ones, and a scope that makes streams current.
+//
+// The pool has at most four streams for each device and priority, which the library creates itself (own_streams). It
+// returns an idle one if there is one, and the same one first: the caching allocator and cuBLAS keep memory for each
+// stream that they have seen. It does not use torch's pool, whose streams torch.cuda.graph() captures and the program
+// keeps busy.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,6 +12,7 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
+#include <cstdint>
 #include <vector>
 
 namespace cudafuture {
@@ -15,8 +21,9 @@ namespace cudafuture {
 // devices that do not exist: no value can live on them.
 bool has_streams(c10::Device device) noexcept;
 
-// True if such a device can exist in this process. Cheap.
+// True if this process may have work on such a device: it has initialized the runtime of one. Cheap.
 bool any_device_with_streams() noexcept;
+// Those devices; none before their runtime is initialized.
 std::vector<c10::Device> all_devices_with_streams();
 
 // True if this process has a context on the device. A device without one has no pending work, and using it would create
@@ -26,10 +33,13 @@ bool has_context(c10::Device device);
 // The devices of `tensors` that have streams, without duplicates.
 std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors);
 
-// Returns a stream of the device's own pool. Lower is more urgent: 0 is the default, -1 high. The pool hands out its
-// streams round-robin, so two callers can share one: do not keep one permanently.
-c10::Stream pool_stream(c10::Device device, int priority);
-std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int priority);
+// Returns a stream of the pool. Lower is more urgent: 0 is the default, -1 high. Callers share the streams: do not keep
+// one permanently.
+//
+// `capture`: the stream capture that the stream is going to join, as `capture_of` returns it. A stream that another
+// capture records is never returned. Throws the device's error if a new stream cannot be created.
+c10::Stream pool_stream(c10::Device device, int priority, std::uint64_t capture = 0);
+std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int priority, std::uint64_t capture = 0);
 
 // The calling thread's current device of each type that has streams: nearly always there is one such type.
 using CurrentDevices = c10::SmallVector<c10::Device, 2>;

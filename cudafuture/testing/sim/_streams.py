@@ -13,7 +13,7 @@ from cudafuture.testing._hold import StreamHold, open_all
 from cudafuture.testing.sim._accelerator import synchronize
 from cudafuture.testing.sim._virtual_time import name_of, seconds
 
-__all__ = ["Hold", "capture", "fail", "finish", "hold", "release", "sleep"]
+__all__ = ["Hold", "capture", "fail", "finish", "hold", "priority", "release", "sleep"]
 
 
 class Hold(StreamHold):
@@ -70,6 +70,17 @@ def sleep(ms: float, stream: torch.Stream | None = None) -> None:
     0.0025
     """
     _native.sleep(name_of(stream), seconds(ms))
+
+
+def priority(stream: torch.Stream | None = None) -> int:
+    """Return the priority of a stream (default: the current one): lower is more urgent, 0 is the default.
+
+    >>> sim.enable()
+    >>> sim.priority(torch.Stream("sim", priority=-1))
+    -1
+    """
+    value: int = _native.priority(name_of(stream))
+    return value
 
 
 def hold(stream: torch.Stream | None = None) -> Hold:

@@ -20,7 +20,10 @@ void* context_of(int device) { return reinterpret_cast<void*>(static_cast<intptr
 
 extern "C" {
 
-int cuInit(unsigned) { return cudaSuccess; }
+int cuInit(unsigned) {
+  const Call call(__func__);  // starts the machine
+  return cudaSuccess;
+}
 
 int cuDriverGetVersion(int* version) {
   *version = CUDART_VERSION;
@@ -32,7 +35,10 @@ int cuDeviceGet(int* device, int ordinal) {
   return cudaSuccess;
 }
 
-int cuDeviceGetCount(int* count) { return cudaGetDeviceCount(count); }
+int cuDeviceGetCount(int* count) {
+  constexpr int kNotInitialized = 3;  // CUDA_ERROR_NOT_INITIALIZED
+  return Machine::exists() ? cudaGetDeviceCount(count) : kNotInitialized;
+}
 
 int cuDeviceGetUuid(char* uuid, int device) {
   std::memset(uuid, 0, 16);

@@ -180,6 +180,7 @@ void bind_streams(nb::module_& m) {
     };
     return nb::capsule(reinterpret_cast<void*>(make), "make_stream");
   });
+  m.def("priority", [](const NamedStream& stream) { return Accelerator::get().priority_of(named(stream)); });
   m.def("hold", [](const NamedStream& stream) {
     auto* const gate = new GatePtr(Accelerator::get().hold(named(stream)));
     return nb::capsule(gate, [](void* p) noexcept { delete static_cast<GatePtr*>(p); });
