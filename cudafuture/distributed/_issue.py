@@ -10,14 +10,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from cudafuture import _C
-from cudafuture._C import CUDAFuture
 from cudafuture._staging import are_dense
 from cudafuture.config import config
 from cudafuture.distributed import _gloo, _order, _staged
@@ -32,7 +30,6 @@ __all__ = [
     "begin",
     "begin_beside",
     "begin_in_queue",
-    "keep_until_ready",
     "nothing",
 ]
 
@@ -110,7 +107,7 @@ class Issue(NamedTuple):
             work = function(*tensors, group=self.issuer.process_group or process_group)
         except BaseException as e:
             return self.refused(e)
-        return self.follow(process_group, work, value)
+        return self.follow(process_group, work, value, tensors)
 
     def choose_root(
         self, process_group: dist.ProcessGroup, rank: int | None, group_rank: int | None, options: dict[str, Any]
@@ -130,11 +127,11 @@ class Issue(NamedTuple):
         options[f"group_{operation.root}"] = root
         return root == process_group.rank()
 
-    def follow(self, process_group: dist.ProcessGroup, work: Any, value: T) -> _Future[T]:
-        """Return the future of the issued Work."""
+    def follow(self, process_group: dist.ProcessGroup, work: Any, value: T, tensors: object) -> _Future[T]:
+        """Return the future of the issued Work, which keeps `tensors` while a device uses them."""
         group = self.group
         future: _Future[T] = _C.collective(
-            work, value, self.operation.name, group.callbacks, self, group.timeout, group.backends
+            work, value, self.operation.name, group.callbacks, self, group.timeout, group.backends, tensors
         )
         return self.shown(process_group, future) if _compares_order else future
 
@@ -317,20 +314,6 @@ def _facts(tensors: Any, operation: Operation, process_group: dist.ProcessGroup)
     if isinstance(tensors, (list, tuple)):
         return [_facts(t, operation, process_group) for t in tensors]
     return None
-
-
-def keep_until_ready(future: CUDAFuture[T], *tensors: torch.Tensor) -> CUDAFuture[T]:
-    """Hold device tensors until the future's device work has finished; return the future.
-
-    For a Work whose ``wait()`` the library has called: torch releases the tensors of such a Work at once.
-    """
-    if any(not tensor.is_cpu for tensor in tensors):
-        _C.add_ready_callback(future, partial(_drop, tensors))
-    return future
-
-
-def _drop(tensors: object, future: object) -> None:
-    """Do nothing: the references end with the call."""
 
 
 def _is_fit(tensor: torch.Tensor, operation: Operation, process_group: dist.ProcessGroup) -> bool:

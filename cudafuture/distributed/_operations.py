@@ -57,8 +57,6 @@ class Operation:
     """All ranks give the same shapes and dtypes in every argument."""
     gloo_copies_cuda: bool = False
     """torch's Gloo copies CUDA tensors to the host itself. False: this library does."""
-    releases_input: bool = False
-    """Over NCCL the Work of a rank without an output releases the input before the device has read it."""
     is_matched_by_peer: bool = False
     """The backend pairs operations by peer and tag, not by the order of issue."""
 
@@ -148,7 +146,6 @@ GATHER = Operation(
     layout=Layout.ANY_OVER_GLOO,
     has_same_tensors=False,
     gloo_copies_cuda=True,
-    releases_input=True,
 )
 SCATTER = Operation(
     "scatter",

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.overrides import has_torch_function_unary
 
 from cudafuture._C import CUDAFuture
-from cudafuture.distributed._issue import begin, keep_until_ready, nothing
+from cudafuture.distributed._issue import begin, nothing
 from cudafuture.distributed._operations import (
     ALL_GATHER,
     ALL_GATHER_COALESCED,
@@ -47,7 +47,6 @@ from cudafuture.distributed._operations import (
     SCATTER,
     Operation,
 )
-from cudafuture.distributed._staging_buffers import each
 
 __all__ = [
     "all_gather",
@@ -99,8 +98,7 @@ def _issue(
     has_output = is_root or operation.root == "src"
     value = tensors[operation.output] if has_output and operation.output is not None else None
     roles = operation.roles if is_root else operation.roles_elsewhere or operation.roles
-    future = issue.run(process_group, partial(operation.function, async_op=True, **options), value, tensors, roles)
-    return keep_until_ready(future, *each(tensors)) if operation.releases_input and not is_root else future
+    return issue.run(process_group, partial(operation.function, async_op=True, **options), value, tensors, roles)
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> CUDAFuture[Tensor]:
@@ -123,7 +121,7 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -
         work = (issue.issuer.process_group or pg).allreduce([tensor], _SUM_OPTIONS)
     except BaseException as e:
         return issue.refused(e)
-    return issue.follow(pg, work, tensor)
+    return issue.follow(pg, work, tensor, tensor)
 
 
 _SUM_OPTIONS = dist.AllreduceOptions()

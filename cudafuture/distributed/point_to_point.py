@@ -18,7 +18,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture.combine import gather
 from cudafuture.distributed import _staged
 from cudafuture.distributed._group import rank_in
-from cudafuture.distributed._issue import Issue, begin_beside, keep_until_ready, nothing
+from cudafuture.distributed._issue import Issue, begin_beside, nothing
 from cudafuture.distributed._operations import BATCH_ISEND_IRECV, RECV, SEND
 
 __all__ = ["Received", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
@@ -117,18 +117,20 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
     values = [_value_of(op, pg) for op in ops]
     works: list[Any] = []
 
-    def issue_all(**_: Any) -> Any:  # each operation names the group itself
+    tensors = tuple(op.tensor for op in ops)
+
+    def issue_all(*_: torch.Tensor, **__: Any) -> Any:  # each operation names its tensor and the group itself
         works.extend(BATCH_ISEND_IRECV.function(ops))
         return works[0]
 
     if pg._get_backend(ops[0].tensor.device).supports_coalescing:  # one Work for all operations
-        return keep_until_ready(issue.run(pg, issue_all, values), *(op.tensor for op in ops))
+        return issue.run(pg, issue_all, values, tensors)
     for op in ops:
         _peer_in(pg, None, op.group_peer, "peer")
-    first = issue.run(pg, issue_all, values[0])
+    first = issue.run(pg, issue_all, values[0], tensors)
     if not works:  # refused
         return gather(first)
-    others = [issue.follow(pg, w, v) for w, v in zip(works[1:], values[1:], strict=True)]
+    others = [issue.follow(pg, w, v, t) for w, v, t in zip(works[1:], values[1:], tensors[1:], strict=True)]
     return gather(first, *others)
 
 
@@ -182,7 +184,7 @@ def _recv_from_anyone(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tens
         return _staged.run_recv(issue, group, function, received_by, tensor)
     work: Any = None
 
-    def keep_work(group: dist.ProcessGroup) -> Any:
+    def keep_work(tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
         nonlocal work
         work = function(tensor, group=group)
         return work
@@ -196,5 +198,5 @@ def _recv_from_anyone(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tens
         except BaseException as e:  # the group may have been destroyed
             result.set_exception(issue.error(e))
 
-    issue.run(group, keep_work, tensor).add_done_callback(finish, executor=_C.callback_thread)
+    issue.run(group, keep_work, tensor, (tensor,)).add_done_callback(finish, executor=_C.callback_thread)
     return result

@@ -23,15 +23,15 @@ FuturePtr make_future(const std::string& name, const HostExecutor& callbacks, nb
   return future;
 }
 
-// Returns the future of a collective: it follows `work` and completes with `value`.
+// Returns the future of a collective: it follows `work`, which uses `tensors`, and completes with `value`.
 nb::object collective(nb::handle work, nb::object value, const std::string& name, const HostExecutor& callbacks,
-                      nb::object origin, double timeout, std::optional<BackendsPtr> backends) {
+                      nb::object origin, double timeout, std::optional<BackendsPtr> backends, nb::object tensors) {
   const ParkingScope parking;
   refuse_after_fork();
   FuturePtr future = make_future(name, callbacks, origin);
   nb::object result = wrap(future);
   const Group group{timeout, backends.value_or(nullptr), std::move(origin)};
-  follow_work(work, std::move(future), std::move(value), group);
+  follow_work(work, std::move(future), std::move(value), std::move(tensors), group);
   raise_kept_interrupt();
   return result;
 }
@@ -66,7 +66,7 @@ void fail_overdue(double grace, nb::handle notice) {
 
 void bind_collective(nb::module_& m) {
   m.def("collective", collective, nb::arg("work"), nb::arg("value").none(), nb::arg("name"), nb::arg("callbacks"),
-        nb::arg("origin").none(), nb::arg("timeout"), nb::arg("backends").none() = nb::none());
+        nb::arg("origin").none(), nb::arg("timeout"), nb::arg("backends").none() = nb::none(), nb::arg("tensors").none() = nb::none());
   m.def("fail_overdue", fail_overdue, nb::arg("grace"), nb::arg("notice"));
   m.def("issued", issued, nb::arg("name"), nb::arg("callbacks"), nb::arg("origin").none());
 }

@@ -38,7 +38,7 @@ nb::object to_torch_event(const EventView& view) {
   static Imported event_class{"torch", "Event"};
   const c10::Device device = view.event->device();
   const c10::OptionalDeviceGuard guard(stands(SyncEdge::guard_to_torch) ? std::optional(device) : std::nullopt);
-  const c10::Stream stream = pool_stream(device, 0);
+  const c10::Stream stream = pool_stream(device, 0, view.event->capture());
   if (stands(SyncEdge::event_to_torch_wait)) view.event->block(stream);
   nb::object event = event_class()(device_object(device));
   if (stands(SyncEdge::event_to_torch_record)) event.attr("record")(stream_object(stream));
@@ -75,6 +75,9 @@ void bind_events(nb::module_& m) {
       .def("wait", wait_on_stream, nb::arg("stream") = nb::none(),
            "Make `stream` (default: the device's current one) wait for the event; the host goes on.")
       .def("to_torch_event", to_torch_event, "Return a new torch.Event that is reached when this event is.")
+      .def_prop_ro(
+          "capture", [](const EventView& v) { return v.event->capture(); },
+          "Number of the stream capture in which the event was recorded; 0: none.")
       .def("__repr__", [](const EventView& v) {
         const char* state = v.event->is_captured() ? "captured" : v.event->query() ? "reached" : "pending";
         return "<EventView of " + v.event->device().str() + ": " + state + ">";

@@ -64,6 +64,9 @@ void refuse_captured(const Future& future, const char* what);
 // error must not be hidden.
 void raise_late_error(Future& future);
 void wait_for_devices(Future& future, bool non_blocking, const Deadline& deadline);
+// Orders the thread's current streams after a completed future, outside the interpreter: a driver call blocks where the
+// device's queue is full, or where another thread frees memory.
+void order_callers_streams(Future& future, OrderingSyncEdges edges = {});
 
 // A callback that the thread is running, so that waiting for its own child is an error and not a deadlock.
 class RunningChild {

@@ -1,10 +1,13 @@
 // Streams for Python: from the pool, the current ones, and a scope that makes streams current.
+#include <c10/core/DeviceGuard.h>
+
 #include <memory>
 
 #include "bind/errors.h"
 #include "bind/future.h"
 #include "core/capture.h"
 #include "core/own_streams.h"
+#include "core/pinned_memory.h"
 #include "core/stream_pool.h"
 
 namespace cudafuture::bind {
@@ -18,6 +21,15 @@ struct UseStreams {
 
   std::vector<c10::Stream> streams;
   std::vector<std::unique_ptr<StreamScope>> scopes;
+};
+
+// A context manager around the core's scope.
+struct PinnedScope {
+  PinnedScope() = default;
+  PinnedScope(const PinnedScope&) = delete;
+  PinnedScope& operator=(const PinnedScope&) = delete;
+
+  std::optional<PinnedMemoryScope> scope;
 };
 
 c10::Device device_with_streams(nb::handle device) {
@@ -35,10 +47,12 @@ c10::Device device_with_streams(nb::handle device) {
 void bind_streams(nb::module_& m) {
   m.def(
       "pool_stream",
-      [](nb::handle device, int priority) {
-        return stream_object(pool_stream(device_with_streams(device), expect_priority(priority)));
+      [](nb::handle device, int priority, std::uint64_t capture) {
+        return stream_object(pool_stream(device_with_streams(device), expect_priority(priority), capture));
       },
-      nb::arg("device"), nb::arg("priority"));
+      nb::arg("device"), nb::arg("priority"), nb::arg("capture") = 0);
+  m.def(
+      "with_index", [](nb::handle device) { return device_object(device_with_streams(device)); }, nb::arg("device"));
   m.def(
       "acquire_stream",
       [](nb::handle device, int priority) {
@@ -68,6 +82,20 @@ void bind_streams(nb::module_& m) {
       .def("__exit__", [](UseStreams& self, const nb::args&) {
         if (!self.scopes.empty()) self.scopes.pop_back();
       });
+  nb::class_<PinnedScope>(m, "PinnedMemoryScope")
+      .def(nb::init<>())
+      .def("__enter__", [](PinnedScope& self) { self.scope.emplace(); })
+      .def("__exit__", [](PinnedScope& self, const nb::args&) { self.scope.reset(); });
+  m.def("mark_library_thread", mark_library_thread);
+  m.def(
+      "relax_captures",
+      [](nb::handle device) {
+        const c10::Device at = device_with_streams(device);
+        const c10::DeviceGuard guard(at);
+        mark_library_thread();
+        relax_captures(at.type());
+      },
+      nb::arg("device"));
   // `exchange`: a capsule of the function, as a simulated accelerator provides it.
   m.def(
       "set_exchange_capture_mode",

@@ -34,7 +34,12 @@ class EnteredContext {
   EnteredContext(const CallerContext& settings, PyObject* contextvars) : contextvars_(contextvars) {
     if (contextvars_ == nullptr) return;
     if (PyContext_Enter(contextvars_) != 0) throw nb::python_error();
-    settings_.emplace(settings);
+    try {
+      settings_.emplace(settings);
+    } catch (...) {
+      PyContext_Exit(contextvars_);
+      throw;
+    }
   }
   ~EnteredContext() {
     if (contextvars_ == nullptr) return;
@@ -169,7 +174,7 @@ class Then final : public Continuation, public Deferred {
     }
     const StreamScope scope(streams);
     if (has_events && !is_broken) {
-      order_current_streams(parent, memory_of(parent), {SyncEdge::then_stream, SyncEdge::then_record_stream});
+      order_callers_streams(parent, {SyncEdge::then_stream, SyncEdge::then_record_stream});
     }
     nb::object result = invoke(parent, child);
     if (result.is_valid()) {

@@ -127,8 +127,9 @@ class Deliver final : public Continuation {
       return;
     }
     // Here torch records its events, and tells the allocator about consumers of the value.
-    const StreamScope scope(pool_streams(source.events().devices(), source.priority()));
-    if (stands(SyncEdge::to_torch_stream)) source.events().block_current_streams();
+    const EventSet& events = source.events();
+    const StreamScope scope(pool_streams(events.devices(), source.priority(), events.capture()));
+    if (stands(SyncEdge::to_torch_stream)) events.block_current_streams();
     if (is_known_to_torch(source)) {
       target_.attr("set_result")(result_of(source));
     } else {
@@ -183,6 +184,25 @@ class Deliver final : public Continuation {
 bool is_torch_future(nb::handle object) {
   static Imported future_class{"torch._C", "Future"};
   return PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(future_class().ptr())) != 0;
+}
+
+// torch hides the events of a completed future: its callbacks run on other streams, which wait for the events, and it
+// tells the allocator that those streams use the value. The name of a private member may be given in an explicit
+// instantiation, so this file reads them.
+std::vector<c10::Event>& hidden_events(TorchFuture& future);
+template <auto events>
+struct HiddenEvents {
+  friend std::vector<c10::Event>& hidden_events(TorchFuture& future) { return future.*events; }
+};
+template struct HiddenEvents<&TorchFuture::events_>;
+
+EventSet events_of(const TorchFuturePtr& source, std::uint64_t capture) {
+  if (source->hasError()) return EventSet();
+  std::vector<DeviceEventPtr> events;
+  for (const c10::Event& event : hidden_events(*source)) {  // no thread changes them once the future is completed
+    events.push_back(DeviceEvent::share(event, source, capture));
+  }
+  return EventSet(std::move(events));
 }
 
 // Called inside torch's callback: the current streams are ordered after the value. Torch keeps no events of a failure.

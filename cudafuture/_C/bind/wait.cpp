@@ -153,10 +153,11 @@ void finish_devices(Future& future, const Deadline& deadline) {
 // becomes the late error.
 void order_streams(Future& future) {
   if (future.state() == State::completed) {
-    order_current_streams(future, memory_of(future));
+    order_callers_streams(future);
     return;
   }
   try {
+    const WithoutGil released;
     order_current_streams(future, {});
   } catch (const std::exception&) {
     future.set_late_error(std::current_exception());
@@ -164,6 +165,15 @@ void order_streams(Future& future) {
 }
 
 }  // namespace
+
+void order_callers_streams(Future& future, OrderingSyncEdges edges) {
+  {
+    const std::vector<DeviceMemory> memory = memory_of(future);
+    const WithoutGil released;
+    order_current_streams(future, memory, edges);
+  }
+  future.consumed();
+}
 
 RunningChild::RunningChild(const Future& child) noexcept : child_(child), outer_(innermost) { innermost = this; }
 RunningChild::~RunningChild() { innermost = outer_; }

@@ -1,5 +1,6 @@
 #include "bind/work.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <memory>
@@ -17,6 +18,7 @@
 #include "bind/promise.h"
 #include "bind/torch_future.h"
 #include "bind/work_errors.h"
+#include "core/capture.h"
 #include "core/error.h"
 #include "core/stream_pool.h"
 
@@ -60,17 +62,23 @@ std::vector<c10::Device> devices_of(const c10::IValue& value) {
   return cudafuture::devices_of(tensors);
 }
 
+// Returns the stream capture of this thread's current stream, in which a Work has just been enqueued; 0: none.
+std::uint64_t capture_on(c10::Device device) {
+  const c10::DeviceGuard guard(device);
+  return capture_of(current_stream(device));
+}
+
 // Records events on the current streams of devices that a Work's future does not name.
 EventSet record_work(const std::vector<c10::Device>& devices) {
   return stands(SyncEdge::work_record) ? EventSet::record(devices) : EventSet();
 }
 
-// Follows without the interpreter: the value stays in C++.
+// Follows the pending future of a Work on devices, without the interpreter: the value stays in C++.
 void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> promise,
                      std::shared_ptr<WorkErrors> errors) {
   source->addCallback([promise = std::move(promise), errors = std::move(errors)](TorchFuture& done) {
     EventSet events = record_devices(done);
-    if (errors != nullptr) errors->set_events(events);
+    errors->set_events(events);
     if (done.hasError()) {
       promise->fail(done.exception_ptr(), std::move(events));
     } else {
@@ -79,24 +87,29 @@ void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> prom
   });
 }
 
-// Returns true for the two futures of ProcessGroupNCCL that cannot be followed, although the Work is enqueued and can
-// be waited for:
-//   - a gather's, on every rank except the root: it fails immediately, because it cannot hold the undefined tensor that
-//     represents the missing output;
-//   - a coalesced batch of sends and receives: its events are recorded before the batch is launched.
-bool has_no_usable_future(c10d::Work& work, const TorchFuture& native) {
-  if (native.devices().empty() || !native.completed()) return false;
-  if (work.retrieveOpType() == c10d::OpType::COALESCED) return true;
-  return native.hasError() && work.exception() == nullptr;
+// Records events after a Work whose future is no proof of completion, although the Work is enqueued: it holds no tensors.
+// ProcessGroupNCCL returns two kinds of them:
+//   - the end of a coalesced batch, also under the name of another operation (an uneven all_gather or reduce_scatter):
+//     the future holds an empty list;
+//   - a gather, on every rank except the root: the future fails immediately, because it cannot hold the undefined tensor
+//     that represents the missing output.
+EventSet record_after(c10d::Work& work, const std::vector<c10::Device>& devices, std::uint64_t capture) {
+  const WithoutGil released;
+  const StreamScope scope(pool_streams(devices, 0, capture));
+  const c10::DeviceGuard guard(devices.front());
+  work.synchronize();  // makes the current streams wait
+  return record_work(devices);
 }
 
-void follow_by_its_wait(c10d::Work& work, const TorchFuture& native, Promise& promise, WorkErrors* errors) {
+// Follows a Work that is enqueued on devices.
+void follow_enqueued(c10d::Work& work, const TorchFuturePtr& native, Promise& promise, WorkErrors& errors) {
+  const std::vector<c10::Device>& devices = native->devices();
   try {
-    const StreamScope scope(pool_streams(native.devices(), 0));
-    work.wait();  // makes the current streams wait
-    EventSet events = record_work(native.devices());
-    if (errors != nullptr) errors->set_events(events);
-    promise.complete(native.hasError() ? c10::IValue() : native.constValue(), std::move(events));
+    const std::uint64_t capture = capture_on(devices.front());
+    EventSet events = kept(events_of(native, capture), SyncEdge::work_events);
+    if (native->hasError() || native->storages().empty()) events = record_after(work, devices, capture);
+    errors.set_events(events);
+    promise.complete(native->hasError() ? c10::IValue() : native->constValue(), std::move(events));
   } catch (...) {
     promise.fail(std::current_exception(), {});
   }
@@ -166,23 +179,31 @@ BackendsPtr all_backends() {
   return backends.is_none() ? nullptr : nb::cast<BackendsPtr>(backends);
 }
 
-// Adds the async error source: NCCL's futures are complete when the work is enqueued, and failures come later.
-std::shared_ptr<WorkErrors> add_errors(Future& future, c10d::Work& work, const std::optional<Group>& group) {
+TorchFuturePtr future_of(c10d::Work& work) {
+  try {
+    return work.getFuture();
+  } catch (const c10::Error&) {  // not implemented for this kind of work
+    return nullptr;
+  }
+}
+
+// Adds what the operation is until its device work has finished: NCCL's futures are complete when the work is enqueued.
+// Failures come later, and the device uses the tensors until then.
+std::shared_ptr<WorkErrors> add_operation(Future& future, KeptWork&& work, const std::optional<Group>& group) {
   const nb::object origin = group ? group->origin : nb::none();
-  const std::shared_ptr<WorkErrors> errors = WorkErrors::of(work, group ? group->backends : all_backends(), origin);
-  if (errors != nullptr) future.add_async_errors(errors);
+  auto errors = WorkErrors::of(std::move(work), group ? group->backends : all_backends(), origin);
+  future.add_async_errors(errors);
   return errors;
 }
 
-void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value, const std::optional<Group>& group) {
+void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value, Foreign tensors,
+                        const std::optional<Group>& group) {
   auto owned = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(&work);
-  TorchFuturePtr native;
-  try {
-    native = owned->getFuture();
-  } catch (const c10::Error&) {  // not implemented for this kind of work
-  }
+  const TorchFuturePtr native = future_of(work);
   std::shared_ptr<WorkErrors> errors;
-  if (native != nullptr && !native->devices().empty()) errors = add_errors(*future, work, group);
+  if (native != nullptr && !native->devices().empty()) {
+    errors = add_operation(*future, KeptWork(owned, std::move(tensors), current_streams(native->devices())), group);
+  }
   std::vector<c10::Device> devices;
   if (value) devices = find_tensors(nb::handle(static_cast<PyObject*>(value.get())), true).devices;
   const double timeout = group ? group->timeout : kNoTimeout;
@@ -191,10 +212,10 @@ void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value, const
     follow_by_waiting(std::move(owned), std::move(promise));
   } else if (native->devices().empty()) {
     follow_without_devices(native, std::move(promise));
-  } else if (has_no_usable_future(*owned, *native)) {
-    follow_by_its_wait(*owned, *native, *promise, errors.get());
-  } else {
+  } else if (!native->completed() || (native->hasError() && owned->exception() != nullptr)) {
     follow_natively(native, std::move(promise), std::move(errors));
+  } else {
+    follow_enqueued(*owned, native, *promise, *errors);
   }
 }
 
@@ -251,17 +272,18 @@ void follow(nb::handle work, FuturePtr future) {
   if (is_python_work(work)) {
     follow_python_work(work, std::move(future));
   } else {
-    follow_native_work(*behind<c10d::Work>(work), std::move(future), {}, std::nullopt);
+    follow_native_work(*behind<c10d::Work>(work), std::move(future), {}, {}, std::nullopt);
   }
 }
 
-void follow_work(nb::handle work, FuturePtr future, nb::object value, const Group& group) {
+void follow_work(nb::handle work, FuturePtr future, nb::object value, nb::object tensors, const Group& group) {
   if (!is_work(work)) {
     const std::string message = "expected a c10d Work, not " + std::string(nb::repr(work).c_str());
     throw nb::type_error(message.c_str());
   }
   if (!is_python_work(work)) {
-    follow_native_work(*behind<c10d::Work>(work), std::move(future), bind::foreign(std::move(value)), group);
+    follow_native_work(*behind<c10d::Work>(work), std::move(future), bind::foreign(std::move(value)),
+                       bind::foreign(std::move(tensors)), group);
     return;
   }
   const nb::object followed = from_torch(work);

@@ -18,7 +18,8 @@ struct Group {
   nb::object origin;     // rephrases the errors
 };
 
-// Makes `future` complete with `value`.
-void follow_work(nb::handle work, FuturePtr future, nb::object value, const Group& group);
+// Makes `future` complete with `value`. `tensors`: an object that owns what the operation uses; it is kept while the
+// device does.
+void follow_work(nb::handle work, FuturePtr future, nb::object value, nb::object tensors, const Group& group);
 
 }  // namespace cudafuture::bind

@@ -61,16 +61,31 @@ nb::object WorkError::as_exception() const {
   return as_origin_says(origin_->get(), call(type(), nb::str(what())));
 }
 
-std::shared_ptr<WorkErrors> WorkErrors::of(c10d::Work& work, BackendsPtr backends, const nb::object& origin) {
+std::shared_ptr<WorkErrors> WorkErrors::of(KeptWork&& work, BackendsPtr backends, const nb::object& origin) {
   c10::intrusive_ptr<c10::ivalue::Future> result;
   try {
-    result = work.getFutureResult();
+    result = work.work().getFutureResult();
   } catch (const c10::Error&) {  // not implemented for this kind of work
   }
-  if (result == nullptr) return nullptr;
   std::shared_ptr<const Foreign> named;
   if (origin.is_valid() && !origin.is_none()) named = std::make_shared<const Foreign>(bind::foreign(origin));
-  return std::make_shared<WorkErrors>(std::move(result), std::move(backends), std::move(named));
+  return std::make_shared<WorkErrors>(std::move(work), std::move(result), std::move(backends), std::move(named));
+}
+
+void WorkErrors::set_events(const EventSet& events) {
+  events_ = events;
+  kept_->set_events(events);
+}
+
+// Where the streams of the issue are ordered after the operation, the memory that they own may be freed. Another
+// consumer's streams prove nothing for it, unless the host has seen the device finish.
+void WorkErrors::consumed() {
+  std::unique_lock lock(mutex_);
+  if (!kept_ || !(kept_->is_issued_here() || has_succeeded() || error_ != nullptr)) return;
+  KeptWork work(std::move(*kept_));
+  kept_.reset();
+  lock.unlock();
+  work.release();
 }
 
 void WorkErrors::fail(const char* what) {
@@ -84,7 +99,7 @@ void WorkErrors::fail_with_group(c10d::ErrorType error) {
 
 // Takes over the watchdog's result for this operation.
 void WorkErrors::decide() noexcept {
-  if (error_ != nullptr || has_succeeded() || !result_->completed()) return;
+  if (error_ != nullptr || has_succeeded() || result_ == nullptr || !result_->completed()) return;
   try {
     switch (static_cast<c10d::WorkResult>(result_->constValue().toInt())) {
       case c10d::WorkResult::SUCCESS:

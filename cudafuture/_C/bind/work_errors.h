@@ -1,4 +1,5 @@
-// Failures that a c10d backend (NCCL) reports after an operation was enqueued.
+// Operations of a c10d backend (NCCL) between their issue and the end of their device work: the failures that the backend
+// reports meanwhile, and the tensors that the device uses.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -13,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "bind/kept_work.h"
 #include "bind/python.h"
 #include "core/async_error_source.h"
 
@@ -45,7 +47,7 @@ class WorkError final : public std::runtime_error {
   std::shared_ptr<const Foreign> origin_;
 };
 
-// The failure of one operation.
+// The failure of one operation, and its Work.
 //
 // ProcessGroupNCCL's watchdog works on copies of a Work, so the caller's Work never changes. The copies share the
 // future of getFutureResult(). The watchdog checks the pending operations of a group in order. For each failed one it
@@ -55,31 +57,35 @@ class WorkError final : public std::runtime_error {
 // after the error.
 class WorkErrors final : public AsyncErrorSource {
  public:
-  // Returns null if the backend reports no such errors.
-  static std::shared_ptr<WorkErrors> of(c10d::Work& work, BackendsPtr backends, const nb::object& origin);
+  static std::shared_ptr<WorkErrors> of(KeptWork&& work, BackendsPtr backends, const nb::object& origin);
 
-  WorkErrors(c10::intrusive_ptr<c10::ivalue::Future> result, BackendsPtr backends,
+  WorkErrors(KeptWork&& work, c10::intrusive_ptr<c10::ivalue::Future> result, BackendsPtr backends,
              std::shared_ptr<const Foreign> origin)
-      : result_(std::move(result)), backends_(std::move(backends)), origin_(std::move(origin)) {}
+      : result_(std::move(result)),
+        backends_(std::move(backends)),
+        origin_(std::move(origin)),
+        kept_(std::move(work)) {}
 
   // Sets the events of the operation's device work, before its future completes.
-  void set_events(const EventSet& events) { events_ = events; }
+  void set_events(const EventSet& events);
 
   std::exception_ptr error() noexcept override;
   bool confirm() noexcept override;
   bool has_succeeded() const noexcept override { return has_succeeded_.load(std::memory_order_acquire); }
+  void consumed() override;
 
  private:
   void decide() noexcept;
   void fail(const char* what);
   void fail_with_group(c10d::ErrorType error);
 
-  const c10::intrusive_ptr<c10::ivalue::Future> result_;  // a WorkResult
+  const c10::intrusive_ptr<c10::ivalue::Future> result_;  // a WorkResult; null: the backend reports no such errors
   const BackendsPtr backends_;                            // null: unknown
   const std::shared_ptr<const Foreign> origin_;           // null: none
   EventSet events_;
   std::mutex mutex_;  // guards the fields below; errorMutex_ of the backend is taken under it
   std::exception_ptr error_;
+  std::optional<KeptWork> kept_;
   std::atomic<bool> has_succeeded_{false};
 };
 

@@ -33,4 +33,8 @@ bool AsyncErrors::confirm() const noexcept {
   return std::all_of(sources_.begin(), sources_.end(), [](const auto& source) { return source->confirm(); });
 }
 
+void AsyncErrors::consumed() const {
+  for (const std::shared_ptr<AsyncErrorSource>& source : sources_) source->consumed();
+}
+
 }  // namespace cudafuture

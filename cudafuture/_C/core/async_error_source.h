@@ -6,6 +6,8 @@
 //
 // An aborted communicator releases its streams, and the tensors then hold garbage. Finished device work therefore
 // proves success only if the source, asked afterwards, reports no failure.
+//
+// Such an engine also keeps the tensors of its operation until a consumer is ordered after it, so it is told of that.
 #pragma once
 
 #include <exception>
@@ -27,6 +29,10 @@ class AsyncErrorSource {
 
   // Returns true if the operation has succeeded for good: error() will always return null.
   virtual bool has_succeeded() const noexcept { return false; }
+
+  // Called when this thread's current streams are ordered after the operation: the engine may release what it keeps for
+  // them. Called inside the interpreter, if there is one.
+  virtual void consumed() {}
 };
 
 // The sources of one future. Filled before the future is done, and only read afterwards.
@@ -41,6 +47,7 @@ class AsyncErrors {
 
   std::exception_ptr error() const noexcept;  // the first
   bool confirm() const noexcept;              // all of them
+  void consumed() const;                      // all of them
 
  private:
   std::vector<std::shared_ptr<AsyncErrorSource>> sources_;

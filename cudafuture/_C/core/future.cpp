@@ -291,6 +291,10 @@ std::exception_ptr Future::late_error() {
   return find_rare()->late_error;
 }
 
+void Future::consumed() const {
+  if (const AsyncErrors* const errors = async_errors()) errors->consumed();
+}
+
 void Future::set_late_error(std::exception_ptr error) noexcept {
   std::lock_guard lock(mutex_);
   if (rare().late_error == nullptr) rare().late_error = std::move(error);

@@ -160,6 +160,8 @@ class Future final : public c10::intrusive_ptr_target {
   // events().is_captured() first.
   bool device_work_finished() noexcept;
   std::exception_ptr late_error();
+  // Tells the engines behind this future's value that the calling thread's current streams are ordered after it.
+  void consumed() const;
   void set_late_error(std::exception_ptr error) noexcept;
   // A failure that no caller has seen is reported when the future is destroyed.
   bool is_unseen_failure() const noexcept { return state() == State::failed && !seen_.load(std::memory_order_relaxed); }
