@@ -62,11 +62,12 @@ def streams_after(
 
     The stream is `given` on the device of `given`, and a pool stream on the others.
     """
+    events = earlier.events
+    capture = max((event.capture for event in events.values()), default=0)
     streams = [
-        given if given is not None and given.device == device else _C.pool_stream(device, priority)
+        given if given is not None and given.device == device else _C.pool_stream(device, priority, capture)
         for device in devices
     ]
-    events = earlier.events
     if events and _C.has_sync_edge(edge):
         for stream in streams:
             event = events.get(stream.device)
@@ -108,7 +109,10 @@ def are_dense(tensor: torch.Tensor) -> bool:
 
 def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a new tensor of the same shape, dtype and order of dimensions; one on the host is pinned."""
-    return torch.empty_like(tensor.detach(), device=device, pin_memory=device.type == "cpu")
+    if device.type != "cpu":
+        return torch.empty_like(tensor.detach(), device=device)
+    with _C.PinnedMemoryScope():
+        return torch.empty_like(tensor.detach(), device=device, pin_memory=True)
 
 
 def copy_between(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -62,7 +62,7 @@ class Transfer:
         self.stream = stream
         self.to_host = target.type == "cpu"
         self.to_meta = target.type == "meta"
-        self.target = target if self.to_host or self.to_meta else _C.pool_stream(target, priority).device  # its index
+        self.target = target if self.to_host or self.to_meta else _C.with_index(target)
         packs = pack and not (self.to_host or self.to_meta)
         self.packed = packable if packs else []  # indices of leaves
         self.sources = self._leaves_at(self.packed)

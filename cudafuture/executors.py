@@ -67,5 +67,7 @@ def default_executor() -> Executor:
     global _default
     with _lock:
         if _default is None:
-            _default = ThreadPoolExecutor(config.submit_threads, thread_name_prefix="cudafuture-submit")
+            _default = ThreadPoolExecutor(
+                config.submit_threads, thread_name_prefix="cudafuture-submit", initializer=_C.mark_library_thread
+            )
         return _default

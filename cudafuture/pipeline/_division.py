@@ -93,7 +93,7 @@ def places_of(devices: Sequence[torch.device | str | int] | None, stages: int) -
     """Return the devices of the rows; by default all accelerators, or the host for each stage."""
     if devices is not None:
         places = [torch.device(device) for device in devices]
-        return [at if at.type == "cpu" else _C.pool_stream(at, 0).device for at in places]  # with its index
+        return [at if at.type == "cpu" else _C.with_index(at) for at in places]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return [torch.device("cpu")] * stages

@@ -180,7 +180,8 @@ class Sender:
         if isinstance(leaf, torch.Tensor):
             return leaf if leaf.device == self.device else leaf.to(self.device, non_blocking=True)
         if self._pin and callable(getattr(leaf, "pin_memory", None)):
-            leaf = leaf.pin_memory()
+            with _C.PinnedMemoryScope():
+                leaf = leaf.pin_memory()
         return leaf.to(self.device, **({"non_blocking": True} if _takes_non_blocking(leaf.to) else {}))
 
     def _others(self, value: Any, memory: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -202,7 +203,8 @@ def _takes_non_blocking(to: Callable[..., Any]) -> bool:
 
 def _can_pin() -> bool:
     try:
-        return torch.empty(1, pin_memory=True).is_pinned()
+        with _C.PinnedMemoryScope():
+            return torch.empty(1, pin_memory=True).is_pinned()
     except (RuntimeError, NotImplementedError) as error:
         logging.getLogger("cudafuture.prefetch").warning(
             "prefetch() copies from memory that is not pinned, so the copies may block: %s", error

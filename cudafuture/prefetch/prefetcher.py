@@ -363,7 +363,7 @@ def _device_of(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     at = torch.device(device)
-    return at if at.type == "cpu" else _C.pool_stream(at, 0).device
+    return at if at.type == "cpu" else _C.with_index(at)
 
 
 def _has_state(iterable: Any) -> bool:

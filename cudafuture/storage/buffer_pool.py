@@ -219,6 +219,7 @@ def _shape(size: int | Sequence[int]) -> tuple[int, ...]:
 def _arena(nbytes: int, pinned: bool) -> torch.Tensor:
     if not pinned:
         return empty(nbytes, torch.uint8)
-    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
+    with _C.PinnedMemoryScope():
+        memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
     begin = -memory.data_ptr() % PAGE
     return memory[begin : begin + nbytes]

@@ -12,6 +12,7 @@
 #include <optional>
 #include <utility>
 
+#include "core/pinned_memory.h"
 #include "core/stream_pool.h"
 #include "core/sync_edge.h"
 
@@ -43,9 +44,12 @@ at::Tensor view_like(const at::Tensor& source, const at::Tensor& slab, std::size
   return view;
 }
 
-at::Tensor allocate(std::size_t nbytes, c10::Device device, bool pinned = false) {
-  return at::empty({static_cast<std::int64_t>(nbytes)},
-                   at::TensorOptions().dtype(at::kByte).device(device).pinned_memory(pinned));
+at::Tensor allocate(std::size_t nbytes, c10::Device device) {
+  return at::empty({static_cast<std::int64_t>(nbytes)}, at::TensorOptions().dtype(at::kByte).device(device));
+}
+
+at::Tensor allocate_staging(std::size_t nbytes, const BatchCopyOptions& options) {
+  return options.pin ? empty_pinned(nbytes) : allocate(nbytes, at::kCPU);
 }
 
 void write_staging(const at::Tensor& source, const at::Tensor& staging, std::size_t offset) {
@@ -89,7 +93,7 @@ std::vector<at::Tensor> copy_packed(c10::ArrayRef<at::Tensor> sources, const c10
     given = &allocated.emplace(layout.nbytes, stream.device());
   }
   const at::Tensor& slab = given->memory();
-  const at::Tensor staging = allocate(layout.staged, at::kCPU, options.pin);
+  const at::Tensor staging = allocate_staging(layout.staged, options);
   std::vector<at::Tensor> copies;
   copies.reserve(sources.size());
   for (std::size_t i = 0; i < sources.size(); ++i) {
@@ -119,7 +123,7 @@ std::vector<at::Tensor> copy_each(c10::ArrayRef<at::Tensor> sources, const c10::
     copies.push_back(at::empty_strided(source.sizes(), dense_strides(source),
                                        at::TensorOptions().dtype(source.dtype()).device(stream.device())));
     if (!layout.is_staged[i]) continue;
-    const at::Tensor staging = allocate(source.numel() * source.itemsize(), at::kCPU, options.pin);
+    const at::Tensor staging = allocate_staging(source.numel() * source.itemsize(), options);
     write_staging(source, staging, 0);
     ready[i] = view_like(source, staging, 0);
   }

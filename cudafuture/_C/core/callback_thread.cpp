@@ -5,6 +5,7 @@
 #include <system_error>
 #include <utility>
 
+#include "core/capture.h"
 #include "core/completion_queue.h"
 #include "core/ending.h"
 #include "core/error.h"
@@ -123,6 +124,7 @@ void CallbackThread::run_one() noexcept {
 void CallbackThread::loop() noexcept {
   id_ = std::this_thread::get_id();
   pthread_setname_np(pthread_self(), "cudafuture-cb");
+  mark_library_thread();
   const ForeignRuntime& runtime = foreign_runtime();
   std::unique_lock lock(mutex_);
   for (;;) {

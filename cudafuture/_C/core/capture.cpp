@@ -97,6 +97,29 @@ void set_capture_of(c10::DeviceType type, CaptureOf capture) noexcept {
   capture_functions[static_cast<std::size_t>(type)].store(capture, std::memory_order_release);
 }
 
+namespace {
+
+thread_local bool is_library_thread = false;
+thread_local std::uint64_t relaxed_types = 0;  // a bit for each type of device
+
+std::uint64_t bit_of(c10::DeviceType type) noexcept { return std::uint64_t{1} << static_cast<unsigned>(type); }
+
+}  // namespace
+
+void mark_library_thread() noexcept { is_library_thread = true; }
+
+bool can_relax_captures(c10::DeviceType type) noexcept {
+  return is_library_thread && (relaxed_types & bit_of(type)) == 0;
+}
+
+void relax_captures(c10::DeviceType type) noexcept {
+  if (!can_relax_captures(type)) return;
+  relaxed_types |= bit_of(type);
+  const ExchangeCaptureMode exchange = exchange_mode(type);
+  int mode = kRelaxed;
+  if (exchange != nullptr) exchange(&mode);
+}
+
 BesideCaptures::BesideCaptures(c10::DeviceType type) noexcept : type_(type) {
   const ExchangeCaptureMode exchange = exchange_mode(type);
   int mode = kRelaxed;

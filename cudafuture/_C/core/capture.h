@@ -32,6 +32,17 @@ class BesideCaptures {
   int before_ = -1;  // the thread's mode outside the scope; -1: unchanged
 };
 
+// Tells that the calling thread is one of the library's. relax_captures() then applies to it.
+void mark_library_thread() noexcept;
+
+// Sets relaxed mode in a thread of the library, once and permanently; does nothing in other threads. Code that the
+// program gives the library, such as a callback, then does not end captures of other threads either. Call it with a
+// device current that has a context.
+void relax_captures(c10::DeviceType type) noexcept;
+
+// True if relax_captures() would do something.
+bool can_relax_captures(c10::DeviceType type) noexcept;
+
 // Exchanges the calling thread's capture mode, as cudaThreadExchangeStreamCaptureMode does: `*mode` is the new mode,
 // and receives the old one. Returns 0 on success.
 using ExchangeCaptureMode = int (*)(int* mode);

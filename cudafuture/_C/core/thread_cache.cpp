@@ -7,6 +7,7 @@
 #include <system_error>
 #include <utility>
 
+#include "core/capture.h"
 #include "core/ending.h"
 #include "core/foreign.h"
 #include "core/process.h"
@@ -57,6 +58,7 @@ void ThreadCache::set_leavable(bool leavable) noexcept {
 
 void ThreadCache::loop(Workers::iterator self) noexcept {
   leavable_here = &self->leavable;
+  mark_library_thread();
   std::unique_lock lock(mutex_);
   for (;;) {
     self->wake.wait(lock, [&] { return stopping_ || self->task != nullptr; });

@@ -1,12 +1,12 @@
 #include "storage/buffers.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
 #include <sys/mman.h>
 
 #include <cstdint>
 #include <new>
 
+#include "core/pinned_memory.h"
 #include "storage/page.h"
 
 namespace cudafuture::storage {
@@ -31,10 +31,9 @@ void Buffers::release() noexcept {
 
 void Buffers::pin() {
   const at::AutoDispatchBelowADInplaceOrView plain;
-  const auto options = at::TensorOptions().dtype(at::kByte).device(at::kCPU).pinned_memory(true);
-  at::Tensor memory = at::empty({static_cast<std::int64_t>(size_)}, options);
+  at::Tensor memory = empty_pinned(size_);
   const auto before_page = [&memory] { return -reinterpret_cast<std::uintptr_t>(memory.mutable_data_ptr()) % kPage; };
-  if (before_page() != 0) memory = at::empty({static_cast<std::int64_t>(size_ + kPage)}, options);
+  if (before_page() != 0) memory = empty_pinned(size_ + kPage);
   const std::size_t before = before_page();
   at::Tensor pinned = memory.narrow(0, static_cast<std::int64_t>(before), static_cast<std::int64_t>(size_));
   release();

@@ -2,8 +2,10 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "core/capture.h"
 #include "core/error.h"
 #include "core/stream_pool.h"
 #include "core/sync_edge.h"
@@ -80,6 +82,8 @@ FuturePtr DeviceSide::copy(Enqueue&& enqueue) const {
 void DeviceSide::finish_what_was_enqueued() const noexcept {
   for (const c10::Stream& stream : streams_) {
     try {
+      const c10::DeviceGuard guard(stream.device());
+      const BesideCaptures relaxed(stream.device_type());
       c10::impl::VirtualGuardImpl(stream.device_type()).synchronizeStream(stream);
     } catch (...) {  // a failed device has no more work
     }
