@@ -6,6 +6,7 @@ device says how long after that event the last one was reached.
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -17,15 +18,19 @@ import torch
 
 from _rows import Row, Timed, by_turns
 from cudafuture import CUDAFuture
+from cudafuture.testing import fakecuda
 
+WARM_UP_MS = 200.0  # of work, after which the clock has risen
 now = time.perf_counter_ns
 cuda: Any = torch.cuda
 
 
 @cache
 def cycles_per_microsecond() -> float:
-    """The device's clock, once it has got up to speed."""
-    cycles, before = 10_000_000, 0.0
+    """Return the device's clock after it has risen: an idle device works for a while before that."""
+    if fakecuda.is_active():
+        return 1000.0
+    cycles, least, total = 10_000_000, math.inf, 0.0
     for _ in range(100):
         begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -33,10 +38,12 @@ def cycles_per_microsecond() -> float:
         end.record()
         end.synchronize()
         took = begin.elapsed_time(end)
-        if abs(took - before) < 0.01 * took:
+        total += took
+        agrees = total > WARM_UP_MS and abs(took - least) <= 0.01 * took
+        least = min(least, took)
+        if agrees:
             break
-        before = took
-    return float(cycles / (1000 * took))
+    return float(cycles / (1000 * least))
 
 
 class Kernel:

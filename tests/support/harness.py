@@ -243,7 +243,7 @@ def _cycles_per_ms() -> int:
         torch.cuda._sleep(cycles)
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end)
+        return float(begin.elapsed_time(end))
 
     torch.cuda._sleep(1)  # loads the kernel
     warm_up = 0.0 if fakecuda.is_active() else WARM_UP_MS
