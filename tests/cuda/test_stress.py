@@ -39,6 +39,15 @@ class Kind(NamedTuple):
     expected: Callable[[float], float]
 
 
+class Part(NamedTuple):
+    """Operation of a round: its name, the stream of its producer, its future and the value that it must have."""
+
+    name: str
+    stream: torch.cuda.Stream
+    future: Future
+    expected: float
+
+
 def through_the_host(future: Future) -> Future:
     return future.then_async(lambda f: copy(f.value(), "cpu")).then_async(lambda f: copy(f.value(), "cuda"))
 
@@ -97,8 +106,8 @@ class Worker:
             torch.cuda._sleep(self.numbers.randrange(1000, LARGEST_DELAY))
             future.set_result(x.fill_(value))
 
-    def part(self, size: int) -> tuple[str, Future, float]:
-        """Return the name of an operation, its future and the value that it must have."""
+    def part(self, size: int) -> Part:
+        """Return an operation that has begun."""
         name = self.numbers.choice(list(KINDS))
         value = float(self.numbers.randrange(1000))
         future: Future = CUDAFuture()
@@ -110,21 +119,32 @@ class Worker:
             child = KINDS[name].attach(future)
             if not is_attached_late:
                 self.produce(future, size, value, stream)
-        return name, child, KINDS[name].expected(value)
+        return Part(name, stream, child, KINDS[name].expected(value))
+
+    def overwrite(self, size: int, streams: list[torch.cuda.Stream]) -> None:
+        """Fill new memory of these streams: memory that was freed there too early is in it."""
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                others = [torch.full((size,), -1.0, device="cuda") for _ in range(3)]
+                del others
 
     def round(self) -> None:
         size = self.numbers.choice(self.sizes)
         parts = [self.part(size) for _ in range(self.numbers.randrange(1, 5))]
-        with torch.cuda.stream(torch.cuda.Stream()):
-            got = gather(*(child for _, child, _ in parts)).wait(non_blocking=self.numbers.random() < 0.7)
+        expected = [(part.name, part.expected) for part in parts]
+        consumer = torch.cuda.Stream()
+        streams = [*(part.stream for part in parts), consumer]
+        with torch.cuda.stream(consumer):
+            got = gather(*(part.future for part in parts)).wait(non_blocking=self.numbers.random() < 0.7)
+            del parts
+            torch.cuda._sleep(self.numbers.randrange(1000, LARGEST_DELAY))
             ranges = [torch.stack(x.aminmax()) for x in got]
             del got
-            others = [torch.full((size,), -1.0, device="cuda") for _ in range(3)]
-            for (name, _, expected), extremes in zip(parts, ranges, strict=True):
+            self.overwrite(size, streams)
+            for (name, value), extremes in zip(expected, ranges, strict=True):
                 low, high = extremes.tolist()
-                if not low == high == expected:
-                    self.wrong.append(f"{name}, {size} floats: {low} to {high}, not {expected}")
-            del others
+                if not low == high == value:
+                    self.wrong.append(f"{name}, {size} floats: {low} to {high}, not {value}")
 
 
 @pytest.fixture
