@@ -12,13 +12,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from queue import Queue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 
+from cudafuture._modes import Modes
 from cudafuture.pipeline.microbatch import Batch
 from cudafuture.pipeline.stream import AbstractStream, Device, normalize_device, use_device, use_stream
 
@@ -89,9 +90,7 @@ class _Settings:
     """Calling thread's grad mode, inference mode, autocast and contextvars, for running functions with them."""
 
     def __init__(self) -> None:
-        self._grad_mode = torch.is_grad_enabled()
-        self._inference_mode = torch.is_inference_mode_enabled()
-        self._autocast = _Autocast()
+        self._modes = Modes()
         self._variables = contextvars.copy_context()
 
     def run(self, stream: AbstractStream | None, function: Callable[..., T], *args: Any) -> T:
@@ -100,50 +99,8 @@ class _Settings:
         return self._variables.copy().run(self._run, stream, function, *args)
 
     def _run(self, stream: AbstractStream | None, function: Callable[..., T], *args: Any) -> T:
-        with ExitStack() as scope:
-            if self._inference_mode != torch.is_inference_mode_enabled():
-                scope.enter_context(torch.inference_mode(self._inference_mode))
-            scope.enter_context(torch.set_grad_enabled(self._grad_mode))
-            if self._autocast != (before := _Autocast()):
-                scope.enter_context(self._autocast.applied(before))
-            scope.enter_context(use_stream(stream))
+        with self._modes.applied(), use_stream(stream):
             return function(*args)
-
-
-class _Autocast:
-    """Autocast settings of the calling thread."""
-
-    def __init__(self) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        kinds = {"cpu", "cuda", *([] if accelerator is None else [accelerator.type])}
-        self._kinds = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
-        self._is_cached = torch.is_autocast_cache_enabled()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Autocast) and self.__dict__ == other.__dict__
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def applied(self, before: _Autocast) -> AbstractContextManager[None]:
-        """Return a context manager that sets these settings, and restores those of `before`."""
-        return self._applied(before)
-
-    @contextmanager
-    def _applied(self, before: _Autocast) -> Iterator[None]:
-        self._apply()
-        torch.autocast_increment_nesting()
-        try:
-            yield
-        finally:
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
-            before._apply()
-
-    def _apply(self) -> None:
-        for kind, (enabled, dtype) in self._kinds.items():
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self._is_cached)
 
 
 def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bool | None = None) -> None:

@@ -26,7 +26,9 @@ import torch
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
+from cudafuture._modes import Modes
 from cudafuture.future import submit
+from cudafuture.prefetch._errors import at_batch, retrieve_error, without_frame
 from cudafuture.prefetch._options import Options
 from cudafuture.prefetch._sender import Batch, Sender
 from cudafuture.prefetch._structure import find_all_tensors
@@ -60,6 +62,7 @@ class Reader:
         consumer: torch.Stream | None,
         pending: deque[_Place],
         number: int,
+        modes: Modes,
     ) -> None:
         self._iterator = iterator
         self._sender, self._options, self._transform = sender, options, options.transform
@@ -67,6 +70,7 @@ class Reader:
         self.consumer = consumer
         self.pending = pending
         self.number = number
+        self.modes = modes
         self._copies: deque[list[_C.EventView]] = deque()  # the events behind the copies that were enqueued last
         self._pid = os.getpid()
         # Guards the fields below. Re-entrant: garbage collection under it may free the epoch, which closes the reader.
@@ -83,9 +87,10 @@ class Reader:
     # ---- the consumer's side
 
     def start(self) -> None:
-        """Start to read, in a thread, with the caller's settings: grad mode, autocast, current device."""
+        """Start to read, in a thread, with the modes of the epoch, and the caller's current device."""
         _readers.add(self)
-        self._ended = submit(self._run, executor=_OneThread())
+        with self.modes.applied():
+            self._ended = submit(self._run, executor=_OneThread())
 
     def start_task(self, before: Reader | None) -> None:
         """Start to read in a task of the running event loop, once the task of the previous reader has ended."""
@@ -164,7 +169,7 @@ class Reader:
     def _drop(self, batch: Batch) -> None:
         if not self._options.futures:
             batch.drop()
-        batch.future.add_done_callback(_retrieve_error)
+        batch.future.add_done_callback(retrieve_error)
 
     def _wake_consumers(self) -> None:
         while self._waiting:
@@ -217,7 +222,8 @@ class Reader:
                 if not self._offer(batch):
                     batch.future.cancel()
                     break
-                sending, batch = submit(self._send, batch, item), None
+                with self.modes.applied():
+                    sending, batch = submit(self._send, batch, item), None
                 del item
                 if not await _whole(sending):
                     break
@@ -263,12 +269,12 @@ class Reader:
             try:
                 batch.state = self.snapshot()
             except BaseException as error:
-                batch.future.set_exception(_without_frame(error))
+                batch.future.set_exception(without_frame(error))
         failed = batch.future.done() and not batch.is_end
         self.pending.append(_Place(batch.taken))
         with self._lock:
             if self.is_closed:
-                batch.future.add_done_callback(_retrieve_error)
+                batch.future.add_done_callback(retrieve_error)
                 batch.taken.set_result(None)
             else:
                 self._untaken[id(batch)] = batch
@@ -284,7 +290,7 @@ class Reader:
         if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             cancelled, error = error, RuntimeError("the task of prefetch() that reads the iterable was cancelled")
             error.__cause__ = cancelled
-        batch.future.set_exception(_without_frame(error))
+        batch.future.set_exception(without_frame(error))
         self._offer(batch)
 
     def _end(self) -> None:
@@ -317,7 +323,7 @@ class Reader:
             finally:
                 was_cancelled = batch.future.cancelled()  # by the program, which has it
                 if not was_cancelled:
-                    batch.future.set_exception(_at_batch(error))
+                    batch.future.set_exception(at_batch(error))
             return was_cancelled
         return True
 
@@ -364,27 +370,6 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def _retrieve_error(future: CUDAFuture[Any]) -> None:
-    """Retrieve the error of a dropped batch, so that it is not logged."""
-    with contextlib.suppress(BaseException):
-        future.value()  # and not exception(), which waits for the device
-
-
-def _without_frame(error: BaseException) -> BaseException:
-    """Return the error without the reader's own frame in its traceback, which would keep the batch alive."""
-    traceback = error.__traceback__
-    return error.with_traceback(None if traceback is None else traceback.tb_next)
-
-
-def _at_batch(error: BaseException) -> BaseException:
-    """Return the error that ends the epoch; StopIteration of a transform must not look like the end of the iterable."""
-    if not isinstance(error, (StopIteration, StopAsyncIteration)):
-        return _without_frame(error)
-    raised = RuntimeError(f"a transform of prefetch() raised {type(error).__name__}")
-    raised.__cause__ = _without_frame(error)
-    return raised
 
 
 @atexit.register

@@ -20,6 +20,7 @@ import torch
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
+from cudafuture._modes import outside_inference
 from cudafuture._tensors import find_tensors
 from cudafuture.prefetch._options import Options
 from cudafuture.prefetch._structure import find_all_tensors, find_leaves, map_leaves
@@ -100,7 +101,8 @@ class Sender:
         if not self._wanted or len(self._slabs) >= most:
             return
         try:
-            slab = _C.DeviceSlab(self._wanted, self.device)
+            with outside_inference():  # a batch of another loop may get this slab
+                slab = _C.DeviceSlab(self._wanted, self.device)
         except torch.OutOfMemoryError:  # the batch may be smaller
             return
         self._slabs.append((slab, _C.current_streams([self.device])[0]))
@@ -131,7 +133,7 @@ class Sender:
             return 0
         self._wait_for_loader(loose)
         copy_of = {id(leaf): copied for leaf, copied in zip(packed, copies, strict=True)}
-        with use_streams(self.stream), torch.no_grad():
+        with use_streams(self.stream), outside_inference(), torch.no_grad():
             value = map_leaves(item, lambda leaf: copy_of[id(leaf)] if id(leaf) in copy_of else self._move(leaf))
         if self._transform is not None:
             with use_streams(self.stream):
@@ -159,7 +161,7 @@ class Sender:
             except IndexError:  # there is none, or the consumer has just released them
                 slab = None
                 break
-        with use_streams(batch.owner):  # type: ignore[arg-type]
+        with use_streams(batch.owner), outside_inference():  # type: ignore[arg-type]
             copies = _C.copy_batch(packed, self.stream, slab, self._pack, self._pin, self._shares)
         if self._pack:
             self._sizes.append(wanted)

@@ -14,6 +14,7 @@ import torch
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
+from cudafuture._modes import Modes
 from cudafuture.prefetch._options import Options
 from cudafuture.prefetch._reader import Reader
 from cudafuture.prefetch._sender import Batch, Sender
@@ -50,19 +51,23 @@ def prefetch(
         pin: use pinned memory for staging buffers; without it a copy on CUDA blocks the reader. "auto" (default): if
             possible; True: the first batch raises an error if not.
         transform: called with each batch on the device, in the prefetcher's thread, with the stream of the copies
-            current and the grad mode and autocast of the thread that began the epoch. The program gets its result.
+            current and the grad mode, inference mode and autocast of the thread that began the epoch. The program gets
+            its result.
             None (default): none.
         pack: copy the tensors of a batch in one transfer, through one staging buffer; see ``cudafuture.copy``. One kept
             tensor then keeps the memory of its batch. Default True.
         futures: yield a CUDAFuture of each batch as soon as the iterable has returned it. The future completes when the
             copy is enqueued, and fails on an error. Default False: yield batches.
         across_epochs: at the end of the iterable create the next iterator at once, and read ahead for the next ``for``.
+            The next epoch is read in the grad mode, inference mode and autocast in which the previous one began. If it
+            begins in others, the batches that were read ahead are dropped, and it starts with a new iterator.
             A callable is called with the number of the epoch, from 0, before each iterator is created: such as
             ``sampler.set_epoch``. Default False.
 
     A batch is a tensor or any nesting of lists, tuples, named tuples, mappings, dataclasses, and classes that
     ``torch.utils._pytree`` knows. Objects with a method ``to`` are moved by it, after their ``pin_memory`` if they have
-    one. Other objects, and tensors that are on the device already, are passed on unchanged.
+    one. Other objects, and tensors that are on the device already, are passed on unchanged. Copies are never inference
+    tensors: a batch that is taken in inference mode can be used for training afterwards.
 
     Streams are ordered in both directions. The stream that is current when a batch is taken waits for the batch's copy.
     Batches lie in memory of that stream, and a copy into memory waits for the work that the consumer had enqueued
@@ -197,13 +202,16 @@ class Prefetcher:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        modes = Modes()
+        if self._ahead is not None and self._ahead.modes != modes:
+            self._drop_ahead()
         if self._ahead is not None and self._ahead.goes_on():
             if self._current is not None:
                 self._current.close()
             self._current, self._ahead = self._ahead, None
         else:
             before = self._stop()
-            self._current = self._make_reader(deque())
+            self._current = self._make_reader(deque(), modes)
             try:
                 state = self._current.snapshot()
             except BaseException:
@@ -221,7 +229,14 @@ class Prefetcher:
             reader.wait_until_ended()
         return readers[-1] if readers else None
 
-    def _make_reader(self, pending: deque[Any]) -> Reader:
+    def _drop_ahead(self) -> None:
+        """Drop the epoch ahead, and restore the state of the iterable from before it was read."""
+        if self._state is not None and hasattr(self._iterable, "load_state_dict"):
+            self.load_state_dict(self.state_dict())
+        else:
+            self._stop()
+
+    def _make_reader(self, pending: deque[Any], modes: Modes) -> Reader:
         """Create an iterator of the iterable, and its reader. `pending` are batches that count as read ahead."""
         number = self._number
         if callable(self._options.across_epochs):
@@ -231,7 +246,7 @@ class Prefetcher:
         source: Any = next((each for each in (iterator, self._iterable) if _has_state(each)), None)
         snapshot = None if source is None else source.state_dict
         consumer = None if self._sender is None else _C.current_streams([self.device])[0]
-        return Reader(iterator, self._sender, self._options, snapshot, consumer, pending, number)
+        return Reader(iterator, self._sender, self._options, snapshot, consumer, pending, number, modes)
 
     def _start(self, reader: Reader, before: Reader | None) -> None:
         if self._is_async:
@@ -246,7 +261,8 @@ class Prefetcher:
         if self._ahead is None and self._error is None and not reader.is_closed:
             reader.wait_until_ended()
             try:
-                self._ahead = self._make_reader(reader.pending)
+                with reader.modes.applied():  # the consumer may be in others while it takes a batch
+                    self._ahead = self._make_reader(reader.pending, reader.modes)
             except Exception as error:
                 self._error = error
             else:
