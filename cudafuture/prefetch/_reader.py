@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture._modes import Modes
 from cudafuture.future import submit
@@ -71,7 +70,7 @@ class Reader:
         self.pending = pending
         self.number = number
         self.modes = modes
-        self._copies: deque[list[_C.EventView]] = deque()  # the events behind the copies that were enqueued last
+        self._copies: deque[CUDAFuture[None]] = deque()  # of the copies that were enqueued last
         self._pid = os.getpid()
         # Guards the fields below. Re-entrant: garbage collection under it may free the epoch, which closes the reader.
         self._lock = threading.RLock()
@@ -315,7 +314,7 @@ class Reader:
             self._wait_for_copies()
             batch.packing_since = time.perf_counter()
             place.nbytes = self._sender.send(batch, item, self.consumer)
-            self._copies.append(list(batch.future.events.values()))
+            self._copies.append(self._sender.enqueued())
         except BaseException as error:
             try:
                 if self._sender is not None:
@@ -332,8 +331,7 @@ class Reader:
         self.is_blocked = True
         try:
             while len(self._copies) > self._options.depth:
-                for event in self._copies.popleft():
-                    event.synchronize()
+                self._copies.popleft().wait()  # polls; a driver's call that waits for an event keeps a core busy
         finally:
             self.is_blocked = False
 

@@ -146,6 +146,12 @@ class Sender:
         self.nbytes += nbytes + sum(tensor.nbytes for tensor in moved if tensor.device != self.device)
         return nbytes + sum(tensor.nbytes for tensor in loose)
 
+    def enqueued(self) -> CUDAFuture[None]:
+        """Return a future of all work that is enqueued on the sender's stream."""
+        enqueued: CUDAFuture[None] = CUDAFuture(name="prefetch")
+        enqueued.set_result(None, stream=self.stream)
+        return enqueued
+
     def keep_memory(self, batch: Batch) -> None:
         """Prevent the reuse of a failed batch's memory before the copy into it has finished."""
         for tensor in batch.memory:

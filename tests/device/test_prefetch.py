@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cudafuture import CUDAFuture, current_streams, prefetch
+from cudafuture import _C, CUDAFuture, current_streams, prefetch
 from cudafuture.prefetch import Prefetcher
 from support.harness import SIZE, Device
 
@@ -358,6 +358,29 @@ def test_batches_may_be_taken_on_several_streams(accelerator: Device) -> None:
     for stream in streams:
         stream.synchronize()
     assert values(means) == list(range(12))
+
+
+def test_the_reader_polls_for_copies_and_does_not_block_in_the_driver(accelerator: Device) -> None:
+    """A driver's own wait keeps a core busy. Here it returns at once, so that only polling holds the reader back."""
+    read: list[int] = []
+
+    def loader() -> Iterator[Tensor]:
+        for i, batch in enumerate(filled(range(8))):
+            read.append(i)
+            yield batch
+
+    batches = prefetch(loader(), accelerator.at(), depth=2, futures=True)
+    assert batches._sender is not None
+    _C.cut_sync_edge("event.synchronize")
+    try:
+        with accelerator.hold(batches._sender.stream):
+            epoch = iter(batches)
+            futures = [next(epoch) for _ in range(4)]  # after three copies the reader waits for the first
+            with pytest.raises(TimeoutError):
+                futures[3].wait(timeout=0.3, non_blocking=True)
+        assert [accelerator.read(future.wait(non_blocking=True)) for future in [*futures, *epoch]] == list(range(8))
+    finally:
+        _C.cut_sync_edge(None)
 
 
 def test_a_transform_runs_behind_the_copy(device: Device) -> None:
