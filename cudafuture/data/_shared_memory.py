@@ -7,12 +7,15 @@ import math
 import torch
 from torch.utils.data import get_worker_info
 
+from cudafuture._modes import outside_inference
+
 __all__ = ["batch_memory", "shared_zeros"]
 
 
 def shared_zeros(*shape: int) -> torch.Tensor:
-    """Return integers (int64) in memory that all processes share."""
-    return _shared(torch.int64, shape).zero_()
+    """Return integers (int64) in memory that all processes share, and that can be changed in any mode."""
+    with outside_inference():
+        return _shared(torch.int64, shape).zero_()
 
 
 def batch_memory(*shape: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
+from cudafuture._modes import outside_inference
 from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.store import Offloader, Store
 from cudafuture.swap._namespace import Namespace
@@ -91,7 +92,7 @@ class Checkpoints(ABC):
         ['epoch 1']
         >>> optimizer.load("epoch 1")
         """
-        with self._lock, torch.no_grad():
+        with self._lock, outside_inference(), torch.no_grad():
             self._swap.pipeline.drain()
             self._settle()
             self._is_settled = False
@@ -116,7 +117,7 @@ class Checkpoints(ABC):
         >>> optimizer.save("epoch 1")
         >>> optimizer.load("epoch 1")
         """
-        with self._lock, torch.no_grad():
+        with self._lock, outside_inference(), torch.no_grad():
             self._forget_reads()
             self._settle()
             _load(self._namespace.store, self._namespace.name, checkpoint, self.param_groups, self._swap)

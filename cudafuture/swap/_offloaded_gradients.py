@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cudafuture._modes import outside_inference
 from cudafuture.errors import SwapError
 from cudafuture.swap._gradient_marks import GradientMark, SwappedGradient
 from cudafuture.swap._shards import is_shard
@@ -35,7 +36,7 @@ class OffloadedGradients(ABC):
 
     def _swap_gradient(self, parameter: torch.Tensor) -> None:
         """Move the gradient of this backward, or the part that it has added, into the store."""
-        with self._lock, torch.no_grad():
+        with self._lock, outside_inference(), torch.no_grad():
             gradient = parameter.grad
             try:
                 if gradient is None or self._has_swapped_gradient(parameter) or isinstance(gradient, GradientMark):
@@ -79,7 +80,7 @@ class OffloadedGradients(ABC):
         >>> optimizer.gradient_of(weight)
         tensor([1., 1., 1.])
         """
-        with self._lock, torch.no_grad():
+        with self._lock, outside_inference(), torch.no_grad():
             if self._has_swapped_gradient(parameter):
                 return self._swap.pipeline.read_gradient(self._swap.state(parameter))
             return None if parameter.grad is None else parameter.grad.clone()
@@ -125,7 +126,7 @@ class OffloadedGradients(ABC):
         >>> optimizer.gradient_of(weight)
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
         """
-        with self._lock, torch.no_grad():
+        with self._lock, outside_inference(), torch.no_grad():
             clipped: list[torch.Tensor] = []
             norms: list[torch.Tensor] = []
             for parameter, gradient in self._gradients():
@@ -164,7 +165,7 @@ class OffloadedGradients(ABC):
         >>> optimizer.gradient_of(weight)
         tensor([1., 1.])
         """
-        with self._lock, torch.no_grad():
+        with self._lock, outside_inference(), torch.no_grad():
             inverse = torch.as_tensor(scale, dtype=torch.float64).reciprocal().float()
             finite = True
             unscaled: list[torch.Tensor] = []

@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from cudafuture._modes import outside_inference
 from cudafuture.errors import InvalidStateError, SwapError
 from cudafuture.store import Store
 from cudafuture.swap._checkpoints import Checkpoints
@@ -127,9 +128,8 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._lock, torch.no_grad():
-            swap = self._swap
-            counters = swap.pipeline.counters
+        with self._lock, outside_inference(), torch.no_grad():
+            swap, counters = self._swap, self._swap.pipeline.counters
             counters.steps += 1
             failed, self._failed_update = self._failed_update, None
             try:
@@ -163,7 +163,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Update a parameter whose gradient is complete, and start to read the state of the next ones."""
-        with self._lock, torch.no_grad():
+        with self._lock, outside_inference(), torch.no_grad():
             if not any(known is parameter for known, _ in self._parameters()) or not self._is_due(parameter):
                 return
             self._order.begin_update(parameter)
@@ -283,7 +283,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
 
     def _read_state(self, parameter: torch.Tensor, mapped: bool) -> dict[str, Any]:
         group_of(self.param_groups, parameter)
-        with self._lock, torch.no_grad():
+        with self._lock, outside_inference(), torch.no_grad():
             self._forget_reads()
             return self._swap.read_state(parameter, mapped)
 
@@ -304,7 +304,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         tensor(1.)
         """
         group_of(self.param_groups, parameter)
-        with self._lock, torch.no_grad():
+        with self._lock, outside_inference(), torch.no_grad():
             self._forget_reads()
             self._swap.write_state(parameter, state)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cudafuture._C import CUDAFuture
+from cudafuture._modes import outside_inference
 from cudafuture.errors import InvalidStateError
 from cudafuture.store import Store
 from cudafuture.swap._checkpoints import Checkpoints
@@ -96,7 +97,7 @@ class OptimizerSwapper(Registration, Checkpoints):
     @contextlib.contextmanager
     def _stage(self, name: str) -> Iterator[ParameterSwapper]:
         """Hold the lock, and time a stage."""
-        with self._lock, torch.no_grad(), self._timers.time(name):
+        with self._lock, outside_inference(), torch.no_grad(), self._timers.time(name):
             yield self._swap
 
     # ---- state

@@ -168,3 +168,12 @@ def test_transforms_are_not_called_for_what_is_passed_over(faulty: Path) -> None
     dataset = TgzImages(faulty, transform=lambda t: called.append(t) or t, on_error="skip")  # type: ignore[func-returns-value]
     dataset.load_state_dict({"epoch": 0, "batches": 10})
     assert len(list(dataset)) == len(called) == 3
+
+
+def test_a_dataset_created_in_inference_mode_is_resumed_outside_of_it(archive: Path) -> None:
+    with torch.inference_mode():
+        dataset = TgzImages(archive)
+        assert numbers(dataset) == list(range(COUNT))
+    dataset.set_epoch(1)
+    dataset.load_state_dict(dataset.state_dict())
+    assert numbers(dataset) == list(range(COUNT))

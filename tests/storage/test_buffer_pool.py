@@ -304,3 +304,21 @@ def test_runs_are_joined_in_whatever_order_they_return() -> None:
         buffers.pop().release()
         assert pool.free == (2000 - len(buffers)) * PAGE
     assert got(pool.take(2000 * PAGE)).tensor.numel() == 2000 * PAGE
+
+
+@pytest.mark.parametrize("granted", ["at once", "after a wait"])
+def test_buffers_of_a_pool_that_was_used_in_inference_mode_can_be_used_for_training(granted: str) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    with torch.inference_mode():
+        pool = BufferPool(PAGE, pin=False)
+        first = pool.take(PAGE).wait()
+        assert not first.tensor.is_inference()
+        if granted == "at once":
+            first.release()
+    taken = pool.take(16)
+    with torch.inference_mode():
+        first.release()  # serves the request that waits
+    inputs = taken.wait().view(4, torch.float32).fill_(2.0)
+    (inputs * weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0] * 4
