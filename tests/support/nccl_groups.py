@@ -73,7 +73,7 @@ def fail_to_create(rank: int, size: int) -> tuple[bool, float] | None:
         meet("used", rank, range(size))
         return None
     before = registry()
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     patience = store.timeout
     store.set_timeout(dt.timedelta(seconds=2))
     with pytest.raises(CollectiveError, match=r"could not create the group of ranks \[0, 1, 2\]"):

@@ -101,9 +101,9 @@ def _main(rank: int, size: int, group: Any, pipe: Connection, function: Callable
     if "nccl" in backend:
         torch.cuda.set_device(rank)
     timeout = dt.timedelta(seconds=10 * PATIENCE)  # nothing here is to wait for it
-    device = {"device_id": torch.device("cuda", rank)} if binds_device else {}
+    device = torch.device("cuda", rank) if binds_device else None
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout, **device
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout, device_id=device
     )
     try:
         answer: tuple[Any, str | None] = (function(rank, *args), None)
