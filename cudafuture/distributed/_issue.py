@@ -23,7 +23,7 @@ from cudafuture.distributed._group import Group, Issuer, group_of, groups, rank_
 from cudafuture.distributed._monitored_barrier import Deadline
 from cudafuture.distributed._operations import Layout, Operation
 from cudafuture.distributed._staging_buffers import each
-from cudafuture.errors import CollectiveError
+from cudafuture.errors import CollectiveError, InvalidStateError
 
 __all__ = [
     "Issue",
@@ -36,6 +36,7 @@ __all__ = [
 T = TypeVar("T")
 _world = dist.distributed_c10d._world
 _new: Any = tuple.__new__
+_coalesced = _world.pg_coalesce_state  # the groups whose operations torch's coalescing manager collects now
 _compares_order = config.debug_order
 
 
@@ -215,7 +216,8 @@ def begin(
 
     Raises:
         ValueError: a tensor is not contiguous.
-        InvalidStateError: issued by a callback that has no order among the callbacks of the other ranks.
+        InvalidStateError: issued by a callback that has no order among the callbacks of the other ranks, or inside torch's
+            coalescing manager.
         CollectiveError: issued by a callback, and its side group could not be created; or over NCCL, and the callbacks
             before it have not run.
     """
@@ -228,6 +230,8 @@ def begin(
         state = group_of(process_group)
     else:
         state = known[1]
+    if _coalesced:
+        _refuse_coalesced(operation, process_group)
     queue = _C.issuing_serial_queue(state.callbacks)
     first = tensors[0] if len(tensors) == 1 else None
     if (
@@ -270,6 +274,8 @@ def begin_beside(operation: Operation, group: Any, tensors: tuple[Any, ...]) -> 
     if process_group is None:
         return None
     state = group_of(process_group)
+    if _coalesced:
+        _refuse_coalesced(operation, process_group)
     facts = tuple([_facts(t, operation, process_group) for t in tensors])
     is_staged = _staged.is_staged(state, process_group, operation, tensors)
     if tensors and state.has_nccl and _is_over_nccl(state, tensors, None):
@@ -277,6 +283,15 @@ def begin_beside(operation: Operation, group: Any, tensors: tuple[Any, ...]) -> 
     sequence = state.beside.issued
     state.beside.issued = sequence + 1
     return Issue(operation, state, state.beside, sequence, facts, is_staged), process_group
+
+
+def _refuse_coalesced(operation: Operation, process_group: dist.ProcessGroup) -> None:
+    """Raise inside torch's coalescing manager: an operation's own Work proves nothing there, only the manager's does."""
+    if process_group in _coalesced:
+        raise InvalidStateError(
+            f"{operation.name}() was called inside torch's coalescing manager, whose operations start together at its end: "
+            "call torch's own function there, and give the manager's Work to CUDAFuture.from_torch()"
+        )
 
 
 def _is_over_nccl(state: Group, tensors: tuple[Any, ...], on_device: bool | None) -> bool:

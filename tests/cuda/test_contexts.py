@@ -40,6 +40,27 @@ def test_importing_and_futures_of_the_host_make_no_context(alone: Callable[..., 
     )
 
 
+def test_a_process_that_used_futures_of_the_host_may_fork_and_its_child_use_cuda(alone: Callable[..., str]) -> None:
+    alone(
+        CONTEXTS
+        + """
+    import os
+    from cudafuture import submit
+
+    assert driver.cuDeviceGetCount(byref(c_int())) == 3  # CUDA_ERROR_NOT_INITIALIZED
+    submit(lambda: torch.ones(2)).then(lambda f: f.value() + 1).wait()
+    gather(CUDAFuture.completed([torch.ones(2)]), submit(lambda: 1)).wait()
+    CUDAFuture().to_torch()
+    CUDAFuture().then(print, stream="caller")
+    assert driver.cuDeviceGetCount(byref(c_int())) == 3
+    child = os.fork()
+    if child == 0:
+        os._exit(int(torch.ones(2, device="cuda").sum().item()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    """
+    )
+
+
 def test_all_that_a_future_does_leaves_other_devices_alone(alone: Callable[..., str]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from cudafuture import CUDAFuture
+from cudafuture import CUDAFuture, copy
 from support.harness import Cuda
 
 pytestmark = pytest.mark.cuda
@@ -61,11 +62,42 @@ def test_pool_streams_have_the_priority_that_was_asked_for(cuda: Cuda, priority:
 
 
 def test_callbacks_of_each_priority_have_a_pool_of_their_own(cuda: Cuda) -> None:
-    future = cuda.completed(1.0)
-    pools = [
-        {future.then(lambda f: torch.cuda.current_stream().cuda_stream, priority=p).wait() for _ in range(8)}
-        for p in (0, -1)
-    ]
-    assert all(len(pool) > 1 for pool in pools)
+    stream = cuda.stream()
+    with cuda.hold(stream):
+        future = cuda.completed(1.0, stream=stream)
+        pools = [
+            {future.then(lambda f: torch.cuda.current_stream().cuda_stream, priority=p).value() for _ in range(8)}
+            for p in (0, -1)
+        ]
+    assert all(len(pool) == 4 for pool in pools)
     assert not pools[0] & pools[1]
     assert torch.cuda.default_stream().cuda_stream not in pools[0] | pools[1]
+
+
+MIB = 1 << 20
+RESERVED: dict[str, Callable[[torch.Tensor, torch.Tensor], CUDAFuture[Any]]] = {
+    "callbacks": lambda x, host: CUDAFuture.completed(x).then(lambda f: f.value() * 2),
+    "callbacks of two priorities": lambda x, host: CUDAFuture.completed(x).then(
+        lambda f: f.value() * 2, priority=-1
+    ),
+    "copies": lambda x, host: copy(host, "cuda"),
+    "packed copies": lambda x, host: copy({"x": host}, "cuda", pack=True),
+}
+
+
+@pytest.mark.parametrize("make", RESERVED.values(), ids=RESERVED.keys())
+@pytest.mark.parametrize("waits", [True, False], ids=["one at a time", "at once"])
+def test_results_take_memory_of_few_streams(
+    cuda: Cuda, make: Callable[[torch.Tensor, torch.Tensor], CUDAFuture[Any]], waits: bool
+) -> None:
+    host = torch.ones(16 * MIB // 4)
+    x = host.to(cuda.at())
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for _ in range(64):
+        future = make(x, host)
+        if waits:
+            future.wait()
+        del future  # its memory goes back to the stream that made it
+    assert torch.cuda.memory_reserved() - before <= 64 * MIB

@@ -81,10 +81,12 @@ def test_grandchildren_inherit_the_priority(accelerator: Device, priority: int) 
 
 
 def test_callbacks_of_one_future_run_side_by_side(accelerator: Device) -> None:
-    future = accelerator.completed(1.0)
     streams: list[int] = []
-    for _ in range(4):
-        future.then(lambda _: streams.append(accelerator.current().stream_id))
+    stream = accelerator.stream()
+    with accelerator.hold(stream):
+        future = accelerator.completed(1.0, stream=stream)
+        for _ in range(4):
+            future.then(lambda _: streams.append(accelerator.current().stream_id))
     assert len(set(streams)) == 4
 
 

@@ -1,0 +1,66 @@
+"""Memory of operations over NCCL: it is kept while the device uses it, and no longer."""
+
+from __future__ import annotations
+
+import pytest
+
+from cudafuture.distributed import _operations
+from cudafuture.distributed._operations import Operation
+from support.nccl_memory import (
+    ISSUES,
+    UNEVEN,
+    capture_each,
+    drop_in_flight,
+    follow_coalesced,
+    issue_while_coalescing,
+    meet_late,
+    wait_for_each,
+)
+from support.nccl_ranks import run_nccl
+
+pytestmark = [pytest.mark.cuda, pytest.mark.world, pytest.mark.slow]
+
+BLOCKING_WAIT = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+# They have no tensors on the device, or NCCL does not have them.
+WITHOUT_MEMORY = {
+    "barrier",
+    "all_gather_coalesced",
+    "all_gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "gather_object",
+    "monitored_barrier",
+}
+
+
+def test_every_operation_of_the_table_is_here() -> None:
+    table = {row.name for row in vars(_operations).values() if isinstance(row, Operation)}
+    assert {name.split()[0] for name in ISSUES} == table - WITHOUT_MEMORY
+
+
+@pytest.mark.parametrize("environment", [{}, BLOCKING_WAIT], ids=["", "blocking wait"])
+def test_memory_of_a_dropped_future_is_kept_in_flight(environment: dict[str, str]) -> None:
+    wrong, _ = run_nccl(2, drop_in_flight, environment=environment)
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("environment", [{}, BLOCKING_WAIT], ids=["", "blocking wait"])
+def test_no_memory_stays_after_a_wait(environment: dict[str, str]) -> None:
+    assert run_nccl(2, wait_for_each, environment=environment) == [{}, {}]
+
+
+def test_memory_of_a_captured_operation_is_kept_until_a_consumer_is_ordered() -> None:
+    assert run_nccl(2, capture_each) == [{}, {}]
+
+
+def test_operations_of_uneven_sizes_wait_for_a_late_peer() -> None:
+    ones = dict.fromkeys(UNEVEN, [1.0])
+    assert run_nccl(2, meet_late) == [ones, ones]
+
+
+def test_works_of_coalesced_batches_wait_for_a_late_peer() -> None:
+    assert run_nccl(2, follow_coalesced) == [[3.0, 3.0, 2.0, 2.0], [3.0, 3.0, 2.0, 1.0]]
+
+
+def test_torchs_coalescing_manager_is_refused() -> None:
+    run_nccl(2, issue_while_coalescing)

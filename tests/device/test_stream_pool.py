@@ -1,0 +1,168 @@
+"""The library's pool of streams: few of them, the same ones again, and none that the program uses or captures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture, copy, pool_stream, use_streams
+from cudafuture.testing import sim
+from support.harness import PRIORITIES, Device
+
+Future = CUDAFuture[torch.Tensor]
+MOST = 4  # streams of a device and priority
+PROGRAMS = 32  # streams that torch has of a priority
+
+
+def stream_ids(accelerator: Device, parent: Future, callbacks: int, priority: int = 0) -> list[int]:
+    """Return the stream of each callback; none is waited for."""
+    ids: list[int] = []
+    for _ in range(callbacks):
+        parent.then(lambda f: (ids.append(accelerator.current().stream_id), f.value() + 1), priority=priority)
+    return ids
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    """Call a function in another thread, and return its result, or raise its error."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as e:
+            results.append(e)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_busy_callbacks_share_four_streams_of_each_priority(accelerator: Device, priority: int) -> None:
+    accelerator.finish()
+    stream = accelerator.stream()
+    with accelerator.hold(stream):
+        ids = stream_ids(accelerator, accelerator.completed(1.0, stream=stream), 64, priority)
+    assert len(ids) == 64
+    assert len(set(ids)) == MOST
+    assert max(map(ids.count, set(ids))) < 64 / 2  # none of them takes it all
+
+
+def test_priorities_have_different_streams(accelerator: Device) -> None:
+    stream = accelerator.stream()
+    with accelerator.hold(stream):
+        parent = accelerator.completed(1.0, stream=stream)
+        ids = [set(stream_ids(accelerator, parent, 16, priority)) for priority in PRIORITIES]
+    assert not ids[0] & ids[1]
+
+
+def test_an_idle_stream_is_used_again(accelerator: Device) -> None:
+    parent = accelerator.completed(1.0)
+    ids: set[int] = set()
+    for _ in range(16):
+        accelerator.finish()
+        ids.update(stream_ids(accelerator, parent, 1))
+    assert len(ids) == 1
+
+
+def test_copies_callbacks_and_gathers_use_the_same_streams(accelerator: Device) -> None:
+    accelerator.finish()
+    stream = accelerator.stream()
+    with accelerator.hold(stream):
+        parent = accelerator.completed(1.0, stream=stream)
+        ids = set(stream_ids(accelerator, parent, 16))
+        for _ in range(16):
+            copied = copy(parent.value(), "cpu")
+            assert not copied.ready()
+            ids.add(pool_stream(accelerator.at()).stream_id)
+            parent.then(lambda f: f.value()).to_torch()
+        ids.update(stream_ids(accelerator, parent, 16))
+    assert len(ids) == MOST
+
+
+def test_streams_of_the_program_are_never_used(accelerator: Device) -> None:
+    parent = accelerator.completed(1.0)
+    programs = [accelerator.stream() for _ in range(PROGRAMS)]
+    accelerator.finish()
+    gates = [accelerator.hold(stream) for stream in programs]
+    for gate in gates:
+        gate.__enter__()
+    try:
+        ids = stream_ids(accelerator, parent, 64)
+        parent.then(lambda f: f.value() + 1).wait()  # beside what is held
+    finally:
+        for gate in gates:
+            gate.__exit__(None, None, None)
+    assert not {stream.stream_id for stream in programs} & set(ids)
+
+
+def test_a_capture_and_callbacks_of_another_thread_leave_each_other_alone(accelerator: Device) -> None:
+    parent = accelerator.completed(1.0)
+    accelerator.finish()
+
+    def use() -> Future:
+        with accelerator.stream(), accelerator.hold():  # so that every stream of the pool is used
+            for _ in range(2 * PROGRAMS):
+                child = CUDAFuture.completed(parent.wait(non_blocking=True) + 1).then(lambda f: f.value() + 1)
+                child.wait(non_blocking=True)
+        return child
+
+    with accelerator.capture():
+        accelerator.empty().fill_(1.0)
+        child = in_a_thread(use)
+        accelerator.empty().fill_(2.0)
+    assert child.wait()[0].item() == 3.0
+
+
+def test_callbacks_of_captured_work_join_the_capture_and_others_do_not(accelerator: Device) -> None:
+    outside = accelerator.completed(1.0)
+    accelerator.finish()
+    with accelerator.capture():
+        inside = CUDAFuture.completed(accelerator.empty().fill_(1.0))
+        child, captured = inside, []
+        for _ in range(16):
+            child = child.then(lambda f: (captured.append(accelerator.current().stream_id), f.value() + 1)[1])
+        copies = copy(child.value(), accelerator.at())
+        free = in_a_thread(lambda: stream_ids(accelerator, outside, 16))
+        child.wait(non_blocking=True)
+        copies.wait(non_blocking=True)
+    assert len(captured) == len(free) == 16
+    assert not set(captured) & set(free)
+    assert in_a_thread(lambda: outside.then(lambda f: f.value() + 1).wait()[0].item()) == 2.0
+
+
+def test_captures_at_the_same_time_have_different_streams(accelerator: Device) -> None:
+    if accelerator.name != "sim":
+        pytest.skip("torch.cuda.graph() synchronizes the device, which ends other captures")
+    used: list[set[int]] = []
+
+    def record(depth: int) -> None:
+        if depth == MOST:
+            return
+        with accelerator.stream(), sim.capture():
+            ids: list[int] = []
+            child = CUDAFuture.completed(accelerator.empty().fill_(1.0))
+            for _ in range(3):
+                child = child.then(lambda f: (ids.append(accelerator.current().stream_id), f.value() + 1)[1])
+            used.append(set(ids))
+            record(depth + 1)
+            child.wait(non_blocking=True)
+
+    record(0)
+    assert [len(ids) for ids in used] == [1] * MOST
+    assert len(set.union(*used)) == MOST
+
+
+def test_what_is_recorded_on_an_own_stream_of_the_pool_is_ordered(accelerator: Device) -> None:
+    x = accelerator.completed(3.0)
+    with use_streams(pool_stream(accelerator.at(), -1)):
+        y = x.wait(non_blocking=True) * 2
+        doubled = CUDAFuture.completed(y)
+    assert accelerator.read(doubled.wait(non_blocking=True)) == 6.0
