@@ -52,10 +52,11 @@ from cudafuture.testing.sim._accelerator import (
 )
 from cudafuture.testing.sim._prepare import prepare
 from cudafuture.testing.sim._report import RaceError, Report, Site, detect_races, races
-from cudafuture.testing.sim._streams import Hold, capture, fail, finish, hold, priority, release, sleep
+from cudafuture.testing.sim._streams import CaptureMode, Hold, capture, fail, finish, hold, priority, release, sleep
 from cudafuture.testing.sim._virtual_time import Speeds, clock, set_speeds, spend
 
 __all__ = [
+    "CaptureMode",
     "DeviceError",
     "Hold",
     "RaceError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -13,7 +13,9 @@ from cudafuture.testing._hold import StreamHold, open_all
 from cudafuture.testing.sim._accelerator import synchronize
 from cudafuture.testing.sim._virtual_time import name_of, seconds
 
-__all__ = ["Hold", "capture", "fail", "finish", "hold", "priority", "release", "sleep"]
+__all__ = ["CaptureMode", "Hold", "capture", "fail", "finish", "hold", "priority", "release", "sleep"]
+
+CaptureMode = Literal["global", "thread_local", "relaxed"]
 
 
 class Hold(StreamHold):
@@ -98,18 +100,29 @@ def hold(stream: torch.Stream | None = None) -> Hold:
 
 
 @contextlib.contextmanager
-def capture(stream: torch.Stream | None = None) -> Iterator[None]:
+def capture(stream: torch.Stream | None = None, mode: CaptureMode = "global") -> Iterator[None]:
     """Capture a stream (default: the current one) for a scope, as far as host calls can break a capture.
 
     Work that is enqueued on the stream is recorded and never runs, since there are no graphs to launch. A stream that
-    waits for an event of the capture joins it. These calls end the capture, as in CUDA's default mode (global):
+    waits for an event of the capture joins it. These calls end the capture, as on CUDA:
 
-    - a query of, or a synchronization with, an event that was recorded inside it;
-    - a query of, or a synchronization with, any other event, by a thread that is not in relaxed capture mode;
-    - a wait of a capturing stream for work outside of the capture.
+    - a query of, or a synchronization with, an event that was recorded inside it, or a stream that is in it;
+    - a synchronization with a device that has a stream in it;
+    - a wait of a capturing stream for work outside of the capture;
+    - an unsafe call, by a thread to which the mode forbids such calls. Unsafe calls are queries of other events and
+      streams, synchronizations with them and with other devices, and allocations of pinned memory. torch's pinned
+      allocator for CUDA queries events. It may do so on a stream that is in the capture.
+
+    Args:
+        stream: the stream.
+        mode: the threads that may make no unsafe calls, as ``capture_error_mode`` of ``torch.cuda.graph``: all threads
+            that are not in relaxed mode themselves ("global", the default), the thread that captures ("thread_local"),
+            or none ("relaxed"). cudaThreadExchangeStreamCaptureMode sets the mode of a thread. cudafuture's own threads
+            are in relaxed mode.
 
     Raises:
         RuntimeError: at such a call, and at the end of the scope, with the name of the call.
+        ValueError: the mode does not exist.
 
     >>> sim.enable()
     >>> event = torch.Event("sim")
@@ -120,8 +133,11 @@ def capture(stream: torch.Stream | None = None) -> Iterator[None]:
         ...
     RuntimeError: a query of an event that was recorded inside a stream capture: CUDA refuses it ...
     """
+    modes = get_args(CaptureMode)
+    if mode not in modes:
+        raise ValueError(f"mode={mode!r} does not exist; use one of {', '.join(modes)}")
     captured = name_of(stream)
-    _native.begin_capture(captured)
+    _native.begin_capture(captured, modes.index(mode))
     try:
         yield
     except BaseException:

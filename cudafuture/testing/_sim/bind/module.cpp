@@ -155,7 +155,9 @@ void bind_streams(nb::module_& m) {
   m.def("synchronize", synchronize, "device"_a.none());
   m.def("sleep", sleep);
   m.def("fail", fail);
-  m.def("begin_capture", [](const NamedStream& stream) { Accelerator::get().begin_capture(named(stream)); });
+  m.def("begin_capture", [](const NamedStream& stream, int mode) {
+    Accelerator::get().begin_capture(named(stream), static_cast<CaptureMode>(mode));
+  });
   m.def("end_capture", [](const NamedStream& stream) { Accelerator::get().end_capture(named(stream)); });
   m.def("has_context", [](int device) { return Accelerator::get().has_context(device); });
   // The signature of cudaThreadExchangeStreamCaptureMode, for cudafuture's core.

@@ -38,8 +38,24 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void resetPeakStats(c10::DeviceIndex) override {}
 };
 
+// A scope like that in which torch's pinned allocator for CUDA works: in relaxed mode if the current stream is in a
+// capture, and in the thread's own mode otherwise. So an allocation in another thread can end the capture.
+class CaptureScope {
+ public:
+  CaptureScope() {
+    if (Accelerator::get().capture_of(current_stream(current_device())) != 0) capture_mode = CaptureMode::relaxed;
+  }
+  ~CaptureScope() { capture_mode = before_; }
+  CaptureScope(const CaptureScope&) = delete;
+  CaptureScope& operator=(const CaptureScope&) = delete;
+
+ private:
+  const CaptureMode before_ = capture_mode;
+};
+
 struct PinnedMemory final : at::HostAllocator {
   c10::DataPtr allocate(std::size_t bytes) override {
+    const CaptureScope scope;
     void* const pointer = Accelerator::get().allocate_pinned(bytes);
     return {pointer, pointer, &release_pinned, c10::DeviceType::CPU};
   }

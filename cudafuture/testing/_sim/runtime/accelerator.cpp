@@ -89,9 +89,9 @@ int Accelerator::priority_of(StreamName stream) const noexcept {
   return kLowestPriority - static_cast<int>(level);
 }
 
-void Accelerator::begin_capture(StreamName stream) {
+void Accelerator::begin_capture(StreamName stream, CaptureMode mode) {
   const Entry entry(*state_);
-  state_->begin_capture(state_->stream(stream));
+  state_->begin_capture(state_->stream(stream), mode);
 }
 
 void Accelerator::end_capture(StreamName stream) {
@@ -256,6 +256,7 @@ void* Accelerator::allocate_pinned(std::size_t bytes) {
   bool poison = false;
   {
     Entry entry(*state_);
+    state_->refuse_in_captures("an allocation of pinned memory", nullptr);
     pointer = state_->pinned.take(bytes, state_->shadow);
     poison = state_->options.poison;
     state_->runner.after_call(entry.lock);

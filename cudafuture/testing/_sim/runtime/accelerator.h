@@ -89,7 +89,8 @@ struct CaptureError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The effect of a thread's host calls on captures in progress: cudaStreamCaptureMode, with its values.
+// The mode of a capture, and of a thread: together they decide which host calls end the capture. cudaStreamCaptureMode,
+// with its values.
 enum class CaptureMode : int { global = 0, thread_local_ = 1, relaxed = 2 };
 extern thread_local CaptureMode capture_mode;
 
@@ -143,7 +144,7 @@ class Accelerator {
   void synchronize(int device);
 
   // ---- stream captures, as far as host calls can break them: what is enqueued in one never runs
-  void begin_capture(StreamName stream);
+  void begin_capture(StreamName stream, CaptureMode mode = CaptureMode::global);
   void end_capture(StreamName stream);  // throws CaptureError if a host call has broken it
   // Returns a number that identifies the capture that the stream is in, among all of the process; 0 if it is in none.
   std::uint64_t capture_of(StreamName stream) const;
@@ -173,7 +174,8 @@ class Accelerator {
   static void* alias(const void* pointer) noexcept;
   void empty_cache();  // releases free memory
 
-  // ---- pinned host memory: cached too, and not handed out again before the streams that use it have got there.
+  // ---- pinned host memory: cached too, and not handed out again before the streams that use it have got there. An
+  // allocation counts as a query, since torch's allocator for CUDA queries events and calls cudaHostAlloc.
   void* allocate_pinned(std::size_t bytes);
   void deallocate_pinned(void* pointer) noexcept;
   bool is_pinned(const void* pointer) const noexcept;

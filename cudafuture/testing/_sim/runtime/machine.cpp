@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "runtime/process.h"
@@ -168,6 +169,7 @@ void Machine::synchronize(Lock& lock, const RecordingPtr& recording) {
 
 void Machine::synchronize_device(Lock& lock, int index) {
   refuse_in_captures("a synchronization with a device", nullptr);
+  if (!captures_.empty()) refuse_with_captures_of(index);
   const std::vector<RecordingPtr> all = record_all(device(index));
   throw_error_of(index);
   runner.run_until(lock, all);
@@ -175,9 +177,9 @@ void Machine::synchronize_device(Lock& lock, int index) {
   for (const RecordingPtr& recording : all) host_saw(*recording);
 }
 
-void Machine::begin_capture(Stream& stream) {
+void Machine::begin_capture(Stream& stream, CaptureMode mode) {
   if (stream.capture != nullptr) throw CaptureError(name_of(stream.name) + " is in a capture already");
-  stream.capture = captures_.emplace_back(std::make_shared<Capture>(++captures_begun_));
+  stream.capture = captures_.emplace_back(std::make_shared<Capture>(++captures_begun_, mode));
   any_capture = true;
 }
 
@@ -195,8 +197,10 @@ void Machine::end_capture(Stream& stream) {
   if (!capture->broken_by.empty()) throw CaptureError("the capture has ended with an error, by " + capture->broken_by);
 }
 
-// An event that a capture recorded cannot be asked about. Any other can, but a capture in the default mode (global)
-// ends when a thread does so that is not in relaxed mode.
+// The host cannot query an event that a capture recorded. Any other call here is one that CUDA calls potentially
+// unsafe. The documentation of cudaThreadExchangeStreamCaptureMode says which captures refuse it: those of the thread
+// itself, unless their mode is relaxed, and those of other threads if both modes, the capture's and the thread's, are
+// global. None does in a thread whose mode is relaxed.
 void Machine::refuse_in_captures(const char* call, const CapturePtr& capture) {
   if (capture != nullptr) {
     capture->broken_by = std::string(call) + " that was recorded inside it (cudaErrorCapturedEvent)";
@@ -205,11 +209,30 @@ void Machine::refuse_in_captures(const char* call, const CapturePtr& capture) {
                        "cudaErrorCapturedEvent, and ends the capture");
   }
   if (captures_.empty() || capture_mode == CaptureMode::relaxed) return;
-  for (const CapturePtr& other : captures_)
+  bool is_refused = false;
+  for (const CapturePtr& other : captures_) {
+    const bool is_own = other->thread == std::this_thread::get_id() && other->mode != CaptureMode::relaxed;
+    const bool is_global = capture_mode == CaptureMode::global && other->mode == CaptureMode::global;
+    if (!is_own && !is_global) continue;
     other->broken_by = std::string(call) + " (cudaErrorStreamCaptureUnsupported)";
+    is_refused = true;
+  }
+  if (!is_refused) return;
   throw CaptureError(std::string(call) +
                      " during a stream capture, by a thread that is not in relaxed capture mode: CUDA "
                      "refuses it with cudaErrorStreamCaptureUnsupported, and ends the capture");
+}
+
+// CUDA Programming Guide, "Prohibited and Unhandled Operations": the host cannot synchronize with a handle that
+// encompasses a capture. The modes do not change that.
+void Machine::refuse_with_captures_of(int index) {
+  for (const auto& stream : device(index).streams) {
+    if (stream == nullptr || stream->capture == nullptr) continue;
+    stream->capture->broken_by = "a synchronization with its device (cudaErrorStreamCaptureUnsupported)";
+    throw CaptureError("a synchronization with " + name_of_device(index) + " while " + name_of(stream->name) +
+                       " is in a capture: CUDA refuses it in every capture mode with "
+                       "cudaErrorStreamCaptureUnsupported, and ends the capture");
+  }
 }
 
 void Machine::throw_error_of(int index) const {

@@ -61,7 +61,7 @@ class Machine {
   void synchronize_device(Lock& lock, int index);
   void throw_error_of(int index) const;
 
-  void begin_capture(Stream& stream);
+  void begin_capture(Stream& stream, CaptureMode mode);
   void end_capture(Stream& stream);                                      // throws if a host call has broken it
   void refuse_in_captures(const char* call, const CapturePtr& capture);  // of what the host asks about; null: in none
   void clear_error(int index);
@@ -85,6 +85,7 @@ class Machine {
 
  private:
   void drop_everything();
+  void refuse_with_captures_of(int index);  // of a call that waits for all streams of a device
   void broke(Stream& stream, std::exception_ptr error, Report&& report);
   std::string name_of_agent(Agent agent) const;
   void touch(const Access& access, const VectorClock& clock, const Touch& touch);

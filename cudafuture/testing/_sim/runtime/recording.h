@@ -6,19 +6,24 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <thread>
 
 #include "runtime/vector_clock.h"
 
 namespace sim {
+
+enum class CaptureMode : int;
 
 namespace runtime {
 class Stream;
 
 // A stream capture in progress. The streams that are in it, and the events that were recorded there, share it.
 struct Capture {
-  explicit Capture(std::uint64_t number) : number(number) {}
+  Capture(std::uint64_t number, CaptureMode mode) : number(number), mode(mode) {}
 
   const std::uint64_t number;  // of no other capture of the process; never 0
+  const CaptureMode mode;
+  const std::thread::id thread = std::this_thread::get_id();  // that began it
   bool has_ended = false;
   std::string broken_by;  // the host call that ended it with an error; empty: none
 };
