@@ -63,13 +63,29 @@ def test_priorities_have_different_streams(accelerator: Device) -> None:
     assert not ids[0] & ids[1]
 
 
-def test_an_idle_stream_is_used_again(accelerator: Device) -> None:
+def test_a_busy_stream_is_passed_over(accelerator: Device) -> None:
+    accelerator.finish()
+    stream = accelerator.stream()
+    done = accelerator.completed(1.0)
+    done.wait()
+    with accelerator.hold(stream):
+        (blocked,) = stream_ids(accelerator, accelerator.completed(1.0, stream=stream), 1)
+        for _ in range(16):
+            assert stream_ids(accelerator, done, 1) != [blocked]
+            done.then(lambda f: f.value() + 1).wait()  # beside what is held
+
+
+def test_callbacks_that_run_at_the_same_time_have_different_streams(accelerator: Device) -> None:
     parent = accelerator.completed(1.0)
-    ids: set[int] = set()
-    for _ in range(16):
-        accelerator.finish()
-        ids.update(stream_ids(accelerator, parent, 1))
-    assert len(ids) == 1
+    ids: list[int] = []
+
+    def enter(depth: int) -> None:
+        ids.append(accelerator.current().stream_id)
+        if depth < MOST:
+            parent.then(lambda f: enter(depth + 1))
+
+    parent.then(lambda f: enter(1)).wait()
+    assert len(set(ids[-MOST:])) == MOST
 
 
 def test_copies_callbacks_and_gathers_use_the_same_streams(accelerator: Device) -> None:

@@ -119,6 +119,7 @@ bool ready(PyFuture& self) {
   if (!future.device_work_finished()) return false;
   refuse_captured(future, "ready()");
   raise_late_error(future);
+  future.consumed();  // the device has finished: engines need their memory no longer
   return true;
 }
 

@@ -41,30 +41,56 @@ class KeptWork::Release final : public Continuation {
   KeptWork work_;
 };
 
+KeptWork::KeptWork(c10::intrusive_ptr<c10d::Work> work, Foreign tensors, std::vector<c10::Stream> streams)
+    : work_(std::move(work)), tensors_(std::move(tensors)), streams_(std::move(streams)) {
+  drop_captured();
+}
+
 bool KeptWork::is_issued_here() const {
   return std::all_of(streams_.begin(), streams_.end(), [](const auto& s) { return current_stream(s.device()) == s; });
 }
 
-void KeptWork::release() noexcept {
-  const c10::intrusive_ptr<c10d::Work> work = std::move(work_);
-  const Foreign tensors = std::move(tensors_);
-  if (work == nullptr) return;
-  const WithoutGil released;  // the stash has a lock, and its tensors take the GIL
+// Makes the current streams wait, and empties the stash. False: the device reports an error.
+bool KeptWork::synchronize() noexcept {
   try {
     std::optional<c10::DeviceGuard> guard;
     if (!streams_.empty()) guard.emplace(streams_.front().device());
-    work->synchronize();
-  } catch (const std::exception&) {  // the device's error: whoever uses the tensors meets it
+    work_->synchronize();
+    return true;
+  } catch (const std::exception&) {  // the next call that uses the tensors raises it
+    return false;
   }
 }
 
-bool KeptWork::is_captured() const {
-  const c10::DeviceGuard guard(streams_.front().device());
-  return capture_of(streams_.front()) == events_.capture();
+void KeptWork::release() noexcept {
+  if (work_ == nullptr) return;
+  {
+    const WithoutGil released;  // the stash has a lock, and its tensors take the GIL
+    if (!synchronize()) return;
+    work_.reset();
+  }
+  tensors_ = Foreign();
+  drop_captured();
+}
+
+bool KeptWork::is_captured() const noexcept {
+  try {
+    const c10::DeviceGuard guard(streams_.front().device());
+    return capture_of(streams_.front()) == events_.capture();
+  } catch (const std::exception&) {
+    return true;
+  }
 }
 
 // Returns true if the device may use the tensors.
-bool KeptWork::is_in_use() const noexcept {
+bool KeptWork::is_in_use() noexcept {
+  if (events_.empty()) {  // following the Work failed: the streams of the issue wait instead
+    void* const state = foreign_runtime().step_out();
+    const StreamScope scope(streams_);
+    synchronize();
+    foreign_runtime().step_in(state);
+    return false;
+  }
   try {
     return !events_.query();
   } catch (const std::exception&) {  // a broken device uses nothing
@@ -77,11 +103,12 @@ void KeptWork::drop() noexcept {
   tensors_ = Foreign();
 }
 
-// Drops the Works whose captures have ended. Each capture that follows does it for the ones before.
-void KeptWork::drop_captured() {
+// Drops the Works whose captures have ended. Later operations do it, whatever they are.
+void KeptWork::drop_captured() noexcept {
   std::list<KeptWork> works;
   {
     std::lock_guard lock(captured_mutex);
+    if (captured().empty()) return;
     works.swap(captured());
   }
   std::list<KeptWork> still;

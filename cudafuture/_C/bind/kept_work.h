@@ -21,8 +21,7 @@ class KeptWork {
  public:
   // `tensors`: a Python object that owns them, or none. `streams`: the current streams of the issue. Memory that the
   // operation uses belongs to them, or is ordered before them.
-  KeptWork(c10::intrusive_ptr<c10d::Work> work, Foreign tensors, std::vector<c10::Stream> streams)
-      : work_(std::move(work)), tensors_(std::move(tensors)), streams_(std::move(streams)) {}
+  KeptWork(c10::intrusive_ptr<c10d::Work> work, Foreign tensors, std::vector<c10::Stream> streams);
   KeptWork(KeptWork&&) = default;
   KeptWork& operator=(KeptWork&&) = delete;
   // Leaves what the device still uses to the watcher; inside a capture, until the capture has ended.
@@ -34,16 +33,17 @@ class KeptWork {
   // True if the streams of the issue are this thread's current ones.
   bool is_issued_here() const;
   // Makes this thread's current streams wait for the Work, which empties its stash, and drops the tensors. Called inside
-  // the interpreter, which it leaves meanwhile.
+  // the interpreter, which it leaves meanwhile. Keeps the Work if the device reports an error.
   void release() noexcept;
 
  private:
   class Release;
 
-  bool is_in_use() const noexcept;
-  bool is_captured() const;
+  bool synchronize() noexcept;
+  bool is_in_use() noexcept;
+  bool is_captured() const noexcept;
   void drop() noexcept;
-  static void drop_captured();
+  static void drop_captured() noexcept;
 
   c10::intrusive_ptr<c10d::Work> work_;  // null: released
   Foreign tensors_;

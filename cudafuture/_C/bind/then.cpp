@@ -20,6 +20,7 @@
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
 #include "core/future.h"
+#include "core/pinned_memory.h"
 #include "core/process.h"
 #include "core/stream_order.h"
 #include "core/stream_pool.h"
@@ -108,6 +109,7 @@ class Then final : public Continuation, public Deferred {
     const FuturePtr traced = child != nullptr ? wrapped_core(child_) : FuturePtr();
     trace(TraceEvent::callback_begin, child != nullptr ? *child : parent);
     try {
+      relax_library_thread();
       call(parent, child);
     } catch (nb::python_error& e) {
       failed(parent, child, nb::borrow(e.value()), {});

@@ -188,7 +188,7 @@ bool is_torch_future(nb::handle object) {
 
 // torch hides the events of a completed future: its callbacks run on other streams, which wait for the events, and it
 // tells the allocator that those streams use the value. The name of a private member may be given in an explicit
-// instantiation, so this file reads them.
+// instantiation, so this file reaches them.
 std::vector<c10::Event>& hidden_events(TorchFuture& future);
 template <auto events>
 struct HiddenEvents {
@@ -196,12 +196,14 @@ struct HiddenEvents {
 };
 template struct HiddenEvents<&TorchFuture::events_>;
 
-EventSet events_of(const TorchFuturePtr& source, std::uint64_t capture) {
-  if (source->hasError()) return EventSet();
+EventSet take_events(TorchFuture& source, std::uint64_t capture) {
+  if (source.hasError()) return EventSet();
   std::vector<DeviceEventPtr> events;
-  for (const c10::Event& event : hidden_events(*source)) {  // no thread changes them once the future is completed
-    events.push_back(DeviceEvent::share(event, source, capture));
+  for (c10::Event& event : hidden_events(source)) {
+    const c10::Device device = event.device();
+    events.push_back(c10::make_intrusive<DeviceEvent>(std::move(event), device, capture));
   }
+  hidden_events(source).clear();
   return EventSet(std::move(events));
 }
 

@@ -93,25 +93,32 @@ void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> prom
 //     the future holds an empty list;
 //   - a gather, on every rank except the root: the future fails immediately, because it cannot hold the undefined tensor
 //     that represents the missing output.
-EventSet record_after(c10d::Work& work, const std::vector<c10::Device>& devices, std::uint64_t capture) {
+//
+// Synchronizing it empties its stash. If no one else keeps the tensors, that is right only on the streams that own them:
+// they are taken to be the current ones, which then wait for the Work.
+EventSet record_after(c10d::Work& work, const std::vector<c10::Device>& devices, std::uint64_t capture,
+                      bool keeps_tensors) {
   const WithoutGil released;
-  const StreamScope scope(pool_streams(devices, 0, capture));
+  const StreamScope scope(keeps_tensors ? pool_streams(devices, 0, capture) : current_streams(devices));
   const c10::DeviceGuard guard(devices.front());
   work.synchronize();  // makes the current streams wait
   return record_work(devices);
 }
 
-// Follows a Work that is enqueued on devices.
-void follow_enqueued(c10d::Work& work, const TorchFuturePtr& native, Promise& promise, WorkErrors& errors) {
+// Follows a Work that is enqueued on devices. `is_ours`: this library issued it, so no other code uses its future.
+void follow_enqueued(c10d::Work& work, const TorchFuturePtr& native, std::shared_ptr<Promise> promise,
+                     std::shared_ptr<WorkErrors> errors, bool is_ours) {
   const std::vector<c10::Device>& devices = native->devices();
+  const bool has_proof = !native->hasError() && !native->storages().empty();
+  if (has_proof && !is_ours) return follow_natively(native, std::move(promise), std::move(errors));
   try {
     const std::uint64_t capture = capture_on(devices.front());
-    EventSet events = kept(events_of(native, capture), SyncEdge::work_events);
-    if (native->hasError() || native->storages().empty()) events = record_after(work, devices, capture);
-    errors.set_events(events);
-    promise.complete(native->hasError() ? c10::IValue() : native->constValue(), std::move(events));
+    EventSet events = has_proof ? kept(take_events(*native, capture), SyncEdge::work_events)
+                                : record_after(work, devices, capture, is_ours);
+    errors->set_events(events);
+    promise->complete(native->hasError() ? c10::IValue() : native->constValue(), std::move(events));
   } catch (...) {
-    promise.fail(std::current_exception(), {});
+    promise->fail(std::current_exception(), {});
   }
 }
 
@@ -215,7 +222,7 @@ void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value, Forei
   } else if (!native->completed() || (native->hasError() && owned->exception() != nullptr)) {
     follow_natively(native, std::move(promise), std::move(errors));
   } else {
-    follow_enqueued(*owned, native, *promise, *errors);
+    follow_enqueued(*owned, native, std::move(promise), std::move(errors), group.has_value());
   }
 }
 
@@ -238,8 +245,11 @@ void follow_python_work(nb::handle object, FuturePtr future) {
 // Completes a future with a known value when the future of a Work written in Python (`parent`) is done.
 class Substitute final : public Continuation {
  public:
-  Substitute(FuturePtr future, nb::object value)
-      : Continuation(foreign), future_(std::move(future)), value_(bind::foreign(std::move(value))) {}
+  Substitute(FuturePtr future, nb::object value, nb::object tensors)
+      : Continuation(foreign),
+        future_(std::move(future)),
+        value_(bind::foreign(std::move(value))),
+        tensors_(bind::foreign(std::move(tensors))) {}
 
   void run(Future& work) noexcept override {
     future_->inherit_host_time(work);
@@ -254,11 +264,15 @@ class Substitute final : public Continuation {
     const Promise told(std::move(future_));
     delete this;
   }
-  int visit(ForeignVisitor visitor) const override { return visitor(value_.get()); }
+  int visit(ForeignVisitor visitor) const override {
+    const int stop = visitor(value_.get());
+    return stop != 0 ? stop : visitor(tensors_.get());
+  }
 
  private:
   FuturePtr future_;
   Foreign value_;
+  Foreign tensors_;  // that the operation uses until it is done
 };
 
 }  // namespace
@@ -287,7 +301,7 @@ void follow_work(nb::handle work, FuturePtr future, nb::object value, nb::object
     return;
   }
   const nb::object followed = from_torch(work);
-  core_of(followed).attach(new Substitute(std::move(future), std::move(value)));
+  core_of(followed).attach(new Substitute(std::move(future), std::move(value), std::move(tensors)));
 }
 
 }  // namespace cudafuture::bind

@@ -78,10 +78,10 @@ void WorkErrors::set_events(const EventSet& events) {
 }
 
 // Where the streams of the issue are ordered after the operation, the memory that they own may be freed. Another
-// consumer's streams prove nothing for it, unless the host has seen the device finish.
+// consumer's streams prove nothing for it, unless the host has seen the device finish. Nor does an error.
 void WorkErrors::consumed() {
   std::unique_lock lock(mutex_);
-  if (!kept_ || !(kept_->is_issued_here() || has_succeeded() || error_ != nullptr)) return;
+  if (!kept_ || !(kept_->is_issued_here() || has_succeeded())) return;
   KeptWork work(std::move(*kept_));
   kept_.reset();
   lock.unlock();

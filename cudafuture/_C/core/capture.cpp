@@ -4,6 +4,7 @@
 
 #include <array>
 #include <atomic>
+#include <utility>
 
 #include "core/device_runtime.h"
 
@@ -99,25 +100,22 @@ void set_capture_of(c10::DeviceType type, CaptureOf capture) noexcept {
 
 namespace {
 
-thread_local bool is_library_thread = false;
-thread_local std::uint64_t relaxed_types = 0;  // a bit for each type of device
-
-std::uint64_t bit_of(c10::DeviceType type) noexcept { return std::uint64_t{1} << static_cast<unsigned>(type); }
+thread_local bool is_unrelaxed = false;  // true in threads of the library
 
 }  // namespace
 
-void mark_library_thread() noexcept { is_library_thread = true; }
-
-bool can_relax_captures(c10::DeviceType type) noexcept {
-  return is_library_thread && (relaxed_types & bit_of(type)) == 0;
+void mark_library_thread() noexcept {
+  thread_local bool is_marked = false;
+  if (!std::exchange(is_marked, true)) is_unrelaxed = true;
 }
 
+bool may_end_captures() noexcept { return is_unrelaxed; }
+
 void relax_captures(c10::DeviceType type) noexcept {
-  if (!can_relax_captures(type)) return;
-  relaxed_types |= bit_of(type);
+  if (!std::exchange(is_unrelaxed, false)) return;
   const ExchangeCaptureMode exchange = exchange_mode(type);
   int mode = kRelaxed;
-  if (exchange != nullptr) exchange(&mode);
+  if (exchange != nullptr && exchange(&mode) != 0 && type == c10::DeviceType::CUDA) clear_last_error();
 }
 
 BesideCaptures::BesideCaptures(c10::DeviceType type) noexcept : type_(type) {

@@ -40,8 +40,8 @@ void mark_library_thread() noexcept;
 // device current that has a context.
 void relax_captures(c10::DeviceType type) noexcept;
 
-// True if relax_captures() would do something.
-bool can_relax_captures(c10::DeviceType type) noexcept;
+// True in a thread of the library that is not in relaxed mode yet.
+bool may_end_captures() noexcept;
 
 // Exchanges the calling thread's capture mode, as cudaThreadExchangeStreamCaptureMode does: `*mode` is the new mode,
 // and receives the old one. Returns 0 on success.

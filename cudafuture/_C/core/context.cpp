@@ -7,7 +7,6 @@
 
 #include <array>
 
-#include "core/capture.h"
 #include "core/stream_pool.h"
 #include "core/sync_edge.h"
 
@@ -87,7 +86,6 @@ void CallerContext::Scope::enter_devices(const CurrentDevices& devices) {
     const c10::impl::DeviceGuardImplInterface* const guard = c10::impl::getDeviceGuardImpl(device.type());
     devices_before_.push_back(guard->getDevice());
     if (devices_before_.back() != device) guard->uncheckedSetDevice(device);  // creates no context
-    if (can_relax_captures(device.type()) && has_context(device)) relax_captures(device.type());
   }
 }
 

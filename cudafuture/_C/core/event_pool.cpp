@@ -44,14 +44,7 @@ DeviceEventPtr DeviceEvent::record(const c10::Stream& stream) {
   return c10::make_intrusive<DeviceEvent>(std::move(event), device, capture_of(stream));
 }
 
-DeviceEventPtr DeviceEvent::share(const c10::Event& event, Owner owner, std::uint64_t capture) {
-  return c10::make_intrusive<DeviceEvent>(event, std::move(owner), capture);
-}
-
-DeviceEvent::~DeviceEvent() {
-  if (own_) EventPool::get().release(std::move(*own_), device_);
-  if (is_shut_down() || is_forked_child()) static_cast<void>(owner_.release());  // leaked: it may own tensors
-}
+DeviceEvent::~DeviceEvent() { EventPool::get().release(std::move(event_), device_); }
 
 void DeviceEvent::refuse_captured() const {
   if (!is_captured()) return;
@@ -67,21 +60,21 @@ void DeviceEvent::refuse_captured() const {
 // never selected one, that is device 0, and from CUDA 12 on selecting it creates a context there (pytorch#94864).
 void DeviceEvent::block(const c10::Stream& stream) const {
   const Current guard(stream.device(), SyncEdge::guard_block);
-  event_->block(stream);
+  event_.block(stream);
 }
 
 bool DeviceEvent::query() const {
   refuse_captured();
   const Current guard(device_, SyncEdge::guard_query);
   const BesideCaptures relaxed(device_.type());
-  return event_->query();
+  return event_.query();
 }
 
 void DeviceEvent::synchronize() const {
   refuse_captured();
   const Current guard(device_, SyncEdge::guard_synchronize);
   const BesideCaptures relaxed(device_.type());
-  event_->synchronize();
+  event_.synchronize();
 }
 
 EventPool& EventPool::get() noexcept {

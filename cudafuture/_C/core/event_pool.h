@@ -15,7 +15,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -27,32 +26,23 @@ namespace cudafuture {
 // CUDA ends the capture when the host queries such an event, so query() and synchronize() throw for it.
 class DeviceEvent final : public c10::intrusive_ptr_target {
  public:
-  using Owner = c10::intrusive_ptr<c10::intrusive_ptr_target>;
-
   static c10::intrusive_ptr<DeviceEvent> record(const c10::Stream& stream);
-  // Returns a view of an event that `owner` keeps, so that nothing is recorded again. `capture`: the stream capture in
-  // which it was recorded, as `capture_of` returns it.
-  static c10::intrusive_ptr<DeviceEvent> share(const c10::Event& event, Owner owner, std::uint64_t capture);
   ~DeviceEvent() override;
 
   c10::Device device() const noexcept { return device_; }
-  std::uint64_t capture() const noexcept { return capture_; }  // 0: none
+  std::uint64_t capture() const noexcept { return capture_; }  // in which it was recorded, as capture_of() says; 0: none
   bool is_captured() const noexcept { return capture_ != 0; }
   void block(const c10::Stream& stream) const;  // makes the stream wait for the event
   bool query() const;                           // true once the device has reached the event; throws the device's error
   void synchronize() const;                     // blocks the calling thread
 
   DeviceEvent(c10::Event&& event, c10::Device device, std::uint64_t capture)
-      : own_(std::move(event)), event_(&*own_), device_(device), capture_(capture) {}
-  DeviceEvent(const c10::Event& event, Owner owner, std::uint64_t capture)
-      : owner_(std::move(owner)), event_(&event), device_(event.device()), capture_(capture) {}
+      : event_(std::move(event)), device_(device), capture_(capture) {}
 
  private:
   void refuse_captured() const;
 
-  std::optional<c10::Event> own_;  // none: the owner's
-  Owner owner_;
-  const c10::Event* event_;
+  c10::Event event_;
   c10::Device device_;
   std::uint64_t capture_;
 };

@@ -29,6 +29,14 @@ PinnedMemoryScope::PinnedMemoryScope() {
   relaxed_.emplace(device->type());
 }
 
+void relax_library_thread() {
+  if (!may_end_captures()) return;
+  const std::optional<c10::Device> device = device_in_use();
+  if (!device) return;
+  const c10::DeviceGuard guard(*device);
+  relax_captures(device->type());
+}
+
 at::Tensor empty_pinned(std::size_t nbytes) {
   const PinnedMemoryScope scope;
   const auto options = at::TensorOptions().dtype(at::kByte).device(at::kCPU).pinned_memory(true);

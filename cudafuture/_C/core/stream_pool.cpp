@@ -8,6 +8,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -15,6 +16,7 @@
 #include "core/device_runtime.h"
 #include "core/error.h"
 #include "core/own_streams.h"
+#include "core/process.h"
 #include "core/sync_edge.h"
 
 namespace cudafuture {
@@ -56,64 +58,73 @@ bool is_idle(const c10::Stream& stream) {
   const BesideCaptures relaxed(stream.device_type());
   try {
     return VirtualGuardImpl(stream.device_type()).queryStream(stream);
-  } catch (const c10::Error&) {  // a broken device: its next call reports the error
-    return true;
+  } catch (const c10::Error&) {  // a broken device, whose next call reports the error
+    return capture_of(stream) == 0;
   }
 }
 
-// The pool of one device and priority.
+// The pool of one device and priority: four streams for ordinary work, and four for captures. A capture never takes a
+// stream that ordinary work may be about to use.
 //
-// Lock: mutex_ guards the fields; no device call is made under it.
+// Lock: mutex_ guards the lists; no device call is made under it.
 class Pool {
  public:
   static Pool& of(c10::Device device, int priority);
 
   Pool(c10::Device device, int priority) : device_(device), priority_(priority) {}
 
-  // Returns, in this order: a stream that `capture` records already, an idle stream, a new one, a busy one.
-  c10::Stream stream(std::uint64_t capture) {
-    std::vector<c10::Stream> free;  // not captured
-    const std::vector<c10::Stream> streams = snapshot();
-    for (const c10::Stream& stream : streams) {
-      const std::uint64_t of_stream = capture_of(stream);
-      if (of_stream == 0) {
-        if (capture == 0 && is_idle(stream)) return stream;
-        free.push_back(stream);
-      } else if (of_stream == capture) {
-        return stream;
-      }
+  // Returns the next stream in turn that is idle, otherwise the next in turn. So callbacks that run at the same time
+  // get different streams, and a stream that is kept busy delays few others.
+  c10::Stream stream() {
+    const std::size_t turn = turn_.fetch_add(1, std::memory_order_relaxed);
+    const std::vector<c10::Stream> streams = filled(streams_, kMost);
+    std::optional<c10::Stream> busy;
+    for (std::size_t i = 0; i < streams.size(); ++i) {
+      const c10::Stream& next = streams[(turn + i) % streams.size()];
+      if (capture_of(next) != 0) continue;  // the program took it from pool_stream()
+      if (is_idle(next)) return next;
+      if (!busy) busy = next;
     }
-    if (capture != 0 && !free.empty()) return free.front();
-    if (streams.size() < kMost) return create(capture);
-    if (!free.empty()) return free[turn_.fetch_add(1, std::memory_order_relaxed) % free.size()];
-    return stream_of_torch(device_, priority_, capture);
+    return busy ? *busy : stream_of_torch(device_, priority_, 0);
+  }
+
+  // Returns the stream on which the capture is recorded already, otherwise one that no capture uses.
+  c10::Stream captured_stream(std::uint64_t capture) {
+    std::optional<c10::Stream> unused;
+    for (const c10::Stream& stream : filled(captured_, kMost)) {
+      const std::uint64_t of_stream = capture_of(stream);
+      if (of_stream == capture) return stream;
+      if (of_stream == 0 && !unused) unused = stream;
+    }
+    return unused ? *unused : stream_of_torch(device_, priority_, capture);
   }
 
  private:
   static constexpr std::size_t kMost = 4;
 
-  std::vector<c10::Stream> snapshot() const {
-    std::lock_guard lock(mutex_);
-    return streams_;
-  }
-
-  c10::Stream create(std::uint64_t capture) {
-    const c10::Stream created = OwnStreams::get().acquire(device_, priority_);
+  // Returns the streams of a list, which gets `count` of them first.
+  std::vector<c10::Stream> filled(std::vector<c10::Stream>& list, std::size_t count) {
     std::unique_lock lock(mutex_);
-    if (streams_.size() < kMost) {
-      streams_.push_back(created);
-      return created;
+    while (list.size() < count) {
+      lock.unlock();
+      const c10::Stream created = OwnStreams::get().acquire(device_, priority_);
+      lock.lock();
+      list.push_back(created);
+      if (list.size() <= count) continue;
+      list.pop_back();  // another thread was faster
+      lock.unlock();
+      OwnStreams::get().release(created, priority_);
+      lock.lock();
     }
-    lock.unlock();  // other threads were faster
-    OwnStreams::get().release(created, priority_);
-    return stream(capture);
+    return list;
   }
 
   const c10::Device device_;
   const int priority_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::vector<c10::Stream> streams_;
-  std::atomic<std::size_t> turn_{0};  // of the busy streams
+  std::vector<c10::Stream> captured_;
+  std::atomic<std::size_t> turn_{0};
 };
 
 Pool& Pool::of(c10::Device device, int priority) {
@@ -174,9 +185,11 @@ std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors) {
 }
 
 c10::Stream pool_stream(c10::Device device, int priority, std::uint64_t capture) {
+  refuse_after_fork();
   const c10::DeviceGuard guard(device);  // for the queries: CUDA would create a context on another device
   if (!OwnStreams::can_create(device.type())) return stream_of_torch(device, priority, capture);
-  return Pool::of(device, priority).stream(capture);
+  Pool& pool = Pool::of(device, priority);
+  return capture == 0 ? pool.stream() : pool.captured_stream(capture);
 }
 
 std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int priority, std::uint64_t capture) {

@@ -1,9 +1,8 @@
 // Streams: from the library's pool by priority, the current ones, and a scope that makes streams current.
 //
-// The pool has at most four streams for each device and priority, which the library creates itself (own_streams). It
-// returns an idle one if there is one, and the same one first: the caching allocator and cuBLAS keep memory for each
-// stream that they have seen. It does not use torch's pool, whose streams torch.cuda.graph() captures and the program
-// keeps busy.
+// The pool has four streams for each device and priority, which the library creates itself (own_streams): the caching
+// allocator and cuBLAS keep memory for each stream that they have seen. Work that is captured into a graph has four
+// others. The pool does not use torch's, whose streams torch.cuda.graph() captures and the program keeps busy.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,7 +33,7 @@ bool has_context(c10::Device device);
 std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors);
 
 // Returns a stream of the pool. Lower is more urgent: 0 is the default, -1 high. Callers share the streams: do not keep
-// one permanently.
+// one permanently. So at most four pieces of work at a time are independent of each other.
 //
 // `capture`: the stream capture that the stream is going to join, as `capture_of` returns it. A stream that another
 // capture records is never returned. Throws the device's error if a new stream cannot be created.

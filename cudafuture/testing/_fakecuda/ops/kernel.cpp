@@ -65,6 +65,9 @@ void Kernel::add_results(size_t index, const std::vector<at::Tensor>& results) {
 
 std::vector<c10::IValue> Kernel::run() const {
   const at::ThreadLocalStateGuard state(initial_state());
+  // Nor do the modes of Python apply, such as torch's sanitizer, which TORCH_CUDA_SANITIZER enables before this library
+  // is loaded: it has seen the operator, and is not made for several threads.
+  const c10::impl::ExcludeDispatchKeyGuard no_python(c10::python_ks);
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<at::Tensor> views;
