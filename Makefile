@@ -8,12 +8,14 @@
 #               seconds. The result is slower, so this is not for benchmarks.
 #   BUILD=...   the build folder (build/{wheel_tag}).
 #   CUDA_VENV=...  where `make test-cuda` puts an environment with torch's CUDA build, 5 GB (.venv-cuda).
+#   GPU_VENV=...  where `make gpu-kit` puts one with Python 3.12 and the torch of the machines with a GPU (.venv-gpu).
 
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell echo $$((2 * $$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc))))
 UNITY ?= ON
 CUDA_VENV ?= .venv-cuda
+GPU_VENV ?= .venv-gpu
 
 ifeq ($(strip $(VENV)),)
   PY := $(shell command -v $(PYTHON))
@@ -35,7 +37,7 @@ CPP := $(shell find cudafuture/_C cudafuture/testing/_sim rpc_ext/_C tests/cpp -
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --max-worker-restart 0 --dist loadgroup
 
 .NOTPARALLEL:
-.PHONY: setup setup-test demo test test-native test-cuda soak lint bench docs clean
+.PHONY: setup setup-test demo test test-native test-cuda gpu-kit soak lint bench docs clean
 setup: $(STATE)/built
 
 setup-test: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
@@ -71,6 +73,10 @@ test-cuda:
 	$(MAKE) --no-print-directory VENV=$(CUDA_VENV) BUILD=build/cuda-{wheel_tag} setup-test
 	JOBS=$(JOBS) tools/test_cuda.sh $(abspath $(CUDA_VENV))/bin/python
 
+# The folder .whl, with which tools/gpu_check.sh needs neither a build nor a network.
+gpu-kit:
+	tools/gpu_kit.sh $(GPU_VENV)
+
 soak: export CUDAFUTURE_SOAK = 1
 soak: JOBS = auto
 soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
@@ -78,6 +84,8 @@ soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	$(EVERYWHERE) -m "not world" --timeout 3600 -o faulthandler_timeout=4000
 	$(MAKE) --no-print-directory test-native
 	$(MAKE) --no-print-directory test-cuda
+	$(MAKE) --no-print-directory gpu-kit
+	tools/gpu_rehearsal.sh $(GPU_VENV)
 	tools/matrix.sh
 
 lint: $(STATE)/built $(STATE)/has-lint $(STATE)/has-test $(STATE)/has-demo

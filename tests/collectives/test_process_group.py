@@ -24,7 +24,7 @@ FUNCTIONS = sorted(
     for name in cfd.__all__
     if inspect.isfunction(getattr(cfd, name)) and name not in ("ddp_comm_hook", "new_group")
 )
-NEWER = {  # than torch 2.12
+NEWER = {  # than torch 2.11
     "barrier": {"timeout"},
     "new_group": {"sort_ranks"},
     **{name: {"weights_only"} for name in FUNCTIONS if "_object" in name},

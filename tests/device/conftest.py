@@ -56,5 +56,5 @@ def accelerator(request: pytest.FixtureRequest) -> Iterator[Device]:
 def pair(accelerator: Device) -> Device:
     """An accelerator with two devices."""
     if accelerator.count < 2:
-        pytest.skip("needs two devices")
+        pytest.skip("needs two devices, and there is one")
     return accelerator

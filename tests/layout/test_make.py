@@ -119,6 +119,14 @@ def test_ci_runs_lint_and_the_tests_of_the_readme(checkout: Path, tmp_path: Path
     assert "make test " in (checkout / "README.md").read_text()
 
 
+def test_only_the_soak_rehearses_the_checks_of_a_gpu_with_the_kit_of_its_environment(checkout: Path) -> None:
+    steps = would_do(checkout, "soak", "GPU_VENV=/tmp/elsewhere")
+    begin = steps.index("tools/gpu_kit.sh /tmp/elsewhere")
+    assert steps[begin + 1] == "tools/gpu_rehearsal.sh /tmp/elsewhere"
+    assert would_do(checkout, "gpu-kit") == ["tools/gpu_kit.sh .venv-gpu"]
+    assert not any("gpu" in step for step in would_do(checkout, "test"))
+
+
 def test_only_the_soak_runs_the_matrix_of_versions(checkout: Path) -> None:
     assert would_do(checkout, "soak")[-1] == "tools/matrix.sh"
     assert not any("matrix.sh" in step for step in would_do(checkout, "test"))

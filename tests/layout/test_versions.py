@@ -88,6 +88,13 @@ def test_the_environment_has_a_torch_of_the_matrix() -> None:
     assert release in listed("TORCH")
 
 
+def test_the_gpu_kit_is_made_for_a_combination_of_the_matrix() -> None:
+    (release,) = found(r"^TORCH=(\S+)", "tools/gpu_kit.sh")
+    assert release in listed("TORCH")
+    assert minor(release) == minor(found(r"^GPU_TORCH=(\S+)$", "tools/matrix.sh")[0])
+    assert found(r"^PYTHON=(\S+)", "tools/gpu_kit.sh") == found(r"^GPU_PYTHON=(\S+)$", "tools/matrix.sh")
+
+
 def test_the_environment_refuses_an_older_python() -> None:
     major, number = found(r"sys\.version_info < \((\d+), (\d+)\)", "tools/venv.sh")
     assert (int(major), int(number)) == PYTHON[0]
