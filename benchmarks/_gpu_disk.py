@@ -205,10 +205,12 @@ def storing(backend: str, way: str, direct: bool, rounds: int) -> Row:
 
 def gds(rounds: int) -> Row:
     """A read by KvikIO against one by threads through pinned memory."""
-    source = torch.randint(0, 256, (BYTES,), dtype=torch.uint8, device="cuda")
-    target = torch.zeros_like(source)
+    if IS_FAKE:
+        raise Skipped("KvikIO needs the driver of a GPU")
     if reason := BACKEND["gds"].why_not():
         raise Skipped(reason)
+    source = torch.randint(0, 256, (BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.zeros_like(source)
     with folder() as place, opened("threads", place / "file", direct=False) as threads:
         threads.write(source).wait()
         threads.sync().wait()

@@ -19,7 +19,7 @@ import torch
 
 from cudafuture import CUDAFuture, collect_any, copy, gather
 from cudafuture.testing import fakecuda
-from support.harness import PRIORITIES, Cuda
+from support.harness import PRIORITIES, Cuda, empty_caches
 from support.soak import soak_count
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(600)]
@@ -151,8 +151,7 @@ class Worker:
 def no_cache_is_left() -> Iterator[None]:
     """Give the memory of all streams back, which the tests after this one may need."""
     yield
-    torch.cuda.empty_cache()
-    torch.accelerator.empty_host_cache()
+    empty_caches()
 
 
 @pytest.mark.usefixtures("no_cache_is_left")

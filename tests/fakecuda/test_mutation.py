@@ -32,7 +32,7 @@ import torch
 from cudafuture import _C, CUDAFuture
 from cudafuture.testing import fakecuda
 from device.scenarios import SCENARIOS, Scenario, cut, process_group, run, shows
-from support.harness import Cuda, Device
+from support.harness import Cuda, Device, empty_caches
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("race_detection", "lazy_schedule")]
 
@@ -109,8 +109,7 @@ def cuda() -> Iterator[Cuda]:
 def findings(scenario: Scenario, edge: str | None, device: Cuda) -> tuple[list[fakecuda.Report], Exception | None]:
     """Run the test with the edge cut; return the races, and the error that the test raised."""
     gc.collect()
-    torch.cuda.empty_cache()  # new memory is poisoned
-    torch.accelerator.empty_host_cache()
+    empty_caches()  # new memory is poisoned
     fakecuda.races()
     device.rest()
     try:

@@ -29,6 +29,12 @@ PRIORITIES = (0, -1)  # that every accelerator has
 OTHER_THREAD = pytest.mark.torch_makes_contexts("torch selects device 0 again in a thread that never selected a device")
 
 
+def empty_caches() -> None:
+    """Give back the free memory of torch's allocators, on CUDA devices and pinned on the host."""
+    torch.cuda.empty_cache()
+    torch._C._host_emptyCache()  # torch.accelerator.empty_host_cache is new in torch 2.12
+
+
 class Device:
     """The host, which is finished with everything before a call returns."""
 
