@@ -1,4 +1,4 @@
-"""Streams: from a device's pool by priority, the current ones, and a context that makes streams current."""
+"""Streams: from the library's pool by priority, the current ones, and a context that makes streams current."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["current_streams", "has_context", "own_stream", "pool_stream", "use_s
 
 
 def pool_stream(device: torch.device | str | int, priority: int = 0) -> torch.Stream:
-    """Return a stream of the device's own pool.
+    """Return a stream of the library's pool.
 
     Args:
         device: a device that has streams, such as "cuda:0".
         priority: lower is more urgent; 0 (default), -1 high.
 
-    The pool returns its streams round-robin (CUDA: 32 per priority), so two callers can share a stream. Do not keep
-    it: ``own_stream`` returns a stream to keep.
+    The pool has four streams for each device and priority, and returns one that is idle if it can, so two callers can
+    share a stream. Do not keep it: ``own_stream`` returns a stream to keep. None of them is a stream of torch's pool.
+    Devices other than CUDA's, ROCm's and the simulated ones return a stream of torch's pool that is not being captured.
 
     Raises:
         ValueError: the device has no streams, such as the CPU.

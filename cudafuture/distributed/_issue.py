@@ -216,8 +216,8 @@ def begin(
 
     Raises:
         ValueError: a tensor is not contiguous.
-        InvalidStateError: issued by a callback that has no order among the callbacks of the other ranks, or inside torch's
-            coalescing manager.
+        InvalidStateError: issued by a callback that has no order among the callbacks of the other ranks, or inside
+            torch's coalescing manager.
         CollectiveError: issued by a callback, and its side group could not be created; or over NCCL, and the callbacks
             before it have not run.
     """
@@ -286,11 +286,11 @@ def begin_beside(operation: Operation, group: Any, tensors: tuple[Any, ...]) -> 
 
 
 def _refuse_coalesced(operation: Operation, process_group: dist.ProcessGroup) -> None:
-    """Raise inside torch's coalescing manager: an operation's own Work proves nothing there, only the manager's does."""
+    """Raise inside torch's coalescing manager, where only the Work of the manager tells when operations are done."""
     if process_group in _coalesced:
         raise InvalidStateError(
-            f"{operation.name}() was called inside torch's coalescing manager, whose operations start together at its end: "
-            "call torch's own function there, and give the manager's Work to CUDAFuture.from_torch()"
+            f"{operation.name}() was called inside torch's coalescing manager, whose operations start together at its "
+            "end: call torch's own function there, and give the manager's Work to CUDAFuture.from_torch()"
         )
 
 

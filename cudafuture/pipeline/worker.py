@@ -17,8 +17,6 @@ from queue import Queue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-import torch
-
 from cudafuture._modes import Modes
 from cudafuture.pipeline.microbatch import Batch
 from cudafuture.pipeline.stream import AbstractStream, Device, normalize_device, use_device, use_stream

@@ -67,9 +67,9 @@ class Accelerator {
   void finish_all();
 
   // ---- failures and captures
-  void fail_queries(c10::Device device, bool failing = true);     // queries of the device's events fail
-  void fail_recordings(c10::Device device, bool failing = true);  // recordings on the device's streams fail
-  void lose(c10::Device device);                                  // making the device current fails
+  void fail_queries(c10::Device device, bool failing = true);         // queries of the device's events fail
+  void fail_recordings(c10::Device device, bool failing = true);      // recordings on the device's streams fail
+  void lose(c10::Device device);                                      // making the device current fails
   void capture(const c10::Stream& stream, std::uint64_t number = 1);  // the stream captures a graph
 
   // Return the number of a stream's capture, or 0. The core calls it.

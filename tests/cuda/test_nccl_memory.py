@@ -54,7 +54,7 @@ def test_memory_of_a_captured_operation_is_kept_until_a_consumer_is_ordered() ->
 
 
 def test_operations_of_uneven_sizes_wait_for_a_late_peer() -> None:
-    ones = dict.fromkeys(UNEVEN, [1.0])
+    ones = {name: [1.0] for name in UNEVEN}
     assert run_nccl(2, meet_late) == [ones, ones]
 
 

@@ -77,9 +77,7 @@ def test_callbacks_of_each_priority_have_a_pool_of_their_own(cuda: Cuda) -> None
 MIB = 1 << 20
 RESERVED: dict[str, Callable[[torch.Tensor, torch.Tensor], CUDAFuture[Any]]] = {
     "callbacks": lambda x, host: CUDAFuture.completed(x).then(lambda f: f.value() * 2),
-    "callbacks of two priorities": lambda x, host: CUDAFuture.completed(x).then(
-        lambda f: f.value() * 2, priority=-1
-    ),
+    "callbacks of two priorities": lambda x, host: CUDAFuture.completed(x).then(lambda f: f.value() * 2, priority=-1),
     "copies": lambda x, host: copy(host, "cuda"),
     "packed copies": lambda x, host: copy({"x": host}, "cuda", pack=True),
 }

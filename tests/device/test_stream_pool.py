@@ -22,8 +22,18 @@ def stream_ids(accelerator: Device, parent: Future, callbacks: int, priority: in
     """Return the stream of each callback; none is waited for."""
     ids: list[int] = []
     for _ in range(callbacks):
-        parent.then(lambda f: (ids.append(accelerator.current().stream_id), f.value() + 1), priority=priority)
+        parent.then(noting(accelerator, ids), priority=priority)
     return ids
+
+
+def noting(accelerator: Device, ids: list[int]) -> Callable[[Future], torch.Tensor]:
+    """Return a callback that adds its stream to the list, and enqueues work there."""
+
+    def add_one(future: Future) -> torch.Tensor:
+        ids.append(accelerator.current().stream_id)
+        return future.value() + 1
+
+    return add_one
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
@@ -142,9 +152,10 @@ def test_callbacks_of_captured_work_join_the_capture_and_others_do_not(accelerat
     accelerator.finish()
     with accelerator.capture():
         inside = CUDAFuture.completed(accelerator.empty().fill_(1.0))
-        child, captured = inside, []
+        child = inside
+        captured: list[int] = []
         for _ in range(16):
-            child = child.then(lambda f: (captured.append(accelerator.current().stream_id), f.value() + 1)[1])
+            child = child.then(noting(accelerator, captured))
         copies = copy(child.value(), accelerator.at())
         free = in_a_thread(lambda: stream_ids(accelerator, outside, 16))
         child.wait(non_blocking=True)
@@ -166,7 +177,7 @@ def test_captures_at_the_same_time_have_different_streams(accelerator: Device) -
             ids: list[int] = []
             child = CUDAFuture.completed(accelerator.empty().fill_(1.0))
             for _ in range(3):
-                child = child.then(lambda f: (ids.append(accelerator.current().stream_id), f.value() + 1)[1])
+                child = child.then(noting(accelerator, ids))
             used.append(set(ids))
             record(depth + 1)
             child.wait(non_blocking=True)

@@ -136,9 +136,12 @@ def test_no_mode_allows_to_ask_about_a_captured_stream(ask: Callable[[torch.Stre
 
 def test_a_capture_ends_only_if_a_call_is_forbidden_to_its_own_mode() -> None:
     lenient, strict = torch.Stream("sim:0"), torch.Stream("sim:0")
-    with sim.capture(lenient, "thread_local"):
-        with pytest.raises(RuntimeError, match="a query of an event"), sim.capture(strict):
-            assert error_of(UNSAFE["a query of an event"], "other")
+    with (
+        sim.capture(lenient, "thread_local"),
+        pytest.raises(RuntimeError, match="a query of an event"),
+        sim.capture(strict),
+    ):
+        assert error_of(UNSAFE["a query of an event"], "other")
 
 
 def test_an_allocation_of_another_thread_is_allowed_on_a_stream_of_the_capture() -> None:

@@ -177,9 +177,10 @@ def follow_coalesced(rank: int) -> list[float]:
             return dist.batch_isend_irecv(ops)[0]
         with dist._coalescing_manager(device=device if kind != "fast" else None, async_ops=True) as manager:
             for tensor in tensors:
-                (dist.broadcast if kind == "broadcasts" else dist.all_reduce)(
-                    tensor, *((1,) if kind == "broadcasts" else ()), async_op=True
-                )
+                if kind == "broadcasts":
+                    dist.broadcast(tensor, 1, async_op=True)
+                else:
+                    dist.all_reduce(tensor, async_op=True)
         return manager.works[0]
 
     values: list[float] = []
@@ -200,7 +201,9 @@ def issue_while_coalescing(rank: int) -> None:
     """Issue each operation inside torch's coalescing manager."""
     start(rank)
     for issue in ISSUES.values():
-        with dist._coalescing_manager(device=torch.device("cuda", rank), async_ops=True):
-            with pytest.raises(InvalidStateError, match="inside torch's coalescing manager"):
-                issue(rank)
+        with (
+            dist._coalescing_manager(device=torch.device("cuda", rank), async_ops=True),
+            pytest.raises(InvalidStateError, match="inside torch's coalescing manager"),
+        ):
+            issue(rank)
     assert cfd.all_reduce(full(1.0)).wait(timeout=LONG)[0].item() == 2.0

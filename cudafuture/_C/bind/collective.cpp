@@ -66,7 +66,8 @@ void fail_overdue(double grace, nb::handle notice) {
 
 void bind_collective(nb::module_& m) {
   m.def("collective", collective, nb::arg("work"), nb::arg("value").none(), nb::arg("name"), nb::arg("callbacks"),
-        nb::arg("origin").none(), nb::arg("timeout"), nb::arg("backends").none() = nb::none(), nb::arg("tensors").none() = nb::none());
+        nb::arg("origin").none(), nb::arg("timeout"), nb::arg("backends").none() = nb::none(),
+        nb::arg("tensors").none() = nb::none());
   m.def("fail_overdue", fail_overdue, nb::arg("grace"), nb::arg("notice"));
   m.def("issued", issued, nb::arg("name"), nb::arg("callbacks"), nb::arg("origin").none());
 }

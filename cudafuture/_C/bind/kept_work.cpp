@@ -29,7 +29,8 @@ std::list<KeptWork>& captured() {
 // Releases a Work when its device work has finished, on the callback thread.
 class KeptWork::Release final : public Continuation {
  public:
-  explicit Release(KeptWork&& work) : Continuation(foreign | when_ready, &InlineExecutor::get()), work_(std::move(work)) {}
+  explicit Release(KeptWork&& work)
+      : Continuation(foreign | when_ready, &InlineExecutor::get()), work_(std::move(work)) {}
   void run(Future&) noexcept override {
     work_.release();
     delete this;

@@ -15,8 +15,8 @@ namespace cudafuture::bind {
 //
 // ProcessGroupNCCL stashes the tensors of an operation in its Work, and copies of the Work share the stash. Nothing
 // empties it but a call of the Work's synchronize(), or the watchdog together with a later operation of the group. Some
-// Works have no stash that outlives them: those in a capture, under TORCH_NCCL_BLOCKING_WAIT, and those that this library
-// had to synchronize to get their events. So the tensors that the caller gave are kept here as well.
+// Works have no stash that outlives them: those in a capture, under TORCH_NCCL_BLOCKING_WAIT, and those that this
+// library had to synchronize to get their events. So the tensors that the caller gave are kept here as well.
 class KeptWork {
  public:
   // `tensors`: a Python object that owns them, or none. `streams`: the current streams of the issue. Memory that the
@@ -32,8 +32,8 @@ class KeptWork {
   void set_events(const EventSet& events) { events_ = events; }
   // True if the streams of the issue are this thread's current ones.
   bool is_issued_here() const;
-  // Makes this thread's current streams wait for the Work, which empties its stash, and drops the tensors. Called inside
-  // the interpreter, which it leaves meanwhile. Keeps the Work if the device reports an error.
+  // Makes this thread's current streams wait for the Work, which empties its stash, and drops the tensors. Called
+  // inside the interpreter, which it leaves meanwhile. Keeps the Work if the device reports an error.
   void release() noexcept;
 
  private:

@@ -51,8 +51,7 @@ void bind_streams(nb::module_& m) {
         return stream_object(pool_stream(device_with_streams(device), expect_priority(priority), capture));
       },
       nb::arg("device"), nb::arg("priority"), nb::arg("capture") = 0);
-  m.def(
-      "with_index", [](nb::handle device) { return device_object(device_with_streams(device)); }, nb::arg("device"));
+  m.def("with_index", [](nb::handle device) { return device_object(device_with_streams(device)); }, nb::arg("device"));
   m.def(
       "acquire_stream",
       [](nb::handle device, int priority) {

@@ -20,8 +20,8 @@ void follow_torch_future(nb::handle torch_future, FuturePtr future, std::shared_
 // Returns the events of torch's future, recorded on the current streams. Call it inside a callback of that future.
 EventSet record_devices(const c10::ivalue::Future& source);
 
-// Takes the events of torch's completed future, which has none afterwards, so no other code may use that future. None if it
-// failed or its value holds no device memory. `capture`: the stream capture in which they were recorded; 0: none.
+// Takes the events of torch's completed future, which has none afterwards, so no other code may use that future. None
+// if it failed or its value holds no device memory. `capture`: the stream capture in which they were recorded; 0: none.
 EventSet take_events(c10::ivalue::Future& source, std::uint64_t capture);
 
 // Returns a torch.futures.Future that follows `future`; errors are carried in torch's own way.

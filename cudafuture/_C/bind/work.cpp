@@ -87,15 +87,16 @@ void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> prom
   });
 }
 
-// Records events after a Work whose future is no proof of completion, although the Work is enqueued: it holds no tensors.
-// ProcessGroupNCCL returns two kinds of them:
+// Records events after a Work whose future is no proof of completion, although the Work is enqueued: it holds no
+// tensors. ProcessGroupNCCL returns two kinds of them:
 //   - the end of a coalesced batch, also under the name of another operation (an uneven all_gather or reduce_scatter):
 //     the future holds an empty list;
-//   - a gather, on every rank except the root: the future fails immediately, because it cannot hold the undefined tensor
+//   - a gather, on every rank except the root: the future fails immediately, because it cannot hold the undefined
+//   tensor
 //     that represents the missing output.
 //
-// Synchronizing it empties its stash. If no one else keeps the tensors, that is right only on the streams that own them:
-// they are taken to be the current ones, which then wait for the Work.
+// Synchronizing it empties its stash. If nothing else keeps the tensors, that is right only on the streams that own
+// them: they are taken to be the current ones, which then wait for the Work.
 EventSet record_after(c10d::Work& work, const std::vector<c10::Device>& devices, std::uint64_t capture,
                       bool keeps_tensors) {
   const WithoutGil released;

@@ -77,8 +77,8 @@ void WorkErrors::set_events(const EventSet& events) {
   kept_->set_events(events);
 }
 
-// Where the streams of the issue are ordered after the operation, the memory that they own may be freed. Another
-// consumer's streams prove nothing for it, unless the host has seen the device finish. Nor does an error.
+// Memory that the streams of the issue own may be freed once they are ordered after the operation. Another consumer's
+// streams prove nothing for it, unless the host has seen the device finish. Nor does an error.
 void WorkErrors::consumed() {
   std::unique_lock lock(mutex_);
   if (!kept_ || !(kept_->is_issued_here() || has_succeeded())) return;

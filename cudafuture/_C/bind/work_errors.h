@@ -1,5 +1,5 @@
-// Operations of a c10d backend (NCCL) between their issue and the end of their device work: the failures that the backend
-// reports meanwhile, and the tensors that the device uses.
+// Operations of a c10d backend (NCCL) between their issue and the end of their device work: the failures that the
+// backend reports meanwhile, and the tensors that the device uses.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

@@ -7,7 +7,7 @@
 // An aborted communicator releases its streams, and the tensors then hold garbage. Finished device work therefore
 // proves success only if the source, asked afterwards, reports no failure.
 //
-// Such an engine also keeps the tensors of its operation until a consumer is ordered after it, so it is told of that.
+// Such an engine also keeps the tensors of its operation until a consumer is ordered after it: consumed() reports that.
 #pragma once
 
 #include <exception>

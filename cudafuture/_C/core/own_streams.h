@@ -1,8 +1,8 @@
 // Streams with one owner each, which the library creates itself.
 //
-// torch hands out the streams of its own pool round-robin, so they are shared with the program, which may capture one or
-// keep it busy. An own stream has one owner at a time. It is never destroyed, because allocators may still record events
-// on it for memory that it has used. When its owner releases it, the next owner on that device gets it.
+// torch hands out the streams of its own pool round-robin, so they are shared with the program, which may capture one
+// or keep it busy. An own stream has one owner at a time. It is never destroyed, because allocators may still record
+// events on it for memory that it has used. When its owner releases it, the next owner on that device gets it.
 #pragma once
 
 #include <c10/core/Device.h>

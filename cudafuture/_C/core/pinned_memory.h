@@ -23,8 +23,8 @@ class PinnedMemoryScope {
   std::optional<BesideCaptures> relaxed_;
 };
 
-// Sets relaxed capture mode in a thread of the library, once a device is in use: code that the program gives the library,
-// such as a callback, may allocate pinned memory too. Does nothing in other threads.
+// Sets relaxed capture mode in a thread of the library, once a device is in use: code that the program gives the
+// library, such as a callback, may allocate pinned memory too. Does nothing in other threads.
 void relax_library_thread();
 
 // Returns so many bytes, uninitialized.
