@@ -88,6 +88,8 @@ RESERVED: dict[str, Callable[[torch.Tensor, torch.Tensor], CUDAFuture[Any]]] = {
 def test_results_take_memory_of_few_streams(
     cuda: Cuda, make: Callable[[torch.Tensor, torch.Tensor], CUDAFuture[Any]], waits: bool
 ) -> None:
+    if make is RESERVED["packed copies"] and not waits:
+        pytest.skip("each slab belongs to the caller's stream, which gets it back after its copy")
     host = torch.ones(16 * MIB // 4)
     x = host.to(cuda.at())
     torch.cuda.synchronize()

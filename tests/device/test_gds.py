@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,14 +36,18 @@ class CuFile:
         os.close(self.file)
 
     def pread(self, buffer: torch.Tensor, size: int, file_offset: int) -> Any:
-        return self.future(self.read, buffer, size, file_offset)
+        return self.future(buffer, lambda: self.read(buffer, size, file_offset))
 
     def pwrite(self, buffer: torch.Tensor, size: int, file_offset: int) -> Any:
-        return self.future(lambda: os.pwrite(self.file, bytes(buffer.cpu().tolist()), file_offset))
+        return self.future(buffer, lambda: os.pwrite(self.file, bytes(buffer.cpu().tolist()), file_offset))
 
-    def future(self, function: Any, *arguments: Any) -> Any:
+    def future(self, buffer: torch.Tensor, function: Callable[[], int]) -> Any:
+        def run() -> int:
+            with torch.accelerator.device_index(buffer.get_device()):  # and no context on another device
+                return function()
+
         CuFile.moved += 1
-        future: Future[int] = self.threads.submit(function, *arguments)
+        future: Future[int] = self.threads.submit(run)
         return SimpleNamespace(get=future.result)
 
     def read(self, buffer: torch.Tensor, size: int, offset: int) -> int:

@@ -117,8 +117,8 @@ class Device:
             future.set_result(self.produce(value, index))
         return future
 
-    def capture(self) -> AbstractContextManager[Any]:
-        """Return a context in which the current stream captures a graph."""
+    def capture(self, mode: str = "global") -> AbstractContextManager[Any]:
+        """Return a context in which the current stream captures a graph, in a mode of CUDA."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -157,8 +157,8 @@ class Simulated(Accelerator):
         self.sim.sleep(1)
 
     @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
-        with self.stream(), self.sim.capture():  # never the default stream, as on CUDA
+    def capture(self, mode: Any = "global") -> Iterator[None]:
+        with self.stream(), self.sim.capture(mode=mode):  # never the default stream, as on CUDA
             yield
 
     def finish(self) -> None:
@@ -195,10 +195,10 @@ class Cuda(Accelerator):
         torch.cuda._sleep(5 * _cycles_per_ms())
 
     @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
+    def capture(self, mode: str = "global") -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=mode):
                 yield
 
     def finish(self) -> None:
