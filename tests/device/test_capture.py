@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from cudafuture import CUDAFuture, as_completed
+from cudafuture import CUDAFuture, as_completed, copy, prefetch, submit
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage import File
-from support.harness import Device
+from support.harness import SIZE, Device
+from support.patience import PATIENCE
 
 Future = CUDAFuture[torch.Tensor]
 
@@ -161,3 +163,90 @@ def test_questions_about_earlier_work_do_not_end_a_capture_of_another_thread(acc
         thread.start()
         thread.join()
     assert asked == [True, True]
+
+
+def use_pinned_memory(accelerator: Device) -> None:
+    """Leave freed pinned blocks behind whose events the next allocation queries.
+
+    Tensors of earlier tests must not be freed during the capture that follows: torch's allocator frees what was used on
+    the capturing stream with an event on it, and a later query of that event raises cudaErrorCapturedEvent.
+    """
+    gc.collect()
+    for value in range(4):
+        accelerator.pinned(value).to(accelerator.at(), non_blocking=True)
+
+
+def copy_both_ways(x: torch.Tensor) -> torch.Tensor:
+    on_host = copy(x, "cpu").wait(timeout=PATIENCE)
+    return copy(on_host, x.device).wait(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("thread", ["executor", "callback"])
+def test_copies_of_other_threads_do_not_end_a_capture(accelerator: Device, thread: str) -> None:
+    x = accelerator.empty().fill_(2.0)
+    use_pinned_memory(accelerator)
+    accelerator.finish()
+    done = threading.Event()
+    first: CUDAFuture[None] = CUDAFuture()
+    with accelerator.capture():
+        if thread == "executor":
+            copied = submit(copy_both_ways, x)
+        else:
+            # To the host: memory of a device that a thread of the program allocates ends a capture, with any library.
+            copied = first.then(lambda _: copy(x, "cpu").wait(timeout=PATIENCE))
+            completing = threading.Thread(target=first.set_result, args=(None,))
+            completing.start()
+            completing.join()
+        copied.add_done_callback(lambda _: done.set())
+        assert done.wait(PATIENCE)
+    assert accelerator.read(copied.value()) == 2.0
+
+
+@pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.parametrize("pack", [True, False])
+def test_prefetching_does_not_end_a_capture(accelerator: Device, pin: bool, pack: bool) -> None:
+    captured, loaded = threading.Event(), threading.Event()
+
+    def batches() -> Iterator[torch.Tensor]:
+        for value in range(12):
+            if value == 3:
+                assert captured.wait(PATIENCE)
+            if value == 7:  # the batches before have been sent
+                loaded.set()
+            yield torch.full((SIZE,), float(value))
+
+    use_pinned_memory(accelerator)
+    arriving = iter(prefetch(batches(), accelerator.at(), depth=8, pin=pin, pack=pack))
+    values = [accelerator.read(next(arriving)) for _ in range(2)]
+    accelerator.finish()
+    with accelerator.capture():
+        captured.set()
+        assert loaded.wait(PATIENCE)
+    values += [accelerator.read(batch) for batch in arriving]
+    assert values == [float(value) for value in range(12)]
+
+
+def test_files_of_other_threads_do_not_end_a_capture(accelerator: Device, tmp_path: Path) -> None:
+    tensors = [accelerator.empty().fill_(float(value)) for value in range(10)]
+    targets = [accelerator.empty() for _ in tensors]
+    accelerator.finish()
+    use_pinned_memory(accelerator)
+    errors: list[BaseException] = []
+
+    def write_and_read(index: int) -> None:
+        try:
+            with File(tmp_path / str(index), "w+") as file:
+                for _ in range(3):
+                    file.write(tensors[index]).wait(timeout=PATIENCE)
+                    file.read(targets[index]).wait(timeout=PATIENCE)
+        except BaseException as error:
+            errors.append(error)
+
+    with accelerator.capture():
+        threads = [threading.Thread(target=write_and_read, args=(index,)) for index in range(10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    assert [accelerator.read(target) for target in targets] == [float(value) for value in range(10)]
