@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -129,3 +130,17 @@ def test_events_that_a_capture_recorded_serve_others_afterwards(cuda: Cuda, x: t
     for value in range(50):  # from the pool, where those of the capture are
         assert CUDAFuture.completed(torch.full((8,), float(value), device="cuda")).wait().sum().item() == 8 * value
     assert replayed(graph, x, y, 1) == 2
+
+
+def test_a_stream_whose_capture_cannot_be_queried_leaves_no_error_behind(cuda: Cuda) -> None:
+    runtime, handle, graph = ctypes.CDLL("libcudart.so.13"), ctypes.c_void_p(), ctypes.c_void_p()
+    earlier = cuda.completed(2.0)
+    torch.cuda.synchronize()
+    assert runtime.cudaStreamCreate(ctypes.byref(handle)) == 0  # not with cudaStreamNonBlocking
+    assert runtime.cudaStreamBeginCapture(handle, 0) == 0
+    try:
+        earlier.wait()  # it asks for the capture of the current stream, which is the legacy default stream
+        assert runtime.cudaGetLastError() == 0
+    finally:
+        assert runtime.cudaStreamEndCapture(handle, ctypes.byref(graph)) == 0
+        assert runtime.cudaStreamDestroy(handle) == 0

@@ -260,3 +260,44 @@ def test_a_process_ends_with_work_queued(alone: Callable[..., str]) -> None:
                 future = CUDAFuture.completed(x)
                 child = future.then(lambda f: f.value(), non_blocking=False)
         """)
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_waiting_for_a_device_with_a_capture_ends_the_capture_in_every_mode(mode: str) -> None:
+    errors: list[str] = []
+
+    def wait() -> None:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode=mode)
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        waiting.join()
+        with pytest.raises(RuntimeError, match="previous error during capture"):
+            graph.capture_end()
+    assert "not permitted when stream is capturing" in errors[0]
+
+
+def test_each_capture_has_an_id_that_no_other_has() -> None:
+    runtime, ids = ctypes.CDLL(None), []
+    status, number = ctypes.c_int(), ctypes.c_ulonglong()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin()
+            handle = ctypes.c_void_p(stream.cuda_stream)
+            arguments = (handle, ctypes.byref(status), ctypes.byref(number), None, None, None, None)
+            assert runtime.cudaStreamGetCaptureInfo(*arguments) == 0
+            assert status.value == 1  # cudaStreamCaptureStatusActive
+            ids.append(number.value)
+            torch.zeros(1, device="cuda").add_(1)
+            graph.capture_end()
+    assert 0 not in ids
+    assert len(set(ids)) == 2

@@ -34,6 +34,24 @@ cudaError_t Call::refuse_in_captures() {
   return fail(cudaErrorStreamCaptureUnsupported);
 }
 
+cudaError_t Call::refuse_with_captures_of(int device) {
+  for (const Stream* stream : machine.streams_of(device)) {
+    if (stream->capture == nullptr) continue;
+    stream->capture->invalidated = true;
+    return fail(cudaErrorStreamCaptureUnsupported);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t Call::refuse_implicit_capture(const Stream& stream) {
+  if (machine.captures.empty() || &stream != machine.find_stream(cudaStreamLegacy, stream.device)) return cudaSuccess;
+  for (const Stream* other : machine.streams_of(stream.device)) {
+    const bool is_blocking = (other->flags & cudaStreamNonBlocking) == 0;
+    if (other != &stream && is_blocking && other->capture != nullptr) return fail(cudaErrorStreamCaptureImplicit);
+  }
+  return cudaSuccess;
+}
+
 cudaError_t Call::enqueue(Stream& stream, Operation&& operation) {
   if (stream.capture != nullptr && stream.capture->invalidated) return fail(cudaErrorStreamCaptureInvalidated);
   operation.name = operation.name[0] == 0 ? name : operation.name;
@@ -100,6 +118,7 @@ const char* cudaGetErrorName(cudaError_t error) {
     NAME(cudaErrorStreamCaptureUnmatched);
     NAME(cudaErrorStreamCaptureUnjoined);
     NAME(cudaErrorStreamCaptureIsolation);
+    NAME(cudaErrorStreamCaptureImplicit);
     NAME(cudaErrorCapturedEvent);
     NAME(cudaErrorHostMemoryAlreadyRegistered);
     NAME(cudaErrorHostMemoryNotRegistered);
@@ -142,6 +161,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "capturing stream has unjoined work";
     case cudaErrorStreamCaptureIsolation:
       return "dependency created on uncaptured work in another stream";
+    case cudaErrorStreamCaptureImplicit:
+      return "operation would make the legacy stream depend on a capturing blocking stream";
     case cudaErrorCapturedEvent:
       return "operation not permitted on an event last recorded in a capturing stream";
     case cudaErrorNotSupported: {

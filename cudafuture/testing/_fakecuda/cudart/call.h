@@ -22,6 +22,14 @@ class Call {
   // is not relaxed; in the thread-local mode only the latter; in the relaxed mode none.
   cudaError_t refuse_in_captures();
 
+  // CUDA Programming Guide, "Prohibited and Unhandled Operations": waiting for a device fails while one of its streams
+  // is in a capture, and ends the capture. The modes do not change that.
+  cudaError_t refuse_with_captures_of(int device);
+
+  // CUDA runtime API, cudaStreamIsCapturing: a question about the legacy default stream fails while a stream that was
+  // made without cudaStreamNonBlocking is in a capture, and ends nothing.
+  cudaError_t refuse_implicit_capture(const Stream& stream);
+
   Stream* stream(cudaStream_t handle) { return machine.find_stream(handle, current_device()); }
 
   // Enqueues work, unless the stream's capture has ended with an error.

@@ -139,6 +139,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 cudaError_t cudaDeviceSynchronize() {
   Call call(__func__);
   FAKECUDA_RETURN_IF(call.refuse_in_captures());
+  FAKECUDA_RETURN_IF(call.refuse_with_captures_of(current_device()));
   call.machine.make_context(current_device(), call.name);
   call.machine.synchronize_device(call.lock, current_device());
   return call.device_error();

@@ -56,6 +56,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* 
   Call call(__func__);
   const Stream* const stream = call.stream(handle);
   if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
+  FAKECUDA_RETURN_IF(call.refuse_implicit_capture(*stream));
   *status = stream->capture == nullptr     ? cudaStreamCaptureStatusNone
             : stream->capture->invalidated ? cudaStreamCaptureStatusInvalidated
                                            : cudaStreamCaptureStatusActive;
