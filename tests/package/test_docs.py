@@ -279,14 +279,14 @@ OF_TWO = {name for name, thing in WITH_EXAMPLES.items() if thing in [getattr(poi
 
 
 def names_for(name: str) -> dict[str, Any]:
-    """Return what the examples of a public name take for granted: its module, and nothing for what is native."""
+    """Return what the examples of a public name take for granted: torch and its module; torch alone for what is native."""
     thing = WITH_EXAMPLES[name]
     if name.startswith(sim.__name__):
         return {"sim": sim, "torch": torch}
     if isinstance(thing, type):
-        return dict(vars(NAMES[name][1]))
+        return {"torch": torch} | vars(NAMES[name][1])
     function = thing.fget if isinstance(thing, property) else getattr(thing, "__func__", thing)
-    return dict(getattr(function, "__globals__", {}))
+    return {"torch": torch} | getattr(function, "__globals__", {})
 
 
 # Examples that need fake devices of CUDA: tests/fakecuda runs them.
