@@ -279,7 +279,7 @@ OF_TWO = {name for name, thing in WITH_EXAMPLES.items() if thing in [getattr(poi
 
 
 def names_for(name: str) -> dict[str, Any]:
-    """Return what the examples of a public name take for granted: torch and its module; torch alone for what is native."""
+    """Return what the examples of a public name take for granted: torch, and the names of its module."""
     thing = WITH_EXAMPLES[name]
     if name.startswith(sim.__name__):
         return {"sim": sim, "torch": torch}
