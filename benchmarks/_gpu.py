@@ -1,4 +1,4 @@
-"""What the benchmarks of a GPU share: whether the device is a real one, and measuring work to its end."""
+"""Shared parts of the benchmarks of a GPU: the test for a real device, and timing of work to its end."""
 
 from __future__ import annotations
 

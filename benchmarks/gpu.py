@@ -1,4 +1,4 @@
-"""What a real GPU shows of futures, copies, prefetching, collectives, storage and swapping; every limit is a row.
+"""Benchmarks of a real GPU: futures, copies, prefetching, collectives, storage and swapping; every limit is a row.
 
     python benchmarks/gpu.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 
