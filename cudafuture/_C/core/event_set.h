@@ -31,9 +31,8 @@ class EventSet {
   explicit EventSet(std::vector<DeviceEventPtr> events) noexcept : events_(std::move(events)) {}
 
   bool empty() const noexcept { return events_.empty(); }
-  bool is_captured() const noexcept {
-    return capture() != 0;
-  }                                        // the host can neither query the events nor wait for them
+  // While a capture holds an event of the set, the host can neither query the events nor wait for them.
+  bool is_captured() const noexcept { return capture() != 0; }
   std::uint64_t capture() const noexcept;  // in which an event was recorded; 0: none
   const std::vector<DeviceEventPtr>& events() const noexcept { return events_; }
   std::vector<c10::Device> devices() const;
