@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cudafuture import gather, wait
 from cudafuture.errors import StorageError
@@ -211,8 +213,11 @@ def test_the_target_may_be_dropped_when_the_read_is_done(accelerator: Device) ->
             with accelerator.hold(stream):
                 read = file.read(x)
                 wait([read], timeout=PATIENCE)
+                memory = StorageWeakRef(x.untyped_storage())
                 del x, read
                 gc.collect()
+                while not memory.expired():  # the engine's thread drops its reference after it has completed the future
+                    time.sleep(0)
                 others = [accelerator.empty().fill_(9.0) for _ in range(8)]
             assert [accelerator.read(other) for other in others] == [9.0] * 8
 

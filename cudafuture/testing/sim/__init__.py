@@ -31,6 +31,9 @@ Races are found when work is enqueued, from the order of waits (vector clocks, a
 kernels exactly. Each host thread has its own clock, and joins another thread's when that thread passes work on with a
 CUDAFuture, so a loader beside a trainer can be modelled too.
 
+``capture()`` models a stream capture. Its ``CaptureMode`` is torch's ``capture_error_mode``: "global", "thread_local"
+or "relaxed".
+
 Not supported: graphs, IPC between processes, sparse tensors; autocast has no effect. The race detector has one vector
 clock for all host threads, so a race between two of them can be missed; a strided view counts as all bytes from its
 first to its last.
