@@ -63,9 +63,8 @@ def streams_after(
     The stream is `given` on the device of `given`, and a pool stream on the others.
     """
     events = earlier.events
-    capture = max((event.capture for event in events.values()), default=0)
     streams = [
-        given if given is not None and given.device == device else _C.pool_stream(device, priority, capture)
+        given if given is not None and given.device == device else _C.pool_stream(device, priority, earlier)
         for device in devices
     ]
     if events and _C.has_sync_edge(edge):

@@ -22,6 +22,7 @@ def pool_stream(device: torch.device | str | int, priority: int = 0) -> torch.St
 
     The pool has four streams for each device and priority, and returns one that is idle if it can, so two callers can
     share a stream. Do not keep it: ``own_stream`` returns a stream to keep. None of them is a stream of torch's pool.
+    While the device's current stream is captured, the returned stream is in the same capture, after its work.
     Devices other than CUDA's, ROCm's and the simulated ones return a stream of torch's pool that is not being captured.
 
     Raises:

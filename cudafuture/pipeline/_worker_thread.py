@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cudafuture._C import CUDAFuture
+from cudafuture._C import CUDAFuture, relax_library_thread
 from cudafuture.errors import CUDAFutureError, InvalidStateError
 from cudafuture.pipeline.stream import Device, current_stream, is_cuda, use_device, use_stream
 
@@ -282,8 +282,8 @@ class WorkerThread:
             with use_device(self.device):
                 task = None
                 while True:
-                    task = self._next_task(task)
-                    if task is not None:
+                    if (task := self._next_task(task)) is not None:
+                        relax_library_thread()
                         (task.refusal or task.job)()
                     elif self._has_ended:
                         return

@@ -17,6 +17,7 @@ from queue import Queue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
+from cudafuture import _C
 from cudafuture._modes import Modes
 from cudafuture.pipeline.microbatch import Batch
 from cudafuture.pipeline.stream import AbstractStream, Device, normalize_device, use_device, use_stream
@@ -119,6 +120,7 @@ def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bo
     try:
         with use_device(device):
             while (task := in_queue.get()) is not None:
+                _C.relax_library_thread()
                 out_queue.put(_outcome(task))
                 del task  # its batch, while the thread waits
     finally:

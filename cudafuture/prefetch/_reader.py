@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture._modes import Modes
 from cudafuture.future import submit
@@ -312,6 +313,7 @@ class Reader:
                 batch.future.set_result(item if self._transform is None else self._transform(item))
                 return True
             self._wait_for_copies()
+            _C.relax_library_thread()  # the device may not have been used before
             batch.packing_since = time.perf_counter()
             place.nbytes = self._sender.send(batch, item, self.consumer)
             self._copies.append(self._sender.enqueued())
@@ -321,7 +323,7 @@ class Reader:
                     self._sender.keep_memory(batch)
             finally:
                 was_cancelled = batch.future.cancelled()  # by the program, which has it
-                if not was_cancelled:
+                if not batch.future.done():  # a device can also fail when the batch is complete
                     batch.future.set_exception(at_batch(error))
             return was_cancelled
         return True

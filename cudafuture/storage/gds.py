@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture._staging import devices_of, earlier_work
 from cudafuture.errors import InvalidStateError, StorageError
@@ -55,7 +56,9 @@ class GDSFile(File):
             raise ImportError(_NO_KVIKIO) from e
         super().__init__(path, mode, engine=engine, direct=direct)
         self._handle: Any = kvikio.CuFile(self._path, "r" if mode == "r" else "r+")  # closed with its last user
-        self._threads = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="cudafuture-gds")
+        self._threads = ThreadPoolExecutor(
+            _AT_A_TIME, thread_name_prefix="cudafuture-gds", initializer=_C.mark_library_thread
+        )
         self._closed = False
 
     def _transfer(self, reads: bool, tensors: Iterable[torch.Tensor], offset: int, priority: int) -> CUDAFuture[int]:

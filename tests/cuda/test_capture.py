@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from cudafuture import CUDAFuture, InvalidStateError, gather
+from cudafuture import CUDAFuture, InvalidStateError, executors, gather
 from support.harness import SIZE, Cuda
+from support.patience import PATIENCE
 
 pytestmark = pytest.mark.cuda
 
@@ -144,3 +145,55 @@ def test_a_stream_whose_capture_cannot_be_queried_leaves_no_error_behind(cuda: C
     finally:
         assert runtime.cudaStreamEndCapture(handle, ctypes.byref(graph)) == 0
         assert runtime.cudaStreamDestroy(handle) == 0
+
+
+def test_captures_of_two_threads_take_different_pool_streams(cuda: Cuda, x: torch.Tensor) -> None:
+    barrier = threading.Barrier(2, timeout=PATIENCE)
+    errors: list[BaseException] = []
+
+    def capture(value: float) -> None:
+        graph = torch.cuda.CUDAGraph()
+        barrier.wait()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin(capture_error_mode="relaxed")
+            try:
+                future = CUDAFuture.completed(x + value)
+                barrier.wait()
+                child = future.then(lambda f: f.value() * 2, executor=executors.inline)
+                child.wait(non_blocking=True)
+            finally:
+                barrier.wait()
+                graph.capture_end()
+
+    def capture_often(value: float) -> None:
+        try:
+            for _ in range(40):
+                capture(value)
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=capture_often, args=(value,)) for value in (1.0, 2.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_futures_of_torch_do_not_take_the_stream_of_a_capture(cuda: Cuda, x: torch.Tensor) -> None:
+    def follow_many() -> None:
+        with torch.cuda.stream(own):
+            for _ in range(70):  # torch's pool has 32 streams, and torch.cuda.graph captures on one of them
+                source: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[x.device])
+                source.set_result(x)
+                CUDAFuture.from_torch(source).wait(non_blocking=True)
+
+    own = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = x + 1
+        following = threading.Thread(target=follow_many)
+        following.start()
+        following.join()
+    assert replayed(graph, x, y, 1) == 2

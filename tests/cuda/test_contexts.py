@@ -61,6 +61,20 @@ def test_a_process_that_used_futures_of_the_host_may_fork_and_its_child_use_cuda
     )
 
 
+def test_the_callers_stream_is_the_default_one_before_the_first_use_of_cuda(alone: Callable[..., str]) -> None:
+    alone(
+        """
+    import torch
+    from cudafuture import CUDAFuture
+
+    future = CUDAFuture()
+    stream = future.then(lambda f: torch.cuda.current_stream(), stream="caller")
+    future.set_result(torch.ones(2, device="cuda"))
+    assert stream.wait() == torch.cuda.default_stream()
+    """
+    )
+
+
 def test_all_that_a_future_does_leaves_other_devices_alone(alone: Callable[..., str]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

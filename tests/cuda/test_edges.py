@@ -25,12 +25,13 @@ TIMES = 3  # that a scenario runs with its edge cut, unless it fails earlier
 ON_FAKE_DEVICES = (
     "result.record",
     "wait.stream",
-    "wait.record_stream",
+    "copy.source_record_stream",
     "event.synchronize",
     "copy.done_record",
     "storage.target_copied",
     "guard.record",
 )
+SEEN_AS = (AssertionError, torch.AcceleratorError, fakecuda.RaceError)
 HAS_GPU = torch.cuda.is_available() and not fakecuda.is_active()
 EDGES = list(SCENARIOS) if HAS_GPU else ON_FAKE_DEVICES
 
@@ -70,7 +71,8 @@ def test_data_are_wrong_without_the_edge_where_the_device_can_show_it(cuda: Cuda
     if reason := why_invisible(edge, cuda):
         pytest.skip(f"{edge} does not show: {reason}")
     assert error_of(cuda, scenario, None) is None
-    if not any(error_of(cuda, scenario, edge) for _ in range(TIMES)):
+    if not any(isinstance(error_of(cuda, scenario, edge), SEEN_AS) for _ in range(TIMES)):
+        assert HAS_GPU, "fake devices run the work in every order that is allowed"
         pytest.skip(f"{edge} does not show: {TIMES} runs without it had the right data on this device")
 
 

@@ -9,6 +9,7 @@ from cudafuture.distributed._operations import Operation
 from support.nccl_memory import (
     ISSUES,
     UNEVEN,
+    ask_while_capturing,
     capture_each,
     drop_in_flight,
     follow_coalesced,
@@ -45,12 +46,16 @@ def test_memory_of_a_dropped_future_is_kept_in_flight(environment: dict[str, str
 
 
 @pytest.mark.parametrize("environment", [{}, BLOCKING_WAIT], ids=["", "blocking wait"])
-def test_no_memory_stays_after_a_wait(environment: dict[str, str]) -> None:
+def test_no_memory_stays_when_the_device_has_finished(environment: dict[str, str]) -> None:
     assert run_nccl(2, wait_for_each, environment=environment) == [{}, {}]
 
 
 def test_memory_of_a_captured_operation_is_kept_until_a_consumer_is_ordered() -> None:
     assert run_nccl(2, capture_each) == [{}, {}]
+
+
+def test_asking_a_finished_operation_does_not_end_a_capture() -> None:
+    assert run_nccl(2, ask_while_capturing) == [[], []]
 
 
 def test_operations_of_uneven_sizes_wait_for_a_late_peer() -> None:

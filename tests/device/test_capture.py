@@ -16,7 +16,7 @@ import torch
 from cudafuture import CUDAFuture, as_completed, copy, prefetch, submit
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage import File
-from support.harness import SIZE, Device
+from support.harness import Device
 from support.patience import PATIENCE
 
 Future = CUDAFuture[torch.Tensor]
@@ -213,7 +213,7 @@ def test_prefetching_does_not_end_a_capture(accelerator: Device, pin: bool, pack
                 assert captured.wait(PATIENCE)
             if value == 7:  # the batches before have been sent
                 loaded.set()
-            yield torch.full((SIZE,), float(value))
+            yield torch.full(((value + 1) << 20,), float(value))  # each needs device memory of its own
 
     use_pinned_memory(accelerator)
     arriving = iter(prefetch(batches(), accelerator.at(), depth=8, pin=pin, pack=pack))

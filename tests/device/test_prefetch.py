@@ -586,8 +586,8 @@ def test_a_new_epoch_waits_until_the_one_before_is_out_of_the_iterable(device: D
 
     batches = prefetch(Remade(read), device.at())
     for _batch in batches:
+        assert inside.wait(LONG)  # the reader is in the iterable when the loop ends
         break
-    assert inside.wait(LONG)
     batches.close()
     threading.Timer(0, go_on.set).start()
     epoch = iter(batches)

@@ -188,6 +188,17 @@ def test_captures_at_the_same_time_have_different_streams(accelerator: Device) -
     assert len(set.union(*used)) == MOST
 
 
+def test_a_pool_stream_inside_a_capture_is_in_that_capture(accelerator: Device) -> None:
+    x = accelerator.empty()
+    accelerator.finish()
+    with accelerator.capture():
+        here = CUDAFuture.completed(x.fill_(1.0)).events[accelerator.at()].capture
+        with use_streams(pool_stream(accelerator.at())):
+            there = CUDAFuture.completed(x.fill_(2.0))
+        assert there.events[accelerator.at()].capture == here != 0
+        there.wait(non_blocking=True)
+
+
 def test_what_is_recorded_on_an_own_stream_of_the_pool_is_ordered(accelerator: Device) -> None:
     x = accelerator.completed(3.0)
     with use_streams(pool_stream(accelerator.at(), -1)):

@@ -109,24 +109,62 @@ def drop_in_flight(rank: int) -> dict[str, str]:
     return wrong
 
 
+def wait_on_another_stream(future: CUDAFuture[Any]) -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        future.wait(non_blocking=True)
+    stream.synchronize()
+
+
+# The ways to use a future until its device work has finished.
+USES: dict[str, Callable[[CUDAFuture[Any]], Any]] = {
+    "wait": lambda future: future.wait(timeout=LONG),
+    "gather": lambda future: gather(future, future).wait(timeout=LONG),
+    "a callback": lambda future: future.then(lambda f: None).wait(timeout=LONG),
+    "a wait on another stream": wait_on_another_stream,
+    "value": lambda future: future.value(),
+    "nothing": lambda future: None,
+}
+
+
 def wait_for_each(rank: int) -> dict[str, int]:
-    """Wait for each future and drop it; return the bytes that stay allocated."""
+    """Use each future in each way and drop it; return the bytes that stay allocated."""
     start(rank)
     left: dict[str, int] = {}
     for name, issue in ISSUES.items():
-        for how in ("wait", "wait(non_blocking=True)", "gather"):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        issue(rank).wait(non_blocking=True, timeout=LONG)
+        if (after := torch.cuda.memory_allocated()) != before:
+            left[f"{name}, a non-blocking wait"] = after - before
+        for how, use in USES.items():
             torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
             future = issue(rank)
-            if how == "gather":
-                future = gather(future, issue(rank))
-            future.wait(non_blocking=how == "wait(non_blocking=True)", timeout=LONG)
+            use(future)
+            torch.cuda.synchronize()  # "value" and "nothing" do not wait
             del future
-            after = torch.cuda.memory_allocated()
-            if after != before:
+            if (after := torch.cuda.memory_allocated()) != before:
                 left[f"{name}, {how}"] = after - before
-    torch.cuda.synchronize()
     return left
+
+
+def ask_while_capturing(rank: int) -> list[str]:
+    """Ask a finished operation, and drop another, inside a capture; return the errors of the capture."""
+    start(rank)
+    x = full(1.0)
+    errors: list[str] = []
+    for mode in ("global", "relaxed"):
+        asked, dropped = cfd.all_reduce(full(1.0)), cfd.all_reduce(full(1.0))
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=mode):
+                x.add_(1)
+                assert asked.ready()
+                del dropped
+        except RuntimeError as error:
+            errors.append(f"{mode}: {error}")
+        meet(f"asked {mode}", rank, (0, 1))
+    return errors
 
 
 def capture_each(rank: int) -> dict[str, str]:

@@ -18,18 +18,14 @@ struct EventView {
 void wait_on_stream(const EventView& view, nb::handle stream) {
   const c10::Device device = view.event->device();
   if (!stands(SyncEdge::event_wait)) return;
-  if (stream.is_none()) {
-    view.event->block(current_stream(device));
-    return;
-  }
-  for (const c10::Stream& s : streams_from(stream)) {
-    if (s.device().type() == device.type()) {
-      view.event->block(s);
-      continue;
-    }
+  const std::vector<c10::Stream> streams = stream.is_none() ? current_streams({device}) : streams_from(stream);
+  for (const c10::Stream& s : streams) {
+    if (s.device().type() == device.type()) continue;
     raise_error("DeviceMismatchError",
                 "a stream on " + s.device().str() + " cannot wait for an event of " + device.str());
   }
+  const WithoutGil released;  // a device whose queue is full blocks the call
+  for (const c10::Stream& s : streams) view.event->block(s);
 }
 
 // Returns one of torch's events that completes with this one: it is recorded on a pool stream that waits for this
@@ -38,7 +34,7 @@ nb::object to_torch_event(const EventView& view) {
   static Imported event_class{"torch", "Event"};
   const c10::Device device = view.event->device();
   const c10::OptionalDeviceGuard guard(stands(SyncEdge::guard_to_torch) ? std::optional(device) : std::nullopt);
-  const c10::Stream stream = pool_stream(device, 0, view.event->capture());
+  const c10::Stream stream = pool_stream(device, 0, view.event->is_captured() ? view.event.get() : nullptr);
   if (stands(SyncEdge::event_to_torch_wait)) view.event->block(stream);
   nb::object event = event_class()(device_object(device));
   if (stands(SyncEdge::event_to_torch_record)) event.attr("record")(stream_object(stream));

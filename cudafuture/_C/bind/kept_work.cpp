@@ -32,7 +32,7 @@ class KeptWork::Release final : public Continuation {
   explicit Release(KeptWork&& work)
       : Continuation(foreign | when_ready, &InlineExecutor::get()), work_(std::move(work)) {}
   void run(Future&) noexcept override {
-    work_.release();
+    work_.release_finished();
     delete this;
   }
   // No thread can tell when the device has finished, so what it may use is leaked.
@@ -51,25 +51,30 @@ bool KeptWork::is_issued_here() const {
   return std::all_of(streams_.begin(), streams_.end(), [](const auto& s) { return current_stream(s.device()) == s; });
 }
 
-// Makes the current streams wait, and empties the stash. False: the device reports an error.
-bool KeptWork::synchronize() noexcept {
+void KeptWork::release() noexcept { release_on({}); }
+
+void KeptWork::release_finished() noexcept {
   try {
-    std::optional<c10::DeviceGuard> guard;
-    if (!streams_.empty()) guard.emplace(streams_.front().device());
-    work_->synchronize();
-    return true;
-  } catch (const std::exception&) {  // the next call that uses the tensors raises it
-    return false;
+    std::vector<c10::Device> devices;
+    for (const c10::Stream& stream : streams_) devices.push_back(stream.device());
+    release_on(pool_streams(devices, 0));
+  } catch (const std::exception&) {  // the device reports an error
   }
 }
 
-void KeptWork::release() noexcept {
+void KeptWork::release_on(c10::ArrayRef<c10::Stream> streams) noexcept {
   if (work_ == nullptr) return;
-  {
-    const WithoutGil released;  // the stash has a lock, and its tensors take the GIL
-    if (!synchronize()) return;
+  void* const state = foreign_runtime().step_out();  // the stash has a lock, and its tensors take the GIL
+  try {
+    const StreamScope scope(streams);
+    std::optional<c10::DeviceGuard> guard;
+    if (!streams_.empty()) guard.emplace(streams_.front().device());
+    work_->synchronize();
     work_.reset();
+  } catch (const std::exception&) {  // the next call that uses the tensors raises it
   }
+  foreign_runtime().step_in(state);
+  if (work_ != nullptr) return;
   tensors_ = Foreign();
   drop_captured();
 }
@@ -77,25 +82,17 @@ void KeptWork::release() noexcept {
 bool KeptWork::is_captured() const noexcept {
   try {
     const c10::DeviceGuard guard(streams_.front().device());
-    return capture_of(streams_.front()) == events_.capture();
+    return capture_of(streams_.front()) == events_.captured()->capture();
   } catch (const std::exception&) {
     return true;
   }
 }
 
-// Returns true if the device may use the tensors.
-bool KeptWork::is_in_use() noexcept {
-  if (events_.empty()) {  // following the Work failed: the streams of the issue wait instead
-    void* const state = foreign_runtime().step_out();
-    const StreamScope scope(streams_);
-    synchronize();
-    foreign_runtime().step_in(state);
-    return false;
-  }
+bool KeptWork::has_finished() const noexcept {
   try {
-    return !events_.query();
+    return events_.query();
   } catch (const std::exception&) {  // a broken device uses nothing
-    return false;
+    return true;
   }
 }
 
@@ -142,8 +139,12 @@ KeptWork::~KeptWork() {
     drop_captured();
     return;
   }
-  if (!is_in_use()) {
-    drop();
+  if (events_.empty()) {  // following the Work failed: the streams of the issue wait instead
+    release_on(streams_);
+    return;
+  }
+  if (has_finished()) {
+    release_finished();
     return;
   }
   const auto finished = c10::make_intrusive<Future>();

@@ -32,15 +32,17 @@ class KeptWork {
   void set_events(const EventSet& events) { events_ = events; }
   // True if the streams of the issue are this thread's current ones.
   bool is_issued_here() const;
-  // Makes this thread's current streams wait for the Work, which empties its stash, and drops the tensors. Called
-  // inside the interpreter, which it leaves meanwhile. Keeps the Work if the device reports an error.
+  // Makes this thread's current streams wait for the Work, which empties its stash, and drops the tensors. Leaves the
+  // interpreter meanwhile. Keeps the Work if the device reports an error.
   void release() noexcept;
+  // Does the same when the device has finished, with streams of the pool: the current ones may be captured.
+  void release_finished() noexcept;
 
  private:
   class Release;
 
-  bool synchronize() noexcept;
-  bool is_in_use() noexcept;
+  void release_on(c10::ArrayRef<c10::Stream> streams) noexcept;
+  bool has_finished() const noexcept;
   bool is_captured() const noexcept;
   void drop() noexcept;
   static void drop_captured() noexcept;

@@ -169,6 +169,7 @@ namespace {
   }
   EventSet events;
   try {
+    const WithoutGil released;  // a device whose queue is full blocks the call
     if (stands(record)) events = EventSet::record(used, stands(SyncEdge::result_stream) ? streams : kNoStreams);
   } catch (...) {  // from a device that refuses all work
     park_if_unwinding();
@@ -200,7 +201,10 @@ bool fail(Future& future, nb::object exception, const std::vector<c10::Stream>& 
   };
   for (const c10::Stream& stream : streams) add(stream.device());
   for (c10::Device device : future.bounding_set()) add(device);
-  if (stands(record)) events = EventSet::record_possible(devices, streams, late);
+  if (stands(record) && !devices.empty()) {
+    const WithoutGil released;
+    events = EventSet::record_possible(devices, streams, late);
+  }
   const bool first = fail_after(future, std::move(exception), std::move(events));
   if (first && late != nullptr) future.set_late_error(late);
   return first;

@@ -1,5 +1,7 @@
 #include "bind/stream_choice.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 #include <string>
 
@@ -21,6 +23,7 @@ StreamChoice stream_choice_from(const Future& parent, nb::handle stream) {
       throw nb::value_error(message.c_str());
     }
     choice.pool = false;
+    choice.caller = true;
     for (c10::Device device : parent.is_bounded() ? parent.bounding_set() : all_devices_with_streams()) {
       if (has_streams(device)) choice.streams.push_back(current_stream(device));
     }
@@ -39,9 +42,19 @@ StreamChoice stream_choice_from(const Future& parent, nb::handle stream) {
   return choice;
 }
 
+namespace {
+
+// Returns the stream of a callback on a device for which no stream was noted when the callback was attached.
+c10::Stream stream_for(c10::Device device, const EventSet& events, const StreamChoice& choice, int priority) {
+  // The process had not used the device's runtime, so the caller's stream was the default one.
+  if (choice.caller) return c10::impl::VirtualGuardImpl(device.type()).getDefaultStream(device);
+  return pool_stream(device, priority, events.captured());
+}
+
+}  // namespace
+
 std::vector<c10::Stream> streams_for(const Future& parent, const StreamChoice& choice, int priority) {
   std::vector<c10::Stream> streams;
-  const std::uint64_t capture = parent.events().capture();
   const auto has_event = [&](c10::Device device) {
     const std::vector<DeviceEventPtr>& events = parent.events().events();
     return std::any_of(events.begin(), events.end(), [&](const auto& event) { return event->device() == device; });
@@ -52,7 +65,7 @@ std::vector<c10::Stream> streams_for(const Future& parent, const StreamChoice& c
       continue;  // no work to order there, and a stream would create a context
     const auto here = [&](const c10::Stream& s) { return s.device() == device; };
     const auto chosen = std::find_if(choice.streams.begin(), choice.streams.end(), here);
-    streams.push_back(chosen != choice.streams.end() ? *chosen : pool_stream(device, priority, capture));
+    streams.push_back(chosen != choice.streams.end() ? *chosen : stream_for(device, parent.events(), choice, priority));
   }
   if (choice.pool) return streams;
   for (const c10::Stream& s : choice.streams) {

@@ -10,6 +10,7 @@ namespace cudafuture::bind {
 // The streams that are current in a callback.
 struct StreamChoice {
   bool pool = true;
+  bool caller = false;               // `streams` are the caller's current ones
   std::vector<c10::Stream> streams;  // if `pool` is false: these, and pool streams for the other devices
 };
 

@@ -47,10 +47,12 @@ c10::Device device_with_streams(nb::handle device) {
 void bind_streams(nb::module_& m) {
   m.def(
       "pool_stream",
-      [](nb::handle device, int priority, std::uint64_t capture) {
-        return stream_object(pool_stream(device_with_streams(device), expect_priority(priority), capture));
+      [](nb::handle device, int priority, nb::handle after) {
+        const c10::Device at = device_with_streams(device);
+        if (after.is_none()) return stream_object(pool_streams_here({at}, expect_priority(priority)).front());
+        return stream_object(pool_streams_after(core_of(after).events(), {at}, expect_priority(priority)).front());
       },
-      nb::arg("device"), nb::arg("priority"), nb::arg("capture") = 0);
+      nb::arg("device"), nb::arg("priority"), nb::arg("after") = nb::none());
   m.def("with_index", [](nb::handle device) { return device_object(device_with_streams(device)); }, nb::arg("device"));
   m.def(
       "acquire_stream",
@@ -86,15 +88,10 @@ void bind_streams(nb::module_& m) {
       .def("__enter__", [](PinnedScope& self) { self.scope.emplace(); })
       .def("__exit__", [](PinnedScope& self, const nb::args&) { self.scope.reset(); });
   m.def("mark_library_thread", mark_library_thread);
-  m.def(
-      "relax_captures",
-      [](nb::handle device) {
-        const c10::Device at = device_with_streams(device);
-        const c10::DeviceGuard guard(at);
-        mark_library_thread();
-        relax_captures(at.type());
-      },
-      nb::arg("device"));
+  m.def("relax_library_thread", [] {
+    mark_library_thread();
+    relax_library_thread();
+  });
   // `exchange`: a capsule of the function, as a simulated accelerator provides it.
   m.def(
       "set_exchange_capture_mode",

@@ -128,7 +128,7 @@ class Deliver final : public Continuation {
     }
     // Here torch records its events, and tells the allocator about consumers of the value.
     const EventSet& events = source.events();
-    const StreamScope scope(pool_streams(events.devices(), source.priority(), events.capture()));
+    const StreamScope scope(pool_streams_after(events, events.devices(), source.priority()));
     if (stands(SyncEdge::to_torch_stream)) events.block_current_streams();
     if (is_known_to_torch(source)) {
       target_.attr("set_result")(result_of(source));
@@ -207,7 +207,19 @@ EventSet take_events(TorchFuture& source, std::uint64_t capture) {
   return EventSet(std::move(events));
 }
 
-// Called inside torch's callback: the current streams are ordered after the value. Torch keeps no events of a failure.
+// Torch would run the callback on streams of its own pool, which captures of the program use too.
+void when_done(TorchFuture& source, std::function<void(TorchFuture&)> callback) {
+  source.addCallback(
+      [callback = std::move(callback)](TorchFuture& done) {
+        if (done.devices().empty()) return callback(done);
+        const StreamScope scope(pool_streams_here(done.devices(), 0));
+        done.wait();  // makes the streams wait, and tells the allocator that they use the value
+        callback(done);
+      },
+      /*uses_future=*/false);
+}
+
+// The current streams are ordered after the value. Torch keeps no events of a failure.
 EventSet record_devices(const TorchFuture& source) {
   if (source.devices().empty() || source.hasError() || !stands(SyncEdge::from_torch_record)) return {};
   return EventSet::record(source.devices());
@@ -216,8 +228,8 @@ EventSet record_devices(const TorchFuture& source) {
 void follow_torch_future(nb::handle torch_future, FuturePtr future, std::shared_ptr<Foreign> producer) {
   PythonFutureWrapper& wrapper = *behind<PythonFutureWrapper>(torch_future);
   const TorchFuturePtr source = wrapper.fut;
-  source->addCallback([weak = wrapper.weak_from_this(), unwrap = wrapper.unwrap_func, producer = std::move(producer),
-                       promise = std::make_shared<Promise>(std::move(future))](TorchFuture& done) {
+  when_done(*source, [weak = wrapper.weak_from_this(), unwrap = wrapper.unwrap_func, producer = std::move(producer),
+                      promise = std::make_shared<Promise>(std::move(future))](TorchFuture& done) {
     // The wrapper that completes it is still alive here; later, on the callback thread, it may be gone.
     const auto alive = weak.lock();
     auto* c = new Unwrap(alive != nullptr ? alive->unwrap_func : unwrap,

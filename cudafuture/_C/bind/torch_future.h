@@ -3,6 +3,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <functional>
 #include <memory>
 
 #include "bind/python.h"
@@ -17,7 +18,10 @@ bool is_torch_future(nb::handle object);
 // Makes `future` follow torch's future; `producer` is kept alive until that is done.
 void follow_torch_future(nb::handle torch_future, FuturePtr future, std::shared_ptr<Foreign> producer = {});
 
-// Returns the events of torch's future, recorded on the current streams. Call it inside a callback of that future.
+// Calls `callback` when torch's future is done. Pool streams of its devices are current then, and wait for its value.
+void when_done(c10::ivalue::Future& source, std::function<void(c10::ivalue::Future&)> callback);
+
+// Returns the events of torch's future, recorded on the current streams. Call it inside such a callback.
 EventSet record_devices(const c10::ivalue::Future& source);
 
 // Takes the events of torch's completed future, which has none afterwards, so no other code may use that future. None

@@ -76,7 +76,7 @@ EventSet record_work(const std::vector<c10::Device>& devices) {
 // Follows the pending future of a Work on devices, without the interpreter: the value stays in C++.
 void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> promise,
                      std::shared_ptr<WorkErrors> errors) {
-  source->addCallback([promise = std::move(promise), errors = std::move(errors)](TorchFuture& done) {
+  when_done(*source, [promise = std::move(promise), errors = std::move(errors)](TorchFuture& done) {
     EventSet events = record_devices(done);
     errors->set_events(events);
     if (done.hasError()) {
@@ -92,15 +92,13 @@ void follow_natively(const TorchFuturePtr& source, std::shared_ptr<Promise> prom
 //   - the end of a coalesced batch, also under the name of another operation (an uneven all_gather or reduce_scatter):
 //     the future holds an empty list;
 //   - a gather, on every rank except the root: the future fails immediately, because it cannot hold the undefined
-//   tensor
-//     that represents the missing output.
+//     tensor that represents the missing output.
 //
 // Synchronizing it empties its stash. If nothing else keeps the tensors, that is right only on the streams that own
 // them: they are taken to be the current ones, which then wait for the Work.
-EventSet record_after(c10d::Work& work, const std::vector<c10::Device>& devices, std::uint64_t capture,
-                      bool keeps_tensors) {
+EventSet record_after(c10d::Work& work, const std::vector<c10::Device>& devices, bool keeps_tensors) {
   const WithoutGil released;
-  const StreamScope scope(keeps_tensors ? pool_streams(devices, 0, capture) : current_streams(devices));
+  const StreamScope scope(keeps_tensors ? pool_streams_here(devices, 0) : current_streams(devices));
   const c10::DeviceGuard guard(devices.front());
   work.synchronize();  // makes the current streams wait
   return record_work(devices);
@@ -113,9 +111,8 @@ void follow_enqueued(c10d::Work& work, const TorchFuturePtr& native, std::shared
   const bool has_proof = !native->hasError() && !native->storages().empty();
   if (has_proof && !is_ours) return follow_natively(native, std::move(promise), std::move(errors));
   try {
-    const std::uint64_t capture = capture_on(devices.front());
-    EventSet events = has_proof ? kept(take_events(*native, capture), SyncEdge::work_events)
-                                : record_after(work, devices, capture, is_ours);
+    EventSet events = has_proof ? kept(take_events(*native, capture_on(devices.front())), SyncEdge::work_events)
+                                : record_after(work, devices, is_ours);
     errors->set_events(events);
     promise->complete(native->hasError() ? c10::IValue() : native->constValue(), std::move(events));
   } catch (...) {
@@ -126,7 +123,7 @@ void follow_enqueued(c10d::Work& work, const TorchFuturePtr& native, std::shared
 // Follows the future of a Work that names no devices although its tensors may be on some. Gloo's has made the current
 // streams of its thread wait for its copies. The devices are taken from the value.
 void follow_without_devices(const TorchFuturePtr& source, std::shared_ptr<Promise> promise) {
-  source->addCallback([promise = std::move(promise)](TorchFuture& done) {
+  when_done(*source, [promise = std::move(promise)](TorchFuture& done) {
     if (done.hasError()) {
       promise->fail(done.exception_ptr(), {});
       return;

@@ -73,19 +73,21 @@ std::shared_ptr<WorkErrors> WorkErrors::of(KeptWork&& work, BackendsPtr backends
 }
 
 void WorkErrors::set_events(const EventSet& events) {
+  std::lock_guard lock(mutex_);
   events_ = events;
   kept_->set_events(events);
+  is_enqueued_ = true;
 }
 
 // Memory that the streams of the issue own may be freed once they are ordered after the operation. Another consumer's
 // streams prove nothing for it, unless the host has seen the device finish. Nor does an error.
 void WorkErrors::consumed() {
   std::unique_lock lock(mutex_);
-  if (!kept_ || !(kept_->is_issued_here() || has_succeeded())) return;
+  if (!kept_ || !is_enqueued_ || !(has_succeeded() || kept_->is_issued_here())) return;
   KeptWork work(std::move(*kept_));
   kept_.reset();
   lock.unlock();
-  work.release();
+  has_succeeded() ? work.release_finished() : work.release();
 }
 
 void WorkErrors::fail(const char* what) {

@@ -66,7 +66,7 @@ class WorkErrors final : public AsyncErrorSource {
         origin_(std::move(origin)),
         kept_(std::move(work)) {}
 
-  // Sets the events of the operation's device work, before its future completes.
+  // Sets the events of the operation's device work, before its future completes. Only then can it be consumed.
   void set_events(const EventSet& events);
 
   std::exception_ptr error() noexcept override;
@@ -82,8 +82,9 @@ class WorkErrors final : public AsyncErrorSource {
   const c10::intrusive_ptr<c10::ivalue::Future> result_;  // a WorkResult; null: the backend reports no such errors
   const BackendsPtr backends_;                            // null: unknown
   const std::shared_ptr<const Foreign> origin_;           // null: none
-  EventSet events_;
   std::mutex mutex_;  // guards the fields below; errorMutex_ of the backend is taken under it
+  EventSet events_;
+  bool is_enqueued_ = false;  // the events are set
   std::exception_ptr error_;
   std::optional<KeptWork> kept_;
   std::atomic<bool> has_succeeded_{false};

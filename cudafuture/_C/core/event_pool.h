@@ -30,9 +30,8 @@ class DeviceEvent final : public c10::intrusive_ptr_target {
   ~DeviceEvent() override;
 
   c10::Device device() const noexcept { return device_; }
-  std::uint64_t capture() const noexcept {
-    return capture_;
-  }  // in which it was recorded, as capture_of() says; 0: none
+  // Returns the capture in which the event was recorded, as capture_of() does; 0: none.
+  std::uint64_t capture() const noexcept { return capture_; }
   bool is_captured() const noexcept { return capture_ != 0; }
   void block(const c10::Stream& stream) const;  // makes the stream wait for the event
   bool query() const;                           // true once the device has reached the event; throws the device's error

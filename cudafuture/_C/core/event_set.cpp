@@ -56,8 +56,7 @@ EventSet EventSet::join(c10::ArrayRef<const EventSet*> parts, int priority) {
       joined.events_.push_back(list.front());
       continue;
     }
-    const std::uint64_t capture = EventSet(list).capture();
-    const c10::Stream stream = pool_stream(list.front()->device(), priority, capture);
+    const c10::Stream stream = pool_stream(list.front()->device(), priority, EventSet(list).captured());
     if (stands(SyncEdge::join_wait)) {
       for (const DeviceEventPtr& event : list) event->block(stream);
     }
@@ -66,11 +65,11 @@ EventSet EventSet::join(c10::ArrayRef<const EventSet*> parts, int priority) {
   return joined;
 }
 
-std::uint64_t EventSet::capture() const noexcept {
+const DeviceEvent* EventSet::captured() const noexcept {
   for (const DeviceEventPtr& event : events_) {
-    if (event->is_captured()) return event->capture();
+    if (event->is_captured()) return event.get();
   }
-  return 0;
+  return nullptr;
 }
 
 std::vector<c10::Device> EventSet::devices() const {

@@ -32,8 +32,8 @@ class EventSet {
 
   bool empty() const noexcept { return events_.empty(); }
   // While a capture holds an event of the set, the host can neither query the events nor wait for them.
-  bool is_captured() const noexcept { return capture() != 0; }
-  std::uint64_t capture() const noexcept;  // in which an event was recorded; 0: none
+  bool is_captured() const noexcept { return captured() != nullptr; }
+  const DeviceEvent* captured() const noexcept;  // the first event of a capture; null: none
   const std::vector<DeviceEventPtr>& events() const noexcept { return events_; }
   std::vector<c10::Device> devices() const;
 

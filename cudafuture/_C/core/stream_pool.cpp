@@ -15,6 +15,7 @@
 #include "core/capture.h"
 #include "core/device_runtime.h"
 #include "core/error.h"
+#include "core/event_set.h"
 #include "core/own_streams.h"
 #include "core/process.h"
 #include "core/sync_edge.h"
@@ -66,7 +67,7 @@ bool is_idle(const c10::Stream& stream) {
 // The pool of one device and priority: four streams for ordinary work, and four for captures. A capture never takes a
 // stream that ordinary work may be about to use.
 //
-// Lock: mutex_ guards the lists; no device call is made under it.
+// Locks: mutex_ guards the lists; no device call is made under it. joining_ is held while a stream joins a capture.
 class Pool {
  public:
   static Pool& of(c10::Device device, int priority);
@@ -88,15 +89,19 @@ class Pool {
     return busy ? *busy : stream_of_torch(device_, priority_, 0);
   }
 
-  // Returns the stream on which the capture is recorded already, otherwise one that no capture uses.
-  c10::Stream captured_stream(std::uint64_t capture) {
+  // Returns the stream that is in the event's capture already, otherwise one that joins it here.
+  c10::Stream captured_stream(const DeviceEvent& event) {
+    const std::vector<c10::Stream> streams = filled(captured_, kMost);
+    std::lock_guard lock(joining_);
     std::optional<c10::Stream> unused;
-    for (const c10::Stream& stream : filled(captured_, kMost)) {
+    for (const c10::Stream& stream : streams) {
       const std::uint64_t of_stream = capture_of(stream);
-      if (of_stream == capture) return stream;
+      if (of_stream == event.capture()) return stream;
       if (of_stream == 0 && !unused) unused = stream;
     }
-    return unused ? *unused : stream_of_torch(device_, priority_, capture);
+    const c10::Stream joined = unused ? *unused : stream_of_torch(device_, priority_, event.capture());
+    event.block(joined);
+    return joined;
   }
 
  private:
@@ -122,6 +127,7 @@ class Pool {
   const c10::Device device_;
   const int priority_;
   std::mutex mutex_;
+  std::mutex joining_;
   std::vector<c10::Stream> streams_;
   std::vector<c10::Stream> captured_;
   std::atomic<std::size_t> turn_{0};
@@ -184,19 +190,37 @@ std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors) {
   return devices;
 }
 
-c10::Stream pool_stream(c10::Device device, int priority, std::uint64_t capture) {
+c10::Stream pool_stream(c10::Device device, int priority, const DeviceEvent* captured) {
   refuse_after_fork();
   const c10::DeviceGuard guard(device);  // for the queries: CUDA would create a context on another device
-  if (!OwnStreams::can_create(device.type())) return stream_of_torch(device, priority, capture);
-  Pool& pool = Pool::of(device, priority);
-  return capture == 0 ? pool.stream() : pool.captured_stream(capture);
+  if (OwnStreams::can_create(device.type())) {
+    Pool& pool = Pool::of(device, priority);
+    return captured == nullptr ? pool.stream() : pool.captured_stream(*captured);
+  }
+  const c10::Stream stream = stream_of_torch(device, priority, captured == nullptr ? 0 : captured->capture());
+  if (captured != nullptr) captured->block(stream);
+  return stream;
 }
 
-std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int priority, std::uint64_t capture) {
+std::vector<c10::Stream> pool_streams_after(const EventSet& events, c10::ArrayRef<c10::Device> devices, int priority) {
   std::vector<c10::Stream> streams;
   streams.reserve(devices.size());
-  for (c10::Device device : devices) streams.push_back(pool_stream(device, priority, capture));
+  for (c10::Device device : devices) streams.push_back(pool_stream(device, priority, events.captured()));
   return streams;
+}
+
+std::vector<c10::Stream> pool_streams_here(c10::ArrayRef<c10::Device> devices, int priority) {
+  for (c10::Device device : devices) {
+    const c10::DeviceGuard guard(device);
+    const c10::Stream stream = current_stream(device);
+    if (!is_capturing(stream)) continue;
+    return pool_streams_after(EventSet({DeviceEvent::record(stream)}), devices, priority);
+  }
+  return pool_streams(devices, priority);
+}
+
+std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int priority) {
+  return pool_streams_after(EventSet(), devices, priority);
 }
 
 CurrentDevices current_devices() {

@@ -16,6 +16,9 @@
 
 namespace cudafuture {
 
+class DeviceEvent;
+class EventSet;
+
 // True for devices that exist and whose work is asynchronous, ordered by streams and events. A bounding set may name
 // devices that do not exist: no value can live on them.
 bool has_streams(c10::Device device) noexcept;
@@ -35,10 +38,13 @@ std::vector<c10::Device> devices_of(c10::ArrayRef<at::Tensor> tensors);
 // Returns a stream of the pool. Lower is more urgent: 0 is the default, -1 high. Callers share the streams: do not keep
 // one permanently. So at most four pieces of work at a time are independent of each other.
 //
-// `capture`: the stream capture that the stream is going to join, as `capture_of` returns it. A stream that another
-// capture records is never returned. Throws the device's error if a new stream cannot be created.
-c10::Stream pool_stream(c10::Device device, int priority, std::uint64_t capture = 0);
-std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int priority, std::uint64_t capture = 0);
+// `captured`: an event of a stream capture, or null. The returned stream waits for it, and so has joined the capture:
+// no other capture gets the stream. Throws the device's error if a new stream cannot be created.
+c10::Stream pool_stream(c10::Device device, int priority, const DeviceEvent* captured = nullptr);
+// Return streams for work that follows `events`, or the work on this thread's current streams: in the same capture.
+std::vector<c10::Stream> pool_streams_after(const EventSet& events, c10::ArrayRef<c10::Device> devices, int priority);
+std::vector<c10::Stream> pool_streams_here(c10::ArrayRef<c10::Device> devices, int priority);
+std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int priority);
 
 // The calling thread's current device of each type that has streams: nearly always there is one such type.
 using CurrentDevices = c10::SmallVector<c10::Device, 2>;
