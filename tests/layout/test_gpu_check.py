@@ -235,9 +235,9 @@ def test_a_cut_at_any_moment_leaves_a_readable_summary(tmp_path: Path, sent: sig
 
 
 def test_a_phase_is_stopped_at_its_limit_and_the_next_one_runs(tmp_path: Path) -> None:
-    check = Check(tmp_path, "figures", "OUT", hangs="*test_edges.py*", LIMIT="8").finish()
+    check = Check(tmp_path, "figures", "OUT", hangs="*test_edges.py*", LIMIT="14").finish()
     assert check.run.returncode == 1
-    assert "edges: FAILED: stopped after its 1 s (exit code 124)" in check.summary
+    assert "edges: FAILED: stopped after its 2 s (exit code 124)" in check.summary
     assert "gpu: ok" in check.summary
 
 
