@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from cudafuture import CUDAFuture, as_completed, copy, prefetch, submit
+from cudafuture import CUDAFuture, as_completed, copy, own_stream, prefetch, submit, wait
 from cudafuture.errors import InvalidStateError
+from cudafuture.pipeline.microbatch import Batch
+from cudafuture.pipeline.worker import Task, spawn_workers
+from cudafuture.pipeline.workers import Workers
 from cudafuture.storage import File
 from support.harness import Device
 from support.patience import PATIENCE
@@ -224,6 +227,36 @@ def test_prefetching_does_not_end_a_capture(accelerator: Device, pin: bool, pack
         assert loaded.wait(PATIENCE)
     values += [accelerator.read(batch) for batch in arriving]
     assert values == [float(value) for value in range(12)]
+
+
+def submit_to_workers(device: torch.device, task: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with Workers([device]) as workers:
+        future = workers.submit(device, task, stream=own_stream(device))
+        wait([future], timeout=PATIENCE)
+        return future.value()
+
+
+def run_in_a_worker_of_torchgpipe(device: torch.device, task: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with spawn_workers([device]) as ([tasks], [results]):
+        tasks.put(Task(None, compute=lambda: Batch(task()), finalize=None))
+        _, outcome = results.get(timeout=PATIENCE)
+        assert outcome is not None
+        assert isinstance(outcome[1], Batch), outcome
+        return outcome[1].tensor
+
+
+@pytest.mark.parametrize("run", [submit_to_workers, run_in_a_worker_of_torchgpipe])
+def test_tasks_of_pipeline_workers_do_not_end_a_capture(
+    accelerator: Device, run: Callable[[torch.device, Callable[[], torch.Tensor]], torch.Tensor]
+) -> None:
+    def pinned() -> torch.Tensor:
+        return torch.full((1 << 22,), 3.0).pin_memory()  # more than the allocator has kept
+
+    use_pinned_memory(accelerator)
+    accelerator.finish()
+    with accelerator.capture():
+        value = run(accelerator.at(), pinned)
+    assert value.sum() == 3 * 2**22
 
 
 def test_files_of_other_threads_do_not_end_a_capture(accelerator: Device, tmp_path: Path) -> None:

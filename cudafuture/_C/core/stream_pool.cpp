@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <atomic>
@@ -67,7 +68,8 @@ bool is_idle(const c10::Stream& stream) {
 // The pool of one device and priority: four streams for ordinary work, and four for captures. A capture never takes a
 // stream that ordinary work may be about to use.
 //
-// Locks: mutex_ guards the lists; no device call is made under it. joining_ is held while a stream joins a capture.
+// Locks: mutex_ guards the lists; no device call is made under it. choosing_ guards joining_, and only queries are made
+// under it: a call that enqueues work may take the GIL (a simulated accelerator) or block.
 class Pool {
  public:
   static Pool& of(c10::Device device, int priority);
@@ -92,16 +94,24 @@ class Pool {
   // Returns the stream that is in the event's capture already, otherwise one that joins it here.
   c10::Stream captured_stream(const DeviceEvent& event) {
     const std::vector<c10::Stream> streams = filled(captured_, kMost);
-    std::lock_guard lock(joining_);
     std::optional<c10::Stream> unused;
-    for (const c10::Stream& stream : streams) {
-      const std::uint64_t of_stream = capture_of(stream);
-      if (of_stream == event.capture()) return stream;
-      if (of_stream == 0 && !unused) unused = stream;
+    {
+      std::lock_guard lock(choosing_);
+      for (const c10::Stream& stream : streams) {
+        const std::uint64_t of_stream = capture_of(stream);
+        if (of_stream == event.capture()) return stream;
+        const bool is_joining = std::find(joining_.begin(), joining_.end(), stream) != joining_.end();
+        if (of_stream == 0 && !is_joining && !unused) unused = stream;
+      }
+      if (unused) joining_.push_back(*unused);
     }
-    const c10::Stream joined = unused ? *unused : stream_of_torch(device_, priority_, event.capture());
-    event.block(joined);
-    return joined;
+    const auto joined = c10::make_scope_exit([&] {
+      std::lock_guard lock(choosing_);
+      joining_.erase(std::remove(joining_.begin(), joining_.end(), unused), joining_.end());
+    });
+    const c10::Stream stream = unused ? *unused : stream_of_torch(device_, priority_, event.capture());
+    event.block(stream);
+    return stream;
   }
 
  private:
@@ -127,7 +137,8 @@ class Pool {
   const c10::Device device_;
   const int priority_;
   std::mutex mutex_;
-  std::mutex joining_;
+  std::mutex choosing_;
+  std::vector<c10::Stream> joining_;  // streams that are about to join a capture: no other capture may take them
   std::vector<c10::Stream> streams_;
   std::vector<c10::Stream> captured_;
   std::atomic<std::size_t> turn_{0};
