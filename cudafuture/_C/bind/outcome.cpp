@@ -169,7 +169,6 @@ namespace {
   }
   EventSet events;
   try {
-    const WithoutGil released;  // a device whose queue is full blocks the call
     if (stands(record)) events = EventSet::record(used, stands(SyncEdge::result_stream) ? streams : kNoStreams);
   } catch (...) {  // from a device that refuses all work
     park_if_unwinding();

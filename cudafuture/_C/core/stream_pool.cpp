@@ -68,8 +68,8 @@ bool is_idle(const c10::Stream& stream) {
 // The pool of one device and priority: four streams for ordinary work, and four for captures. A capture never takes a
 // stream that ordinary work may be about to use.
 //
-// Locks: mutex_ guards the lists; no device call is made under it. choosing_ guards joining_, and only queries are made
-// under it: a call that enqueues work may take the GIL (a simulated accelerator) or block.
+// Locks: mutex_ guards lists that are not filled yet; no device call is made under it. choosing_ guards joining_, and
+// only queries are made under it: a call that enqueues work may take the GIL (a simulated accelerator) or block.
 class Pool {
  public:
   static Pool& of(c10::Device device, int priority);
@@ -80,7 +80,7 @@ class Pool {
   // get different streams, and a stream that is kept busy delays few others.
   c10::Stream stream() {
     const std::size_t turn = turn_.fetch_add(1, std::memory_order_relaxed);
-    const std::vector<c10::Stream> streams = filled(streams_, kMost);
+    const std::vector<c10::Stream>& streams = filled(streams_);
     std::optional<c10::Stream> busy;
     for (std::size_t i = 0; i < streams.size(); ++i) {
       const c10::Stream& next = streams[(turn + i) % streams.size()];
@@ -93,7 +93,7 @@ class Pool {
 
   // Returns the stream that is in the event's capture already, otherwise one that joins it here.
   c10::Stream captured_stream(const DeviceEvent& event) {
-    const std::vector<c10::Stream> streams = filled(captured_, kMost);
+    const std::vector<c10::Stream>& streams = filled(captured_);
     std::optional<c10::Stream> unused;
     {
       std::lock_guard lock(choosing_);
@@ -117,21 +117,29 @@ class Pool {
  private:
   static constexpr std::size_t kMost = 4;
 
-  // Returns the streams of a list, which gets `count` of them first.
-  std::vector<c10::Stream> filled(std::vector<c10::Stream>& list, std::size_t count) {
+  struct Streams {
+    std::vector<c10::Stream> list;
+    std::atomic<bool> is_filled{false};  // the list does not change any more
+  };
+
+  // Returns the streams, which are created first.
+  const std::vector<c10::Stream>& filled(Streams& streams) {
+    if (streams.is_filled.load(std::memory_order_acquire)) return streams.list;
     std::unique_lock lock(mutex_);
-    while (list.size() < count) {
+    while (streams.list.size() < kMost) {
       lock.unlock();
       const c10::Stream created = OwnStreams::get().acquire(device_, priority_);
       lock.lock();
-      list.push_back(created);
-      if (list.size() <= count) continue;
-      list.pop_back();  // another thread was faster
-      lock.unlock();
-      OwnStreams::get().release(created, priority_);
-      lock.lock();
+      if (streams.list.size() < kMost) {
+        streams.list.push_back(created);
+      } else {  // another thread was faster
+        lock.unlock();
+        OwnStreams::get().release(created, priority_);
+        lock.lock();
+      }
     }
-    return list;
+    streams.is_filled.store(true, std::memory_order_release);
+    return streams.list;
   }
 
   const c10::Device device_;
@@ -139,8 +147,8 @@ class Pool {
   std::mutex mutex_;
   std::mutex choosing_;
   std::vector<c10::Stream> joining_;  // streams that are about to join a capture: no other capture may take them
-  std::vector<c10::Stream> streams_;
-  std::vector<c10::Stream> captured_;
+  Streams streams_;
+  Streams captured_;
   std::atomic<std::size_t> turn_{0};
 };
 
