@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cudafuture import CUDAFuture
 from cudafuture.testing import sim
 
 pytestmark = pytest.mark.sim(devices=2, schedule="lazy")
@@ -292,3 +293,14 @@ def test_an_event_that_is_asked_on_another_device() -> None:
     with torch.accelerator.device_index(1):
         del event
     assert found() == []
+
+
+@pytest.mark.sim(devices=1, schedule="free")
+def test_the_choice_of_a_pool_stream_hides_no_race_of_the_program() -> None:
+    future: CUDAFuture[torch.Tensor] = CUDAFuture()
+    future.set_result(torch.zeros(256, device="sim:0"))
+    child = future.then(lambda done: done.value().add_(1))
+    for _ in range(8):  # each looks for a stream whose work has finished
+        future.then(lambda done: None)
+    child.value().sum()  # waits for nobody
+    assert kinds() == ["race"]

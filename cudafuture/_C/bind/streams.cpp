@@ -106,6 +106,13 @@ void bind_streams(nb::module_& m) {
         set_capture_of(device_from(device).type(), reinterpret_cast<CaptureOf>(capture.data()));
       },
       nb::arg("device"), nb::arg("capture"));
+  // `is_idle`: a capsule of the function, as a simulated accelerator provides it.
+  m.def(
+      "set_is_idle",
+      [](nb::handle device, const nb::capsule& is_idle) {
+        set_is_idle(device_from(device).type(), reinterpret_cast<IsIdle>(is_idle.data()));
+      },
+      nb::arg("device"), nb::arg("is_idle"));
   // `make`: a capsule of the function, as a simulated accelerator provides it.
   m.def(
       "set_make_stream",

@@ -175,6 +175,13 @@ void bind_streams(nb::module_& m) {
     };
     return nb::capsule(reinterpret_cast<void*>(capture), "capture_of");
   });
+  // True if all work of a stream has finished.
+  m.def("is_idle", [] {
+    bool (*const is_idle)(int, std::int64_t) = [](int device, std::int64_t id) {
+      return Accelerator::get().is_idle({device, id});
+    };
+    return nb::capsule(reinterpret_cast<void*>(is_idle), "is_idle");
+  });
   // And a stream outside of the pool.
   m.def("make_stream", [] {
     std::int64_t (*const make)(int, int) = [](int device, int priority) {

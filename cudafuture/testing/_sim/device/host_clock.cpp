@@ -11,7 +11,8 @@
 namespace sim {
 namespace {
 
-auto kind() { return c10::DebugInfoKind::TEST_INFO; }  // torch itself uses it in tests only
+// Of CarriedClock alone: torch itself uses this kind in tests only.
+auto kind() { return c10::DebugInfoKind::TEST_INFO; }
 
 struct CarriedClock final : c10::DebugInfoBase {
   explicit CarriedClock(std::shared_ptr<HostClock> clock) : clock(std::move(clock)) {}
@@ -23,7 +24,7 @@ struct CarriedClock final : c10::DebugInfoBase {
 HostClock& find_host_clock() noexcept {
   // This comes before own(): thread-local objects are destroyed in reverse order, and once the own clock is destroyed,
   // current() no longer calls this function.
-  const auto* const carried = dynamic_cast<const CarriedClock*>(c10::ThreadLocalDebugInfo::get(kind()));
+  const auto* const carried = static_cast<const CarriedClock*>(c10::ThreadLocalDebugInfo::get(kind()));
   const std::shared_ptr<HostClock>& own = HostClock::own();
   if (carried != nullptr) return *carried->clock;
   if (!runtime::Runner::inside_work() && c10::ThreadLocalDebugInfo::current() == nullptr) {

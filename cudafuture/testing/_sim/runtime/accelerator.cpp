@@ -106,6 +106,11 @@ std::uint64_t Accelerator::capture_of(StreamName stream) const {
   return capture == nullptr ? 0 : capture->number;
 }
 
+bool Accelerator::is_idle(StreamName stream) const {
+  const Entry entry(*state_);
+  return state_->stream(stream).is_idle();
+}
+
 void Accelerator::make_context(int device) noexcept {
   if (device < 0 || device >= device_count()) return;
   std::atomic<bool>& has_context = state_->devices[static_cast<std::size_t>(device)].has_context;

@@ -148,6 +148,9 @@ class Accelerator {
   void end_capture(StreamName stream);  // throws CaptureError if a host call has broken it
   // Returns a number that identifies the capture that the stream is in, among all of the process; 0 if it is in none.
   std::uint64_t capture_of(StreamName stream) const;
+  // Returns true if all work of the stream has finished. Unlike query(), it orders and advances nothing, and ends no
+  // capture: for a library that chooses among streams.
+  bool is_idle(StreamName stream) const;
 
   // ---- contexts: a device has one from its first use on. CUDA's cost about half a gigabyte each.
   void make_context(int device) noexcept;
