@@ -7,6 +7,7 @@ The tree::
     |-- CancelledError      (concurrent.futures.CancelledError)
     |-- DeviceMismatchError (ValueError)                     a device outside the bounding set
     |-- TensorSearchError   (ValueError)                     a value too large to be searched for tensors
+    |-- TensorError         (TypeError, ValueError)          a tensor that cannot be sent, stored or filled
     |-- CollectiveError                                      a collective failed: a dead peer, a timeout
     |-- RemoteError                                          an exception of another worker, of an unknown type
     |   `-- WorkerLostError (ConnectionError)                a worker that cannot be reached any more
@@ -48,6 +49,7 @@ __all__ = [
     "ScheduleError",
     "StorageError",
     "SwapError",
+    "TensorError",
     "TensorSearchError",
     "WorkerLostError",
 ]
@@ -81,6 +83,14 @@ class TensorSearchError(CUDAFutureError, ValueError):
 
     The future fails, because tensors that the search did not reach would have no event. Name the tensors that the value
     uses: ``set_result(value, tensors=[...])``. Then an unfinished search is no error.
+    """
+
+
+class TensorError(CUDAFutureError, TypeError, ValueError):
+    """Error of a tensor that cannot be sent, stored or filled; the message names the reason.
+
+    It has no memory of its own (nested, functional, inside of ``vmap``), its storage was freed or shrunk, its device
+    has no target on the other worker, or its class cannot be pickled. Pass a plain tensor with its elements.
     """
 
 

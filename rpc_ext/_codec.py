@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from cudafuture import CUDAFuture
+from cudafuture.errors import TensorError
 from rpc_ext import _C
 from rpc_ext._engine import PyRRef, RRef
 
@@ -114,15 +115,19 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.file = file
+        self.forget()
 
     def dumped(self, value: object, devices: DeviceMap) -> bytes:
         """Return one pickled value."""
         self.devices = devices
-        self.tensors: list[torch.Tensor] = []
-        self.targets: list[str | None] = []
-        self.rrefs: list[Any] = []
-        self.staged = False
-        self.dump(value)
+        try:
+            self.dump(value)
+        except TensorError:
+            raise
+        except Exception:
+            for tensor in reversed(self.others):
+                _expect_picklable(tensor, devices)
+            raise
         return self.file.getvalue()
 
     def forget(self) -> None:
@@ -131,20 +136,24 @@ class _Pickler(pickle.Pickler):
         self.file.seek(0)
         self.file.truncate()
         self.devices = NO_DEVICES
-        self.tensors, self.targets, self.rrefs = [], [], []
+        self.tensors: list[torch.Tensor] = []
+        self.targets: list[str | None] = []
+        self.rrefs: list[Any] = []
+        self.others: list[torch.Tensor] = []  # whose classes reduce them to plain tensors
+        self.staged = False
 
     def reducer_override(self, obj: Any) -> Any:
         cls = type(obj)
         if cls is torch.Tensor and obj.layout is torch.strided and not obj.is_nested:
-            return self._tensor(obj)  # torch reduces other kinds of tensors to this kind
+            return self._tensor(_C.sendable(obj))
         if cls is PyRRef or cls is RRef:
             self.rrefs.append(obj)
             return _rref, (len(self.rrefs) - 1,)
+        if isinstance(obj, torch.Tensor):
+            self.others.append(obj)
         return NotImplemented
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        if tensor.is_quantized:
-            tensor.qscheme()  # raises for a tensor without a scheme, with which torch's engine would end the process
         target = None
         device = tensor.device
         if device != _HOST and device not in self.devices.native:
@@ -159,18 +168,32 @@ class _Pickler(pickle.Pickler):
         if target is None:
             pairs = {**self.devices.native, **self.devices.staged}.items()
             known = ", ".join(f"{here} to {there}" for here, there in pairs) or "nothing"
-            raise ValueError(
+            raise TensorError(
                 f"a tensor on {device} cannot be sent to worker '{self.devices.peer}': no device there is its target "
                 f"(mapped: {known}); copy it to the host first, or pass device_maps to init_rpc"
             )
         return target
 
 
+def _expect_picklable(tensor: torch.Tensor, devices: DeviceMap) -> None:
+    """Raise TensorError if a tensor cannot be pickled: for example a fake or an opaque one, or one in a transform."""
+    pickler = _Pickler(io.BytesIO())
+    pickler.devices = devices
+    try:
+        pickler.dump(tensor)
+    except TensorError:
+        raise
+    except Exception as e:
+        cls = type(tensor)
+        what = f"{cls.__module__}.{cls.__qualname__} of layout {tensor.layout}"
+        raise TensorError(f"a {what} cannot be sent: {e}") from e
+
+
 def encode(kind: int, value: object, devices: DeviceMap = NO_DEVICES) -> Encoded:
     """Pickle `value` without its tensors.
 
     Raises:
-        ValueError: a tensor's device has no target.
+        TensorError: a tensor cannot be sent, or its device has no target.
         Exception: the error of a value that cannot be pickled.
     """
     pickler, _table.pickler = _table.pickler, None  # not available to __reduce__ of a value, which may make a call

@@ -79,7 +79,8 @@ def rpc_async(
         InvalidStateError: RPC has not begun; the call would block a thread that delivers replies; or the thread is
             inside a ``torch.distributed.autograd.context``, which cannot record the call: use
             ``torch.distributed.rpc.rpc_async`` there.
-        ValueError: there is no such worker, or a tensor's device has no target there.
+        ValueError: there is no such worker.
+        TensorError: a tensor cannot be sent, or its device has no target there.
         TypeError: `fn` is not callable, or is a torch.jit.ScriptFunction: use ``torch.distributed.rpc.rpc_async``.
         TimeoutError: there was no room within `timeout`.
         Exception: the error of an argument that cannot be pickled.

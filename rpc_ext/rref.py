@@ -292,8 +292,9 @@ def remote(
 
     Raises:
         WorkerLostError: the worker is known to be lost. If it is lost later, the reference raises the error.
-        ValueError: there is no such worker; or the engine does not carry tensors of a tensor's device: copy the tensor
-            to the host first.
+        ValueError: there is no such worker.
+        TensorError: a tensor cannot be sent; or the engine does not carry tensors of its device: copy the tensor to the
+            host first.
         InvalidStateError, TypeError: as for ``rpc_async``; inside a ``torch.distributed.autograd.context`` use
             ``torch.distributed.rpc.remote``.
 

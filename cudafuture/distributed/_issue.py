@@ -215,6 +215,7 @@ def begin(
     `on_device`: True if an operation without tensors runs on a device; None: if the group has no host backend.
 
     Raises:
+        TensorError: the storage of a tensor was freed or shrunk.
         ValueError: a tensor is not contiguous.
         InvalidStateError: issued by a callback that has no order among the callbacks of the other ranks, or inside
             torch's coalescing manager.
@@ -237,8 +238,7 @@ def begin(
     if (
         isinstance(first, torch.Tensor)
         and (first.is_cpu or (first.is_cuda and state.has_nccl))
-        and first.layout is torch.strided
-        and first.is_contiguous()
+        and _C.has_contiguous_memory(first)
     ):
         facts: Any = ((first.shape, first.dtype),)  # without a function call: nearly every operation takes this path
         is_staged = False
@@ -316,10 +316,11 @@ def _facts(tensors: Any, operation: Operation, process_group: dist.ProcessGroup)
     """Return shape and dtype of each tensor; None for other arguments, which torch rejects.
 
     Raises:
+        TensorError: the storage of a tensor was freed or shrunk.
         ValueError: a tensor is not contiguous, and the backend would use its memory as if it were.
     """
     if isinstance(tensors, torch.Tensor):
-        is_plain = tensors.layout is not torch.strided or tensors.is_contiguous()
+        is_plain = _C.has_contiguous_memory(tensors) or tensors.layout is not torch.strided
         if not (is_plain or _is_fit(tensors, operation, process_group)):
             raise ValueError(
                 f"{operation.name}() needs contiguous tensors, but one of shape {list(tensors.shape)} has the strides "

@@ -29,12 +29,13 @@ def digest(tensor: torch.Tensor) -> int:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor, not {type(tensor).__qualname__}")
+    is_contiguous = _C.has_contiguous_memory(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise TypeError(f"a tensor of layout {tensor.layout} has no memory of its own")
     if not tensor.is_cpu:
         raise ValueError(f"the tensor is on {tensor.device}; copy it to the host first")
     data = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+    if tensor.is_conj() or tensor.is_neg() or not is_contiguous:
         data = data.resolve_conj().resolve_neg().contiguous()
     return digests(data, [(0, data.nbytes)])[0]
 

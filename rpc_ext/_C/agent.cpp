@@ -5,6 +5,8 @@
 #include <future>
 #include <thread>
 
+#include "sendable.h"
+
 namespace rpc_ext {
 namespace {
 
@@ -98,6 +100,7 @@ Agent::Agent(const std::vector<std::string>& names, int rank, py::object exchang
 c10::intrusive_ptr<rpc::JitFuture> Agent::send(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
                                                float timeout_seconds, const rpc::DeviceMap& device_map) {
   sent_.fetch_add(1, std::memory_order_relaxed);
+  make_sendable(message->tensors());
   if (pipes_ && pipes_->with_contents()) expect_on_host(message->tensors());
   const Sending sending(to.id_);
   return TensorPipeAgent::send(to, std::move(message), timeout_seconds, device_map);
@@ -106,10 +109,18 @@ c10::intrusive_ptr<rpc::JitFuture> Agent::send(const rpc::WorkerInfo& to, c10::i
 void Agent::pipeWrite(const std::shared_ptr<tensorpipe::Pipe>& pipe, const c10::intrusive_ptr<rpc::Message>& message,
                       std::vector<c10::Device>&& devices, std::vector<c10::Stream> streams,
                       std::function<void(const tensorpipe::Error&)> done) noexcept {
+  c10::intrusive_ptr<rpc::Message> sent = message;
+  if (receiver < 0) {  // a reply: there is no caller to throw to
+    try {
+      make_sendable(message->tensors());
+    } catch (const TensorFault& e) {
+      sent = rpc::createExceptionResponse(e.what(), message->id());
+    }
+  }
   if (pipes_) {
-    pipes_->write(pipe, receiver, message, std::move(devices), std::move(streams), std::move(done));
+    pipes_->write(pipe, receiver, sent, std::move(devices), std::move(streams), std::move(done));
   } else {
-    TensorPipeAgent::pipeWrite(pipe, message, std::move(devices), std::move(streams), std::move(done));
+    TensorPipeAgent::pipeWrite(pipe, sent, std::move(devices), std::move(streams), std::move(done));
   }
 }
 
@@ -123,7 +134,6 @@ bool Agent::is_current() const noexcept {
 
 void Agent::call(int to, Bytes payload, std::vector<at::Tensor> tensors, float timeout_seconds,
                  std::shared_ptr<CallListener> listener) {
-  expect_storages(tensors);
   auto message =
       c10::make_intrusive<rpc::Message>(std::move(payload), std::move(tensors), rpc::MessageType::PYTHON_CALL);
   const rpc::WorkerInfo& callee = getWorkerInfo(static_cast<rpc::worker_id_t>(to));

@@ -16,6 +16,7 @@
 #include "receiving.h"
 #include "references.h"
 #include "reply.h"
+#include "sendable.h"
 
 namespace rpc_ext {
 namespace {
@@ -100,6 +101,15 @@ bool finish(Destination& self, const py::object& ended, std::uint64_t received, 
 bool stop(const std::shared_ptr<Agent>& self, double patience) {
   const GilRelease without_gil;
   return Agent::stop(self, std::chrono::duration<double>(patience));
+}
+
+// torch's own functions call the agent, too.
+void raise_tensor_fault(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(std::move(error));
+  } catch (const TensorFault& e) {
+    py::set_error(py::module_::import("cudafuture.errors").attr("TensorError"), e.what());
+  }
 }
 
 void report(py::error_already_set& e) { e.discard_as_unraisable("rpc_ext: a call with RRefs"); }
@@ -198,6 +208,7 @@ void receive_into_capsule(const std::optional<py::capsule>& allocator, std::size
 PYBIND11_MODULE(_C, m) {
   py::module_::import("torch.distributed.rpc");  // whose classes ours derives from
   remember_main_thread();
+  py::register_exception_translator(raise_tensor_fault);
 
   // Its destructor joins threads, which take the GIL to end.
   py::class_<Agent, rpc::TensorPipeAgent, std::shared_ptr<Agent>>(m, "Agent", py::release_gil_before_calling_cpp_dtor())
@@ -288,6 +299,8 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("receive_into", receive_into_capsule, py::arg("allocator"), py::arg("smallest"), py::arg("largest"));
   m.def("memory", memory, py::arg("data"));
+  m.def("expect_memory", expect_memory, py::arg("tensor"));
+  m.def("sendable", sendable, py::arg("tensor"));
   offload::bind(m);
   offload::client::bind(m);
 }

@@ -11,10 +11,6 @@ namespace rpc_ext {
 namespace rpc = torch::distributed::rpc;
 using Bytes = std::vector<char>;
 
-// Throws where torch's engine, as it serialises a message, would end the process: over a tensor that has no storage,
-// such as those inside of vmap().
-void expect_storages(const std::vector<at::Tensor>& tensors);
-
 // The answer to one call: given once, now or later, by any thread. Dropped without, the caller gets an error. It may
 // outlive the agent that would send it; then it goes nowhere.
 class Reply {
@@ -27,7 +23,7 @@ class Reply {
   // Future of the message: the agent sends it on completion.
   const c10::intrusive_ptr<rpc::JitFuture>& future() const { return future_; }
 
-  // False if the reply was given before. Throws if a tensor cannot be sent; the reply is then not given.
+  // False if the reply was given before.
   bool send(Bytes payload, std::vector<at::Tensor> tensors);
 
  private:

@@ -10,10 +10,10 @@ import torch
 from cudafuture import CUDAFuture, copy, executors, pool_stream
 from cudafuture.errors import ChecksumError, InvalidStateError
 from cudafuture.storage import Digest
-from rpc_ext._C import alone
+from rpc_ext._C import alone, expect_memory
 from rpc_ext.offload._wire import PIECE, expect_sendable
 
-__all__ = ["ExpectedDigest", "Source", "expect_digest", "expect_memory", "source_of"]
+__all__ = ["ExpectedDigest", "Source", "expect_digest", "source_of"]
 
 
 class Source:
@@ -72,8 +72,9 @@ def source_of(tensor: torch.Tensor, priority: int) -> Source:
     """Return the source of a tensor's bytes.
 
     Raises:
-        TypeError: `tensor` is no tensor, has no memory of its own, or has a dtype that cannot be sent.
-        ValueError: the device has no streams, the storage is too small, or there are too many dimensions.
+        TypeError: `tensor` is no tensor, or has a dtype that cannot be sent.
+        TensorError: it has no memory of its own, or its storage was freed or shrunk.
+        ValueError: the device has no streams, or there are too many dimensions.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"only a torch.Tensor can be written, not {type(tensor).__qualname__}")
@@ -83,26 +84,6 @@ def source_of(tensor: torch.Tensor, priority: int) -> Source:
         return Source(tensor)
     pool_stream(tensor.device, priority)  # raises ValueError for a device without streams
     return _DeviceSource(tensor, priority)
-
-
-def expect_memory(tensor: torch.Tensor) -> None:
-    """Check that a tensor has memory for its elements.
-
-    Raises:
-        TypeError: it has no memory of its own.
-        ValueError: its storage is too small.
-    """
-    if tensor.layout is torch.strided and not tensor.is_nested:
-        storage = tensor.untyped_storage()
-        if storage.device.type != "meta":
-            end = tensor.numel()
-            if end and not tensor.is_contiguous():
-                end = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            there, wanted = storage.nbytes(), (tensor.storage_offset() + end) * tensor.itemsize
-            if end and there < wanted:
-                raise ValueError(f"the storage of the tensor has {there} bytes, but its elements need {wanted}")
-            return
-    raise TypeError(f"a tensor without memory of its own cannot be sent or filled: {tensor.layout} on {tensor.device}")
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

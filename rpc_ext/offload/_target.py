@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cudafuture import CUDAFuture, copy, executors, gather, pool_stream, use_streams
-from rpc_ext.offload._source import expect_memory
+from rpc_ext._C import expect_memory
 
 __all__ = ["DeviceTarget", "filled", "target_of"]
 
@@ -93,9 +93,9 @@ def target_of(
     """Return the target of a read: a tensor on the host to be filled, a ``DeviceTarget``, or None for a new tensor.
 
     Raises:
-        TypeError: `out` is no tensor, or has no memory of its own.
-        ValueError: both `out` and `device` are given; the device has no streams; the storage of `out` is too small, or
-            its elements share memory.
+        TypeError: `out` is no tensor.
+        TensorError: `out` has no memory of its own, or its storage was freed or shrunk.
+        ValueError: both `out` and `device` are given; the device has no streams; or the elements of `out` share memory.
     """
     if device is not None:
         if out is not None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
+from cudafuture.errors import TensorError
 from cudafuture.testing import World
 from support.comparison import (
     ALL,
@@ -155,6 +156,30 @@ def test_a_tensor_with_gaps_is_refused_at_the_call(world: World) -> None:
             for f, *args in calls:
                 with pytest.raises(ValueError, match="contiguous"):
                     getattr(cfd, f)(*args)
+
+    world.run(run)
+
+
+@pytest.mark.world(2)
+def test_a_tensor_without_its_memory_is_refused_at_the_call(world: World) -> None:
+    def run() -> None:
+        t, freed, shrunk, values = torch.ones(2), torch.ones(2), torch.ones(4), torch.eye(2).to_sparse()
+        for tensor, nbytes in ((freed, 0), (shrunk, 8), (values._values(), 0)):
+            tensor.untyped_storage().resize_(nbytes)
+        calls: list[tuple[Any, ...]] = [
+            ("all_reduce", freed),
+            ("all_reduce", values),
+            ("all_gather", [t, freed], t),
+            ("all_gather", [t, torch.ones(2)], freed),
+            ("all_gather_into_tensor", shrunk, t),
+            ("broadcast", shrunk[::2], 0),
+            ("send", freed, 1 - dist.get_rank()),
+            ("recv", freed, 1 - dist.get_rank()),
+        ]
+        for f, *args in calls:
+            with pytest.raises(TensorError, match="freed or shrunk"):
+                getattr(cfd, f)(*args)
+        assert cfd.all_reduce(torch.empty(0, 5)[:, 4]).wait(timeout=TIMEOUT).numel() == 0
 
     world.run(run)
 

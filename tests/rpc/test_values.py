@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.distributed import rpc
 
 import rpc_ext
-from cudafuture.errors import RemoteError
+from cudafuture.errors import TensorError
 from rpc_ext import rpc_async, rpc_sync
 from support.comparison import DTYPES, bits, values
 from support.parity import answers
@@ -20,6 +22,7 @@ from support.rpc_callees import ME, Adder, add, alone, same
 pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-values")]
 
 ONES = torch.ones(2, 2)
+torch_rpc: Any = rpc
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -186,17 +189,86 @@ def test_what_is_a_parameter_or_requires_grad_is_and_does_so_there() -> None:
     assert torch.equal(rpc_sync(ME, model, (ONES,)), model(ONES))
 
 
-def test_a_tensor_without_storage_is_refused_before_it_is_sent() -> None:
-    with pytest.raises(ValueError, match="meta"):
-        rpc_async(ME, same, (torch.ones(2, device="meta"),))
-    with pytest.raises(ValueError, match="meta"):
-        rpc_sync(ME, torch.ones, (2,), {"device": "meta"})
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(0, 5)[:, 4],
+        lambda: resized(torch.ones(4), 0)[2:2],
+        lambda: torch.sparse_coo_tensor(torch.empty(2, 0), torch.empty(0, 5)[:, 4], (3, 3)),
+        lambda: torch.nn.Parameter(torch.empty(0, 5)[:, 4]),
+    ],
+    ids=["slice", "shrunk", "sparse", "parameter"],
+)
+def test_a_tensor_without_elements_arrives_whatever_its_offset(make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    with rpc_ext.batch(ME):
+        batched = rpc_async(ME, same, ([tensor],))
+    for got in (rpc_sync(ME, same, (tensor,)), *batched.wait(), rpc_ext.remote(ME, same, (tensor,)).to_here()):
+        assert (got.shape, got.dtype, got.requires_grad) == (tensor.shape, tensor.dtype, tensor.requires_grad)
+    if tensor.layout is torch.strided:
+        assert torch_rpc.rpc_sync(ME, same, (tensor,)).shape == tensor.shape
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
+def test_a_quantized_tensor_without_elements_arrives() -> None:
+    empty = torch.quantize_per_tensor(torch.empty(0, 5), 0.5, 1, torch.qint8)
+    for tensor in (empty, empty[:, 4]):
+        got = rpc_sync(ME, same, (tensor,))
+        assert (got.shape, got.dtype, got.q_scale()) == (tensor.shape, tensor.dtype, 0.5)
+
+
+def resized(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Resize the memory of a tensor, or of the values of a sparse one."""
+    values = tensor._values() if tensor.layout is torch.sparse_coo else tensor
+    values.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+UNSENDABLE: dict[str, Callable[[], torch.Tensor]] = {
+    "freed": lambda: resized(torch.ones(4), 0),
+    "shrunk": lambda: resized(torch.ones(8), 8),
+    "freed parameter": lambda: torch.nn.Parameter(resized(torch.ones(4), 0)),
+    "freed values": lambda: resized(torch.eye(2).to_sparse(), 0),
+    "quint4x2": lambda: torch._empty_affine_quantized((2, 4), scale=0.5, zero_point=0, dtype=torch.quint4x2),
+    "without a scheme": lambda: torch.empty(3, dtype=torch.qint8),
+    "zeros": lambda: torch._efficientzerotensor((3,)),
+    "functional": lambda: torch._to_functional_tensor(torch.ones(3)),
+    "opaque": lambda: torch.ones(3).to_mkldnn(),
+    "meta": lambda: torch.ones(2, device="meta"),
+    "fake": lambda: FakeTensorMode().from_tensor(torch.ones(2)),
+}
+
+
+def make_unsendable(kind: str) -> torch.Tensor:
+    return UNSENDABLE[kind]()
+
+
+@pytest.mark.parametrize("kind", UNSENDABLE)
+def test_a_tensor_that_cannot_be_sent_is_refused_at_the_call(kind: str) -> None:
+    tensor = UNSENDABLE[kind]()
+    with pytest.raises(TensorError):
+        rpc_async(ME, same, (tensor,))
+    with rpc_ext.batch(ME), pytest.raises(TensorError):
+        rpc_async(ME, same, ([tensor],))
+    with pytest.raises(TensorError):
+        rpc_ext.remote(ME, same, (tensor,))
+    with pytest.raises(TensorError):
+        rpc_sync(ME, make_unsendable, (kind,))
+    assert rpc_sync(ME, same, (1,)) == 1
+
+
+@pytest.mark.parametrize("kind", ["freed", "freed values", "zeros", "functional"])
+def test_torchs_own_calls_refuse_such_a_tensor_and_end_no_process(kind: str) -> None:
+    with pytest.raises(TensorError):
+        torch_rpc.rpc_sync(ME, same, (UNSENDABLE[kind](),))
+    with pytest.raises(RuntimeError, match=r"memory|storage"):
+        torch_rpc.rpc_sync(ME, make_unsendable, (kind,))
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())])
 def test_a_tensor_inside_of_a_transform_is_refused(transform: Any) -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(RemoteError, match=r"same on worker 'me' .*storage"):
+        with pytest.raises(TensorError, match="has no memory of its own"):
             rpc_sync(ME, same, (x,))
         return x
 

@@ -69,6 +69,7 @@ void bind_collective(nb::module_& m) {
         nb::arg("origin").none(), nb::arg("timeout"), nb::arg("backends").none() = nb::none(),
         nb::arg("tensors").none() = nb::none());
   m.def("fail_overdue", fail_overdue, nb::arg("grace"), nb::arg("notice"));
+  m.def("has_contiguous_memory", has_contiguous_memory, nb::arg("tensor"));
   m.def("issued", issued, nb::arg("name"), nb::arg("callbacks"), nb::arg("origin").none());
 }
 

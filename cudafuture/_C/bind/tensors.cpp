@@ -1,6 +1,5 @@
 #include "bind/tensors.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -8,8 +7,10 @@
 #include <string>
 #include <utility>
 
+#include "bind/errors.h"
 #include "core/future.h"
 #include "core/stream_pool.h"
+#include "core/tensor_memory.h"
 
 namespace cudafuture::bind {
 namespace {
@@ -28,20 +29,11 @@ at::Tensor expect_tensor(nb::handle object) {
 }
 
 void expect_memory(const at::Tensor& tensor, Direction direction) {
-  if (tensor.layout() != at::kStrided || !tensor.has_storage()) {
-    throw nb::type_error((described(tensor) + " has no memory of its own to be read or written").c_str());
-  }
+  if (const auto fault = memory_fault(tensor)) raise_error("TensorError", *fault);
   if (!tensor.is_cpu() && !has_streams(tensor.device())) {
     throw nb::type_error(
         (described(tensor) + " cannot be read or written: copy it to the host or to a device with streams first")
             .c_str());
-  }
-  const std::size_t wanted = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
-                                                              static_cast<std::size_t>(tensor.storage_offset()));
-  if (tensor.numel() != 0 && wanted > tensor.storage().nbytes()) {
-    throw nb::value_error(("the storage of the tensor has " + std::to_string(tensor.storage().nbytes()) +
-                           " bytes, but its elements need " + std::to_string(wanted))
-                              .c_str());
   }
   if (direction == Direction::write) return;
   if (tensor.is_conj() || tensor.is_neg()) {
@@ -80,6 +72,12 @@ struct Owned {
 };
 
 }  // namespace
+
+bool has_contiguous_memory(nb::handle object) {
+  const at::Tensor tensor = expect_tensor(object);
+  if (const auto fault = storage_fault(tensor)) raise_error("TensorError", *fault);
+  return tensor.layout() == at::kStrided && tensor.is_contiguous();
+}
 
 at::Tensor take_on_host(nb::handle object) {
   const at::Tensor tensor = expect_tensor(object);

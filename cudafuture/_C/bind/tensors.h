@@ -22,6 +22,9 @@ struct Tensors {
   nb::object kept() const { return keep.size() == 1 ? nb::object(keep[0]) : nb::object(keep); }
 };
 
+// Returns true if a tensor is strided and contiguous. Throws TensorError if its storage was freed or shrunk.
+bool has_contiguous_memory(nb::handle object);
+
 // Returns a contiguous host tensor that owns its elements' memory. Throws TypeError and ValueError.
 at::Tensor take_on_host(nb::handle object);
 
