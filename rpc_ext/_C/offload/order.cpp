@@ -33,14 +33,26 @@ void Begins::run(std::vector<Begin>&& functions) {
   is_running_ = false;
 }
 
+// ---- ClockOffset
+
+void ClockOffset::add(double arrived, double sent) {
+  if (arrived >= begun_ + window) {
+    begun_ = arrived;
+    before_ = std::exchange(recent_, none);
+  }
+  recent_ = std::min(recent_, arrived - sent);
+}
+
 // ---- RequestOrder
 
 RequestOrder::RequestOrder(double sent, std::shared_ptr<std::atomic<std::uint64_t>> late)
-    : late_(std::move(late)), offset_(now() - sent), until_purge_(kPurge) {}
+    : late_(std::move(late)), until_purge_(kPurge) {
+  offset_.add(now(), sent);
+}
 
 void RequestOrder::note_arrival(double sent, std::uint64_t oldest) {
   const std::lock_guard lock(mutex_);
-  offset_ = std::min(offset_, now() - sent);
+  offset_.add(now(), sent);
   oldest_ = std::max(oldest_, oldest);
 }
 
@@ -108,7 +120,7 @@ std::optional<double> RequestOrder::late(double expires) {
 double RequestOrder::left(double expires) const {
   if (expires == 0) return std::numeric_limits<double>::infinity();
   const std::lock_guard lock(mutex_);
-  return expires + offset_ - now();
+  return expires + offset_.seconds() - now();
 }
 
 std::size_t RequestOrder::remembered() const {
@@ -118,7 +130,7 @@ std::size_t RequestOrder::remembered() const {
 
 // Forgets the operations and changes that no later arrival can refer to, or be late for.
 void RequestOrder::purge() {
-  const double client_now = now() - offset_;
+  const double client_now = now() - offset_.seconds();
   std::erase_if(latest_, [&](const auto& item) { return item.second < oldest_; });
   std::erase_if(changes_, [&](const auto& item) { return item.second.expires < client_now; });
   until_purge_ = std::max(kPurge, latest_.size() + changes_.size());

@@ -6,11 +6,13 @@
 // stopped, say. It is dropped when it arrives after its deadline, or after a later change of the same key.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -37,11 +39,30 @@ class Begins {
   bool is_running_ = false;
 };
 
-// The operations of one client, as they arrive.
+// The offset of the service's clock to a client's, which have different origins.
 //
-// The clocks of client and service have different origins. The least difference between the arrival of a request and
-// its sending, over all requests, is the difference of the origins plus the fastest way of a request. Deadlines are
-// measured by it, so no request counts as late before its deadline.
+// The least difference between the arrival of a request and its sending is the offset plus the fastest way of a
+// request. So a deadline that is measured by it is never too early while the clocks run alike. They do not: a machine
+// that is suspended stops its clock, and clocks drift. So the minimum is over the requests of the last window only, and
+// those of the window before it, which ends when the first request after it arrives: a burst of requests that were held
+// up is measured by those before the burst.
+class ClockOffset {
+ public:
+  static constexpr double window = 5;  // seconds: requests count as late for at most twice as long after a suspension
+
+  // Takes a request that was sent at `sent` on the client's clock and has arrived at `arrived` on the service's.
+  void add(double arrived, double sent);
+
+  double seconds() const { return std::min(recent_, before_); }
+
+ private:
+  static constexpr double none = std::numeric_limits<double>::infinity();
+
+  double begun_ = -none;                  // when the last window began
+  double recent_ = none, before_ = none;  // the least difference of the last window and of the one before it
+};
+
+// The operations of one client, as they arrive.
 //
 // Lock: mutex_ guards what follows it; nothing is taken under it.
 class RequestOrder {
@@ -85,7 +106,7 @@ class RequestOrder {
   const std::shared_ptr<std::atomic<std::uint64_t>> late_;
   Begins begins_;
   mutable std::mutex mutex_;
-  double offset_;             // of the service's clock to the client's
+  ClockOffset offset_;
   std::uint64_t oldest_ = 0;  // lowest sequence number of an operation that is not done at the client
   std::unordered_map<std::string, std::uint64_t> latest_;  // by key: the last operation that has its turn
   std::unordered_map<std::string, Change> changes_;        // by key: the last change, and when it expires

@@ -46,6 +46,19 @@ TEST_CASE("operations that threads deliver in any order begin in the order of th
   for (std::uint64_t i = 0; i < operations; ++i) CHECK(begun[i] == i + 1);
 }
 
+TEST_CASE("deadlines of a client hold after its clock stood still, and requests that were held up stay late") {
+  rpc_ext::offload::ClockOffset offset;  // of a client whose clock is 100 s behind
+  for (double at = 0; at < 60; ++at) offset.add(at, at - 100);
+  CHECK(offset.seconds() == 100);
+  for (double held = 60; held < 90; ++held) offset.add(90, held - 100);  // all arrive together
+  CHECK(offset.seconds() == 100);
+  double waited = 0;  // the client's clock has stood still for 1000 s
+  for (; offset.seconds() != 1100; ++waited) offset.add(1090 + waited, waited - 10);
+  CHECK(waited <= 2 * rpc_ext::offload::ClockOffset::window + 1);
+  for (double at = 2000; at < 1e6; at += 60) offset.add(at, at * (1 - 50e-6));  // its clock is slow
+  CHECK(offset.seconds() == doctest::Approx(50).epsilon(0.01));
+}
+
 TEST_CASE("changes of a key run one at a time, and queued reads run between them") {
   KeyQueues queues;
   std::atomic<int> changing{0};
