@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import math
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 
-from cudafuture import CUDAFuture
-from cudafuture.errors import InvalidStateError
+from cudafuture import CUDAFuture, executors
+from cudafuture.errors import InvalidStateError, WorkerLostError
 from rpc_ext import _timer
 from rpc_ext._serve import async_execution
-from rpc_ext.calls import Worker, rpc_async
+from rpc_ext.calls import Worker, listed, rpc_async
 from rpc_ext.session import Session, current
 
 __all__ = ["barrier"]
 
-_SLACK = 5.0  # seconds after the timeout that the first worker's reply may take
+_SLACK = 0.5  # seconds after the timeout that the first worker's reply may take
 
 _lock = threading.Lock()  # guards what follows, and all barriers; a leaf
 _Names = tuple[str, ...]
@@ -45,15 +46,18 @@ def barrier(workers: Sequence[Worker] | None = None, timeout: float | None = Non
     Raises:
         InvalidStateError: RPC has not begun.
         ValueError: there is no such worker, or this worker is not a participant.
+        TypeError: `workers` is a str.
 
-    The future fails with TimeoutError, which names the missing workers, or with WorkerLostError if the first of the
-    workers is lost.
+    The future fails with TimeoutError, which names the missing workers, or the first of the workers if it does not
+    answer; or with WorkerLostError if that worker is lost.
 
     >>> barrier().wait()
     >>> barrier(["me"], timeout=10).wait()
     """
     session = current()
-    taking_part = session.destinations if workers is None else [session.destination(worker) for worker in workers]
+    taking_part = (
+        session.destinations if workers is None else [session.destination(worker) for worker in listed(workers)]
+    )
     names = tuple(d.name for d in sorted({d.rank: d for d in taking_part}.values(), key=lambda d: d.rank))
     if session.name not in names:
         raise ValueError(
@@ -64,9 +68,21 @@ def barrier(workers: Sequence[Worker] | None = None, timeout: float | None = Non
         numbers = _numbers.setdefault(session, collections.Counter())
         numbers[names] += 1
         number = numbers[names]
-    return rpc_async(
-        names[0], _arrive, (names, number, session.name, seconds), timeout=seconds + _SLACK if seconds else math.inf
-    )
+    arrival = (names, number, session.name, seconds)
+    arrived = rpc_async(names[0], _arrive, arrival, timeout=seconds + _SLACK if seconds else math.inf)
+    return arrived.then(functools.partial(_passed, names, seconds), executor=executors.inline)
+
+
+def _passed(names: _Names, seconds: float, arrived: CUDAFuture[None]) -> None:
+    """Raise the error of a barrier: that of the first worker, or one that names the first worker if it is lost."""
+    try:
+        arrived.value()
+    except (TimeoutError, WorkerLostError) as e:
+        if getattr(e, "remote_traceback", ""):
+            raise  # the first worker has raised it
+        how = f"has not answered within {seconds:g} s" if isinstance(e, TimeoutError) else "was lost"
+        message = f"{_name_of(names)}: worker '{names[0]}', which counts the arrivals, {how}"
+        raise TimeoutError(message) if isinstance(e, TimeoutError) else WorkerLostError(message, worker=names[0]) from e
 
 
 @async_execution
@@ -90,6 +106,10 @@ def _arrive(names: _Names, number: int, name: str, seconds: float) -> CUDAFuture
     return found.future
 
 
+def _name_of(names: _Names) -> str:
+    return f"barrier of {', '.join(names)}"
+
+
 class _Barrier:
     """One barrier, on the worker that counts. Its future is the reply to all workers."""
 
@@ -97,7 +117,7 @@ class _Barrier:
         self._names = names
         self.arrived: set[str] = set()
         self.due = self.seconds = math.inf
-        self.future: CUDAFuture[None] = CUDAFuture(name=f"barrier of {', '.join(names)}")
+        self.future: CUDAFuture[None] = CUDAFuture(name=_name_of(names))
 
     def look(self, now: float) -> float | None:
         """Fail the barrier unless all workers have arrived. Called by the timer thread."""

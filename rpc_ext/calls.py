@@ -181,7 +181,7 @@ def broadcast_call(
     >>> broadcast_call(["me"], divmod, (7, 2)).wait()
     [(3, 1)]
     """
-    every = list(workers)
+    every = listed(workers)
     return map_call(every, fn, [args] * len(every), kwargs, timeout=timeout, priority=priority)
 
 
@@ -217,6 +217,7 @@ def map_call(
 
     Raises:
         ValueError: the lengths of `args_per_worker` and `workers` differ.
+        TypeError: `workers` is a str.
 
     >>> map_call(["me", "me"], divmod, [(7, 2), (9, 4)]).wait()
     [(3, 1), (2, 1)]
@@ -225,7 +226,7 @@ def map_call(
     >>> map_call(["me", "me"], divmod, [(7, 0), (7, 2)]).exception().results
     {'me[1]': (3, 1)}
     """
-    pairs = list(zip(workers, args_per_worker, strict=True))
+    pairs = list(zip(listed(workers), args_per_worker, strict=True))
     session = current()
     expect_callable("map_call", fn)
     session.timeout(timeout)  # raises here what each call would raise
@@ -252,6 +253,13 @@ def _together(names: list[str], parts: list[CUDAFuture[T]]) -> list[T]:
     if failures:
         raise CallsFailedError(f"{len(failures)} of {len(parts)} calls have failed", failures, results)
     return [part.value() for part in parts]
+
+
+def listed(workers: Iterable[Worker]) -> list[Worker]:
+    """Return several workers as a list; raise TypeError for a str, which would be the workers of its characters."""
+    if isinstance(workers, str):
+        raise TypeError(f"workers is a list of workers, not the str {workers!r}: pass [{workers!r}]")
+    return list(workers)
 
 
 def _admit(call: Call, destination: Destination, size: int, non_blocking: bool) -> None:

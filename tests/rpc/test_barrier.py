@@ -77,6 +77,8 @@ def test_a_worker_takes_part_in_its_own_barriers_only(tmp_path: Path) -> None:
     with alone(tmp_path / "store"):
         with pytest.raises(ValueError, match="there is no worker 'you'"):
             barrier(["me", "you"])
+        with pytest.raises(TypeError, match="workers is a list of workers, not the str 'me'"):
+            barrier("me")
         with pytest.raises(ValueError, match="worker 'me' is not a participant of a barrier of no workers"):
             barrier([])
         assert barrier(["me", 0]).wait(timeout=PATIENCE) is None

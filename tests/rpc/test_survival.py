@@ -253,5 +253,22 @@ def leave_the_stopped(rank: int, store: str) -> None:
     assert held_here.exception() is not None
 
 
+def meet_the_stopped(rank: int, store: str) -> None:
+    """The first worker, which counts the arrivals, stops."""
+    begin(rank, 2, store)
+    if rank == 0:
+        be_lost()
+    stopped = rpc_async("caller", hold_half, (1, signal.SIGSTOP), timeout=math.inf)
+    error = rpc_ext.barrier(timeout=SHORT).exception(timeout=LONG)
+    assert isinstance(error, TimeoutError)
+    assert "barrier of caller, callee: worker 'caller', which counts the arrivals, has not answered" in str(error)
+    rpc_ext.shutdown(graceful=False)
+    assert stopped.exception(timeout=LONG) is not None
+
+
+def test_a_barrier_names_the_first_worker_if_that_has_stopped(tmp_path: Path) -> None:
+    run_ranks(2, meet_the_stopped, str(tmp_path / "store"), lost=[0])
+
+
 def test_a_graceful_shutdown_does_not_wait_for_ever_for_answers(tmp_path: Path) -> None:
     run_ranks(2, leave_the_stopped, str(tmp_path / "store"), lost=[1])
