@@ -18,13 +18,15 @@ from rpc_ext._codec import DeviceMap, Encoded, Kind, encode
 from rpc_ext._destination import Destination
 from rpc_ext._options import SHORTEST_TIMEOUT
 from rpc_ext._serve import async_execution, expect_free_thread, is_async
-from rpc_ext._timer import expire
+from rpc_ext._timer import expire, schedule
 from rpc_ext.calls import Args, Kwargs, Worker, expect_callable, name_of, rpc_async, rpc_sync
 from rpc_ext.session import current
 
 __all__ = ["RRef", "remote"]
 
 T = TypeVar("T")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two polls of the message of ``remote``
 
 
 class RRef(Generic[T]):
@@ -37,19 +39,19 @@ class RRef(Generic[T]):
         value: the value; this worker is its owner.
     """
 
-    __slots__ = ("_due", "_is_creator", "_rref")
+    __slots__ = ("_creation", "_due", "_rref")
 
     def __init__(self, value: T) -> None:
         current()
         self._rref: Any = _engine.RRef(_Kept(CUDAFuture.completed(value)))
         self._due = math.inf
-        self._is_creator = False
+        self._creation: _Creation | None = None  # on the worker that has called ``remote``
 
     @classmethod
-    def _of(cls, rref: Any, due: float = math.inf, is_creator: bool = False) -> RRef[Any]:
+    def _of(cls, rref: Any, due: float = math.inf, creation: _Creation | None = None) -> RRef[Any]:
         """Return a reference from torch's; `due` is the deadline of its value on time.perf_counter()."""
         new = cls.__new__(cls)
-        new._rref, new._due, new._is_creator = rref, due, is_creator
+        new._rref, new._due, new._creation = rref, due, creation
         return new
 
     def __reduce__(self) -> Any:
@@ -59,11 +61,12 @@ class RRef(Generic[T]):
 
     def _is_late(self) -> bool:
         """Return whether the value is missing, if this worker knows: torch crashes if another worker asks it."""
-        if self._is_creator:
+        if self._creation is not None:
             return not self._rref._get_future().done()
         return self.is_owner() and ((made := self._made()) is None or not made.done())
 
     def _reduced(self) -> Any:
+        self._watch_creation()
         if self._due == math.inf:
             return RRef._of, (self._rref,)
         return _received, (self._rref, self._due - time.perf_counter())
@@ -113,9 +116,10 @@ class RRef(Generic[T]):
     def get_future(self, *, timeout: float | None = None, priority: int = 0) -> CUDAFuture[T]:
         """Return a future of a copy of the value; on the owner, of the value itself.
 
-        It fails with the exception of the function that makes the value. It fails with TimeoutError if the value does
-        not arrive within `timeout` (default: ``rpc_timeout`` of ``init_rpc``), or is not made within the timeout of
-        ``remote``. Both also apply on the owner.
+        It fails with the exception of the function that makes the value, or with AuthenticationError if the owner has
+        refused the message of ``remote``. It fails with TimeoutError if the value does not arrive within `timeout`
+        (default: ``rpc_timeout`` of ``init_rpc``), or is not made within the timeout of ``remote``. Both also apply on
+        the owner.
 
         >>> remote("me", divmod, (7, 2)).get_future().then(lambda done: sum(done.value())).wait()
         4
@@ -183,6 +187,10 @@ class RRef(Generic[T]):
         """
         return _Proxy(self, lambda *call: remote(self.owner_name(), _invoke, call, timeout=timeout))
 
+    def _watch_creation(self) -> None:
+        if self._creation is not None:
+            self._creation.watch()
+
     def _made(self) -> CUDAFuture[T] | None:
         """Return the future that the owner holds; None if it holds none yet."""
         return self._rref.local_value().future if _C.has_value(self._rref) else None
@@ -193,6 +201,7 @@ class RRef(Generic[T]):
         It fails after `seconds` (0: no limit), or at the deadline of the value. It completes with the value, on any
         thread; `executor` runs its callbacks by default.
         """
+        self._watch_creation()
         value = self._value()
         if value.done():
             return value
@@ -237,6 +246,47 @@ class _Kept:
 def _received(rref: Any, left: float) -> RRef[Any]:
     """Return a reference that another worker has sent; `left` is the time until the deadline of its value."""
     return RRef._of(rref, time.perf_counter() + left)
+
+
+class _Creation:
+    """The message of ``remote``, which is polled while requests for the value wait.
+
+    Requests at the owner would wait in vain if the owner has refused it. torch calls no callback after its own, which
+    raises the error.
+    """
+
+    __slots__ = ("_call", "_is_watched", "_pause", "_rref", "_worker")
+
+    def __init__(self, rref: Any, call: str, worker: str) -> None:
+        self._rref, self._call, self._worker = rref, call, worker
+        self._is_watched, self._pause = False, _FIRST_PAUSE
+
+    def watch(self) -> None:
+        """Poll the message until it is answered, and tell the owner if it has failed."""
+        if not self._is_watched:
+            self._is_watched = True
+            schedule(self, time.perf_counter() + self._pause)
+
+    def look(self, now: float) -> float | None:
+        """Tell the owner if the message has failed. Called by the timer thread."""
+        created = self._rref._get_future()
+        if not created.done():
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            return now + self._pause
+        try:
+            created.value()
+        except RuntimeError as e:
+            error = _failure.of_torch(e, self._call, self._worker)
+            with contextlib.suppress(InvalidStateError, BlockingIOError):  # RPC has ended here, or has no room
+                told = rpc_async(self._worker, _fail, (_Asked(RRef._of(self._rref)), error), non_blocking=True)
+                told.add_done_callback(CUDAFuture.exception, executor=executors.inline)
+        return None
+
+
+def _fail(rref: RRef[Any], error: BaseException) -> None:
+    """Fail the requests for a value that the owner will not make."""
+    if rref._made() is None:
+        _C.set_value(rref._rref, _Kept(CUDAFuture.failed(error)))
 
 
 class _Asked:
@@ -312,7 +362,8 @@ def remote(
     encoded = encode(Kind.CALL, call, devices)
     seconds = session.timeout(timeout)
     due = time.perf_counter() + seconds if seconds else math.inf
-    return RRef._of(_kept_there(destination, name_of(fn), encoded), due, is_creator=True)
+    rref = _kept_there(destination, name_of(fn), encoded)
+    return RRef._of(rref, due, _Creation(rref, name_of(fn), destination.name))
 
 
 def _kept_there(destination: Destination, name: str, encoded: Encoded) -> Any:

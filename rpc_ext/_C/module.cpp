@@ -2,6 +2,7 @@
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/py_rref.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <optional>
 
@@ -143,6 +144,12 @@ c10::intrusive_ptr<rpc::OwnerRRef> owned(const rpc::PyRRef& rref) {
   auto owner = c10::dynamic_intrusive_pointer_cast<rpc::OwnerRRef>(rref.toIValue().toRRef());
   if (!owner) throw std::invalid_argument("another worker owns the RRef: call this on its owner");
   return owner;
+}
+
+// Gives an RRef its value, on the owner, unless it has one.
+void set_value(const rpc::PyRRef& rref, const py::object& value) {
+  const auto owner = owned(rref);
+  if (!owner->getFuture()->completed()) owner->setValue(torch::jit::toIValue(value, c10::PyObjectType::get()));
 }
 
 // Calls `fn` on the owner when the value of an RRef is available, with the RRef that has the value.
@@ -294,6 +301,7 @@ PYBIND11_MODULE(_C, m) {
     renew_references();
   });
   m.def("has_value", [](const rpc::PyRRef& rref) { return owned(rref)->getFuture()->completed(); }, py::arg("rref"));
+  m.def("set_value", set_value, py::arg("rref"), py::arg("value"));
   m.def("when_owned", when_owned, py::arg("rref"), py::arg("fn"));
   m.def("when_rrefs_are_confirmed", when_rrefs_are_confirmed, py::arg("fn"));
 

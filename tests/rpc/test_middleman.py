@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import secrets
 import struct
@@ -23,7 +24,7 @@ from rpc_ext import _codec, _listeners, rpc_async, rpc_sync
 from support.attacker import MAGIC, SEAL_SIZE, Stranger
 from support.middleman import FROM, TO, Change, Relay, joined, relayed, tcp_only
 from support.patience import PATIENCE
-from support.rpc_callees import Gate, add, refusals, same, waits
+from support.rpc_callees import Gate, add, refusals, same, wait_for, waits
 from support.soak import SOAK, soak_count
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("rpc-middleman")]
@@ -110,6 +111,31 @@ def test_a_message_that_was_changed_on_its_way_is_an_error_at_the_caller(
     else:
         assert at_caller == {}
         assert at_callee == {"": 2 * ROUNDS, "w0": (count - 4) * ROUNDS, "w1": 2 * ROUNDS}
+
+
+@pytest.mark.world(2, timeout=TIMEOUT)
+def test_a_remote_whose_message_was_changed_on_its_way_fails_at_its_caller(world: World, tmp_path: Path) -> None:
+    def attack(relay: Relay, _: rpc_ext.Session) -> None:
+        kept = []  # dropping a reference sends a message
+
+        def use_refused(i: int, use: Callable[[rpc_ext.RRef[Any]], Any]) -> None:
+            kept.append(rpc_ext.remote("w1", same, (MARK,), timeout=math.inf))  # may raise the error already
+            wait_for(lambda: relay.changed == i + 1)
+            use(kept[-1])
+
+        uses: list[Callable[[rpc_ext.RRef[Any]], Any]] = [
+            lambda made: made.to_here(timeout=math.inf),
+            lambda made: made.rpc_async(timeout=math.inf).lower().wait(),
+            lambda made: made.rpc_sync(timeout=math.inf).lower(),
+            lambda made: made.remote(timeout=math.inf).lower().to_here(timeout=math.inf),
+            lambda made: rpc_sync("w1", rpc_ext.RRef.to_here, (made, math.inf), timeout=math.inf),
+        ]
+        for i, use in enumerate(uses):
+            relay.change_next(TO, flip(PARTS["tag"]))
+            with pytest.raises(AuthenticationError, match="worker 'w1' has refused same"):
+                use_refused(i, use)
+
+    world.run(be_relayed, str(tmp_path / "file"), attack)
 
 
 @pytest.mark.world(2, timeout=TIMEOUT)
