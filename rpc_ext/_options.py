@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 import os
 import re
@@ -94,14 +95,18 @@ def from_environment(what: str, given: int | None, variable: str) -> int:
     return int(text)
 
 
-def limit(timeout: float) -> float:
+def limit(timeout: float, what: str = "a timeout") -> float:
     """Return a timeout in the form of the engine: seconds, 0 for no limit.
 
     Raises:
         ValueError: the timeout is 0, negative or nan.
+        TypeError: it is not a number.
     """
+    problem = f"{what} is a positive number of seconds, or math.inf for no limit, not {timeout!r}"
+    if not isinstance(timeout, numbers.Real):
+        raise TypeError(problem)
     if not timeout > 0:
-        raise ValueError(f"a timeout is a positive number of seconds, or math.inf for no limit, not {timeout!r}")
+        raise ValueError(problem)
     if timeout > LONGEST_TIMEOUT:
         return 0.0
     return max(float(timeout), SHORTEST_TIMEOUT)

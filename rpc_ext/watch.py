@@ -10,6 +10,7 @@ from typing import Any
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError, WorkerLostError
 from rpc_ext import _timer
+from rpc_ext._options import limit
 from rpc_ext.calls import Worker, rpc_async
 from rpc_ext.session import Session, current
 
@@ -45,8 +46,7 @@ def watch(worker: Worker, *, patience: float = 60.0) -> CUDAFuture[None]:
     >>> alive.cancel()
     True
     """
-    if not patience > 0:
-        raise ValueError(f"patience is a positive number of seconds, not {patience!r}")
+    limit(patience, "patience")
     session = current()
     name = session.destination(worker).name
     future: CUDAFuture[None] = CUDAFuture(name=f"watch {name}", executor=executors.callback_thread)

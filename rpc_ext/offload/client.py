@@ -67,12 +67,16 @@ class RemoteOffloader(RemoteKeys):
     Raises:
         InvalidStateError: RPC has not begun, or the worker has no such service.
         BlockingIOError: the service has its most clients.
+        TypeError: `namespace` or `name` is not a str.
         WorkerLostError, TimeoutError, AuthenticationError: as for any call.
     """
 
     def __init__(
         self, to: Worker, *, namespace: str | None = None, name: str = "offload", timeout: float | None = None
     ) -> None:
+        for what, text in (("namespace", namespace), ("name", name)):
+            if not isinstance(text, str) and (what == "name" or text is not None):
+                raise TypeError(f"{what} is a str, not {text!r}")
         session = current()
         destination = session.destination(to)
         self._worker, self._session = destination.name, weakref.ref(session)

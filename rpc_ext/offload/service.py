@@ -10,6 +10,7 @@ from typing import Literal
 from cudafuture.errors import StorageError
 from cudafuture.storage import Engine
 from cudafuture.store import Offloader
+from rpc_ext._options import limit
 from rpc_ext.offload import _calls
 from rpc_ext.offload import _wire as wire
 from rpc_ext.offload._handler import RequestHandler
@@ -99,10 +100,12 @@ def serve_offload(
     ...     remote.write("weight", torch.eye(3)).wait()
     36
     """
+    for what, value in (("memory", memory), ("clients", clients)):
+        if not isinstance(value, int):
+            raise TypeError(f"{what} is an int, not {value!r}")
     if clients < 1 or memory // clients < 2 * wire.PIECE:
         raise ValueError(f"memory={memory} for {clients} clients: each needs at least {2 * wire.PIECE} bytes")
-    if not patience > 0:
-        raise ValueError(f"patience={patience!r}: pass a positive number of seconds")
+    limit(patience, "patience")
     if not isinstance(name, str) or not name:
         raise ValueError(f"name={name!r}: pass a str that is not empty")
     if len(name.encode()) > wire.LONGEST_NAME:

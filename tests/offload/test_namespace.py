@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ import torch
 from cudafuture import wait_all
 from cudafuture.errors import NotFoundError, QuotaError, StorageError
 from cudafuture.storage import Engine
-from cudafuture.store import Offloader
+from cudafuture.store import MultipartWrite, Offloader
 from offload.seams import put_of, released_at_the_end, send
 from rpc_ext import RemoteOffloader, serve_offload
 from rpc_ext.offload._session import names_by_prefix, prefix_of
+from rpc_ext.offload._wire import PIECE
 from support.patience import PATIENCE
 from support.rpc_callees import ME, alone, wait_for
 
@@ -25,6 +28,28 @@ pytestmark = pytest.mark.world
 def session(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path / "rendezvous"):
         yield
+
+
+def test_a_part_that_is_not_written_names_the_key_of_the_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = MultipartWrite.put
+
+    def put_aborted(write: MultipartWrite, at: int, tensor: torch.Tensor, *, digest: int | None = None) -> Any:
+        write.abort()
+        return put(write, at, tensor, digest=digest)
+
+    monkeypatch.setattr(MultipartWrite, "put", put_aborted)
+    with serve_offload(tmp_path / "store"), RemoteOffloader(ME, namespace="n") as remote:
+        written = remote.write("k", torch.empty(PIECE + 1, dtype=torch.uint8))
+        assert str(written.exception(timeout=PATIENCE)).startswith("the multipart write of key 'k' was aborted")
+
+
+@pytest.mark.parametrize("wrong", [{"namespace": 7}, {"namespace": b"n"}, {"name": None}, {"timeout": "5"}], ids=str)
+def test_an_argument_of_another_type_is_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with serve_offload(tmp_path / "store"), pytest.raises(TypeError, match=rf"{name} is .*{re.escape(repr(value))}"):
+        RemoteOffloader(ME, **wrong)
 
 
 def test_keys_are_listed_in_the_order_of_writing_also_by_the_next_service(tmp_path: Path) -> None:

@@ -4,6 +4,11 @@
 #include <tuple>
 
 namespace rpc_ext::offload {
+namespace {
+
+constexpr std::size_t kPrefix = 18;  // characters of the prefix of a namespace, such as "k0123456789abcdef/"
+
+}  // namespace
 
 Namespace::Namespace(StorePtr store, std::string prefix, std::optional<std::uint64_t> capacity,
                      const std::vector<std::pair<std::string, std::uint64_t>>& sizes)
@@ -153,9 +158,12 @@ Problem for_client(const std::string& key, const Problem& problem, std::optional
       message = begin + std::to_string(*nbytes) + end + message.substr(at);
     }
     told.wanted = *nbytes;
-  } else if (problem.kind == Problem::Kind::checksum) {
-    const std::size_t at = message.find(": its ");
-    if (message.starts_with("key '") && at != std::string::npos) message = "key '" + key + "'" + message.substr(at);
+  }
+  // The store knows the key by the prefix of its namespace.
+  for (std::size_t at = message.find(key); at != std::string::npos; at = message.find(key, at + 1)) {
+    if (at < kPrefix || message[at - kPrefix] != 'k') continue;
+    if (message[at - 1] != '/' && message[at - 1] != '~') continue;
+    message.erase(at -= kPrefix, kPrefix);
   }
   return told;
 }
