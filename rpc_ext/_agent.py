@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import socket
 import warnings
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
+import cudafuture
 from cudafuture.errors import AuthenticationError
 from cudafuture.storage import BufferPool
 from rpc_ext import _C, _engine, _listeners
@@ -32,6 +35,13 @@ PATIENCE = 5.0
 """seconds that a stopping agent waits for functions that it runs for other workers"""
 DEFAULT_RECEIVE_MEMORY = 512 << 20
 """bytes of the pool for tensors from other workers"""
+
+_SETTINGS = {
+    "version": "that of cudafuture",
+    "seal": "an argument of init_rpc",
+    "transports": "an argument of init_rpc or CUDAFUTURE_RPC_TRANSPORTS, of which the last one must be the same",
+}
+"""settings that all workers need to have in common"""
 
 _logger = logging.getLogger("rpc_ext.authentication")
 
@@ -88,23 +98,34 @@ def start(options: Options, server: Server) -> Started:
 def _find_workers(options: Options) -> tuple[Handshake, list[Any], bytes]:
     """Return the handshake with all workers, their descriptions by rank, and the key of the session."""
     rank, world_size, seconds = options.rank, options.world_size, options.start_timeout
+    address = f"{socket.gethostname()} ({_listeners.host()})"
     store = _engine.PrefixStore("handshake", session_store(options.init_method, rank, world_size, seconds))
     handshake = Handshake(store, rank, world_size, options.secret, seconds)
     mine = {
         "name": options.name,
+        "address": address,
         "devices": local_devices(),
         "maps": options.device_maps,
-        "seal": options.seals_contents,
+        "version": cudafuture.__version__,
+        "seal": options.seal if options.secret is not None else "none",
+        "transports": _by_priority(options.transports or ("shm", "uv")),
     }
     workers, key = handshake.begin(mine)
     names = [worker["name"] for worker in workers]
     if len(set(names)) != len(names):
         raise ValueError(f"every worker needs a name of its own; the names are {', '.join(names)}")
-    if len({worker["seal"] for worker in workers}) > 1:
-        chosen = ", ".join(f"'{w['name']}': {'contents' if w['seal'] else 'descriptions'}" for w in workers)
-        raise ValueError(f"all workers need the same init_rpc(seal=...); they have {chosen}")
+    _expect_same(workers, "version")
+    _expect_same(workers, "seal")
+    _expect_same(workers, "transports", lambda transports: transports[-1])
     handshake.names = names
     return handshake, workers, key
+
+
+def _expect_same(workers: list[Any], setting: str, of: Callable[[Any], object] = str) -> None:
+    """Raise ValueError unless all workers have the same setting, compared by `of`."""
+    if len({of(worker[setting]) for worker in workers}) > 1:
+        found = "; ".join(f"'{w['name']}' at {w['address']}: {w[setting]}" for w in workers)
+        raise ValueError(f"the workers differ in `{setting}`, {_SETTINGS[setting]}: {found}")
 
 
 def _report_refused(names: list[str], sender: int, reason: str) -> None:
@@ -139,11 +160,16 @@ def _engine_options(options: Options, devices: Plan) -> TensorPipeRpcBackendOpti
     made = TensorPipeRpcBackendOptions(
         num_worker_threads=options.num_worker_threads,
         rpc_timeout=options.rpc_timeout,
-        _transports=None if options.transports is None else list(options.transports),
+        _transports=None if options.transports is None else _by_priority(options.transports),
     )
     for worker, device_map in devices.native.items():
         made._set_device_map(worker, device_map)
     return made
+
+
+def _by_priority(transports: Collection[str]) -> list[str]:
+    """Return transports by priority, highest first. The last one carries the first message of a connection."""
+    return sorted(transports, key=("shm", "ibv", "uv").index)
 
 
 def _addresses(handshake: Handshake, own: str) -> list[str]:

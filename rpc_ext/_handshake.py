@@ -24,6 +24,7 @@ __all__ = ["Handshake", "Store"]
 
 _logger = logging.getLogger("rpc_ext.authentication")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.8  # seconds between two polls of a few requests each
+_PATIENCE = 3.0  # seconds after which a record that does not change is that of a worker with another secret
 
 
 class Store(Protocol):
@@ -175,15 +176,20 @@ class Handshake:
         if value is not None and is_valid(value):
             seen.found[rank] = value
             return
-        self.passed_over += seen.wrong.get(rank) != record
-        if rank not in seen.wrong:
+        known, since = seen.wrong.get(rank, (None, 0.0))
+        if known == record:
+            if time.monotonic() >= since + _PATIENCE and _is_hello(_value(record)):
+                raise seen.error(_PATIENCE, self.names)
+            return
+        self.passed_over += 1
+        if known is None:
             _logger.warning(
                 "the record of worker %d (%s) in the store is damaged, of another session, or not signed with "
                 "the secret; it is ignored",
                 rank,
                 seen.step,
             )
-        seen.wrong[rank] = record
+        seen.wrong[rank] = record, time.monotonic()
 
     def _read(self, step: str, ranks: list[int]) -> dict[int, bytes]:
         """Return the records in the store, by rank."""
@@ -206,7 +212,7 @@ class Handshake:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             mac, _, body = record.decode().partition(" ")
             if hmac.compare_digest(mac, self._mac(step, rank, body)):
-                return json.loads(body)["value"]
+                return _value(record)
         return None
 
     def _mac(self, step: str, rank: int, body: str) -> str:
@@ -222,7 +228,7 @@ class _Seen:
 
     def __init__(self, step: str, world_size: int, found: dict[int, Any]) -> None:
         self.step, self._world_size, self.found = step, world_size, found
-        self.wrong: dict[int, bytes] = {}  # the last invalid record, by rank
+        self.wrong: dict[int, tuple[bytes, float]] = {}  # by rank: the last invalid record, and when it was found
 
     def missing(self) -> set[int]:
         return set(range(self._world_size)) - set(self.found)
@@ -235,12 +241,30 @@ class _Seen:
         if unproven:
             parts.append(
                 f"worker {_listed(unproven, names)} of {self._world_size} has not proven within {timeout:g} s that it "
-                "knows the secret: give all workers the same one"
+                f"knows the `secret`: give all workers the same one{self._claims(unproven)}"
             )
         if absent:
             parts.append(f"worker {_listed(absent, names)} of {self._world_size} {what} within {timeout:g} s")
         text = f"{'; '.join(parts)} ({self.step})"
         return AuthenticationError(text) if unproven else TimeoutError(text)
+
+    def _claims(self, ranks: list[int]) -> str:
+        """Return the names and addresses that workers claim in records without this worker's signature."""
+        claims = []
+        for rank in ranks:
+            record, _ = self.wrong[rank]
+            value = _value(record)
+            if _is_hello(value) and isinstance(about := value["value"], dict) and "address" in about:
+                has = "no secret" if record.startswith(b"unsigned ") else "a secret that this worker does not have"
+                claims.append(f"; worker {rank} is {about.get('name')!r} at {about['address']!r} and has {has}"[:400])
+        return "".join(claims)
+
+
+def _value(record: bytes) -> Any:
+    """Return the value in a record, signed or not; None if there is none."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        return json.loads(record.decode().partition(" ")[2])["value"]
+    return None
 
 
 def _listed(ranks: list[int], names: list[str]) -> str:

@@ -26,7 +26,17 @@ _warned = False
 
 
 def host() -> str:
-    """Return the address on which agents of this process listen."""
+    """Return the address on which agents of this process listen.
+
+    Raises:
+        ValueError: TP_SOCKET_IFNAME names no network interface of this machine.
+    """
+    named = os.environ.get("TP_SOCKET_IFNAME")
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if named and named not in interfaces:
+        raise ValueError(
+            f"TP_SOCKET_IFNAME={named!r}: this machine has no such network interface; it has {', '.join(interfaces)}"
+        )
     return _C.listening_address().rpartition(":")[0].strip("[]")
 
 

@@ -17,8 +17,11 @@ workers.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+import os
 import re
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -27,7 +30,10 @@ from rpc_ext import _engine
 
 __all__ = ["Records", "agree", "session_store"]
 
+_logger = logging.getLogger("rpc_ext.session")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two polls, most of one request
+_NOTICE = 5.0  # seconds after which a worker that waits logs a warning
+_WAITS = "init_rpc() waits: %s. Its timeout is %g s. Check MASTER_ADDR, MASTER_PORT, rank and world size of all workers"
 _THOROUGH = 4  # polls after which a worker also checks for records that other processes have changed
 
 
@@ -41,15 +47,24 @@ def session_store(init_method: str, rank: int, world_size: int, timeout: float) 
     # With the true world size the host of a TCPStore would wait here, and could not name the missing workers.
     expected = 1 if rank == 0 and init_method.startswith(("env:", "tcp:")) else world_size
     limit = timedelta(seconds=timeout)
+    where = init_method
+    if init_method == "env://":
+        where += f" (MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')})"
+    notice = threading.Timer(_NOTICE, _logger.warning, (_WAITS, f"the store at {where} cannot be reached", timeout))
+    notice.daemon = True
+    notice.start()
     try:
         store, _, _ = next(_engine.rendezvous(init_method, rank=rank, world_size=expected, timeout=limit))
+        notice.cancel()
         store.set_timeout(limit)
         store = _engine.PrefixStore(f"cudafuture_rpc/{world_size}", store)
         number = agree(_engine.PrefixStore("rendezvous", store), rank, world_size, timeout)
     except _engine.StoreError as e:
         if re.search(r"timed? ?out", str(e), re.IGNORECASE):
-            raise TimeoutError(f"the store at {init_method} cannot be reached within {timeout:g} s: {e}") from e
-        raise ConnectionError(f"the store at {init_method} cannot be reached: {e}") from e
+            raise TimeoutError(f"the store at {where} cannot be reached within {timeout:g} s: {e}") from e
+        raise ConnectionError(f"the store at {where} cannot be reached: {e}") from e
+    finally:
+        notice.cancel()
     return _engine.PrefixStore(str(number), store)
 
 
@@ -108,6 +123,7 @@ class _Rendezvous:
 
     def number(self, timeout: float) -> int:
         deadline = time.monotonic() + timeout
+        notice = time.monotonic() + _NOTICE
         pause = _FIRST_PAUSE
         for turn in itertools.count(1):
             before = self._number
@@ -123,9 +139,12 @@ class _Rendezvous:
             asks_who_has_seen = is_new or is_last or not looks_again
             if self._number and asks_who_has_seen and self._store.check(self._keys(f"seen/{self._number}")):
                 break
-            if is_last:
-                who = ", ".join(map(str, self._missing()))
-                raise TimeoutError(f"worker {who} of {self._world_size} has not arrived within {timeout:g} s")
+            if is_last or time.monotonic() > notice:
+                absent = f"worker {', '.join(map(str, self._missing()))} of {self._world_size} has not arrived"
+                if is_last:
+                    raise TimeoutError(f"{absent} within {timeout:g} s")
+                notice = math.inf
+                _logger.warning(_WAITS, absent, timeout)
             has_changed = is_overwritten or is_new  # then something follows soon
             pause = _FIRST_PAUSE if has_changed else min(2 * pause, _LONGEST_PAUSE)
             time.sleep(pause)

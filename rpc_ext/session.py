@@ -266,8 +266,9 @@ def init_rpc(
         max_bytes_in_flight: most bytes in flight to one worker; default: 1 GiB.
         start_timeout: seconds in which all workers have to arrive; default: 300. inf: no limit.
         transports: transports of TensorPipe: "shm" (memory shared within a machine), "uv" (sockets), "ibv"
-            (InfiniBand). Default: those of CUDAFUTURE_RPC_TRANSPORTS, or the best that both workers have. "shm" has the
-            least latency, but polls and so takes a core of each process; with few cores, pass ``["uv"]``.
+            (InfiniBand). Default: those of CUDAFUTURE_RPC_TRANSPORTS, or all. Two workers use the first that both have
+            in the order "shm", "ibv", "uv"; the last must be the same for all. "shm" has the least latency, but polls
+            and so takes a core of each process; with few cores, pass ``["uv"]``.
         receive_memory: bytes of the pool for tensors of 1 to 16 MiB from other workers; default: 512 MiB. The kernel
             provides them when they are first used. While the pool is exhausted, such tensors have new memory
             (``Statistics.received_outside``). 0: no pool; torch allocates the memory of every tensor. A pool lives
@@ -279,8 +280,8 @@ def init_rpc(
     Raises:
         InvalidStateError: this process has begun RPC, ours or torch's own.
         ValueError: rank or world size is missing; a transport is unknown; the name is invalid or not unique; a device
-            map is invalid; the secret is too short; CUDAFUTURE_RPC_SECRET_FILE is empty or has changed since the
-            library was imported; or workers differ in `seal`.
+            map is invalid; the secret is too short; CUDAFUTURE_RPC_SECRET_FILE is empty or has changed since
+            `import`; TP_SOCKET_IFNAME names no interface; or workers differ in version, `seal` or `transports`.
         RuntimeError: there is a secret, and the messages of this build of torch cannot be checked.
         AuthenticationError: a worker does not know the secret.
         TimeoutError: a worker has not arrived in time; the error names it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ import torch.distributed.rpc as torch_rpc
 
 import rpc_ext
 from cudafuture import CUDAFuture, InvalidStateError
+from cudafuture.errors import AuthenticationError
 from rpc_ext import _engine, _listeners, _options, _shutdown, rpc_async, rpc_sync
 from rpc_ext._handshake import Handshake
 from support.ranks import run_ranks
@@ -125,6 +127,42 @@ def be_late(rank: int, store: str) -> None:
 @pytest.mark.slow
 def test_who_waits_meets_one_who_has_given_up_before(tmp_path: Path) -> None:
     run_ranks(2, be_late, str(tmp_path / "store"))
+
+
+def differ(rank: int, store: str, options: list[dict[str, Any]]) -> tuple[str, str]:
+    with pytest.raises((ValueError, AuthenticationError)) as caught:
+        begin(rank, 2, store, start_timeout=math.inf, **options[rank])
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        (
+            [{"transports": ["shm"]}, {"transports": ["uv"]}],
+            "ValueError",
+            ["differ in `transports`", "['shm']", "['uv']"],
+        ),
+        ([{"seal": "contents"}, {}], "ValueError", ["differ in `seal`", "contents", "descriptions"]),
+        ([{}, {"secret": None}], "AuthenticationError", ["the `secret`: give all workers the same one"]),
+    ],
+    ids=["transports", "seal", "secret"],
+)
+def test_workers_that_differ_name_each_other_without_waiting(
+    tmp_path: Path, options: list[dict[str, Any]], error: str, said: list[str]
+) -> None:
+    outcomes = run_ranks(2, differ, str(tmp_path / "store"), options)
+    for rank, (kind, message) in enumerate(outcomes):
+        assert kind == error
+        for part in (*said, NAMES[1 - rank], "127.0.0.1"):
+            assert part in message
+
+
+def test_an_interface_that_the_machine_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TP_SOCKET_IFNAME", "eth99")
+    with pytest.raises(ValueError, match="TP_SOCKET_IFNAME='eth99': this machine has no such network interface"):
+        rpc_ext.init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0", secret=SECRET)
 
 
 def who_is_missing(rank: int, store: str, present: list[int]) -> str:
