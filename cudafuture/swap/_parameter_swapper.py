@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = ["PARAMETER", "ParameterSwapper"]
 
 PARAMETER = "parameter"  # the name of a parameter's values beside the names of its state
 _LEAST_UNIT = 32 << 20  # bytes for each parameter in flight, where the buffers have their default size
+_STATE, _GRADIENT = "optimizer state", "gradient"  # the two kinds of writes, as messages name them
 _logger = logging.getLogger("cudafuture.swap")
 
 
@@ -57,7 +59,9 @@ class ParameterSwapper:
         self._bound: dict[ParameterState, Unit] = {}
         self._successor: dict[ParameterState, ParameterState] = {}  # as in the last round
         self._following: ParameterState | None = None  # the caller's hint for the next one
-        self._round: list[ParameterState] = []  # the parameters that were swapped in, each once
+        self._round: dict[ParameterState, None] = {}  # the parameters that were swapped in, each once
+        # Futures that the caller has, of each kind of writes; they are done a little later than the writes.
+        self._returned: dict[str, deque[CUDAFuture[None]]] = {_STATE: deque(), _GRADIENT: deque()}
 
     # ---- registration
 
@@ -149,7 +153,7 @@ class ParameterSwapper:
         }
         self._bound[record] = Unit([Chunk(record, 0)], parameter.device)
         self.swap_out(record)
-        self.pipeline.drain()
+        self.drain()
 
     def _expect_swapped_out(self, state: ParameterState) -> None:
         if state in self._bound:
@@ -241,10 +245,10 @@ class ParameterSwapper:
 
     def _note_order(self, state: ParameterState) -> None:
         if state in self._round:
-            self._round = []
+            self._round = {}
         elif self._round:
-            self._successor[self._round[-1]] = state
-        self._round.append(state)
+            self._successor[next(reversed(self._round))] = state
+        self._round[state] = None
 
     def _read_ahead(self, after: ParameterState) -> None:
         """Start to read the parameters that follow one, as long as the buffers have room beside those in use."""
@@ -284,7 +288,7 @@ class ParameterSwapper:
             _logger.debug("swapped out: %r of %s, %d bytes", name, self._name(state), tensor.nbytes)
         del tensors, unit  # views of the buffer keep its memory
         self._read_ahead(state)
-        return self._ended(state, futures, "optimizer state")
+        return self._ended(state, futures, _STATE)
 
     def _ended(self, state: ParameterState, futures: Sequence[CUDAFuture[int]], of: str) -> CUDAFuture[None]:
         """Return a future that completes when writes have ended, and fails with an error that names the parameter."""
@@ -293,7 +297,27 @@ class ParameterSwapper:
             if (error := written.exception()) is not None:
                 raise self.pipeline.error(Chunk(state, 0), "written", error, of)
 
-        return gather(*futures, cancel_parts=False).then(see)
+        ended = gather(*futures, cancel_parts=False).then(see)
+        returned = self._returned[of]
+        while returned and returned[0].done():
+            returned.popleft()
+        returned.append(ended)
+        return ended
+
+    def drain(self) -> None:
+        """Wait until all state is written, and the futures of the writes are done.
+
+        Raises:
+            SwapError: a write has failed; its state stays in memory.
+        """
+        self.pipeline.settle()
+        self._finish_returned(_STATE)
+        self.pipeline.drain()
+
+    def _finish_returned(self, of: str) -> None:
+        """Wait for the returned futures of writes that have ended; the caller raises the writes' errors."""
+        while self._returned[of]:
+            self._returned[of].popleft().exception()
 
     def _bound_unit(self, state: ParameterState) -> Unit:
         if state not in self._bound:
@@ -363,7 +387,7 @@ class ParameterSwapper:
             state.gradient = gradient
         for piece in gradient.pieces.values():
             self.pipeline.obsolete.pop(piece.key, None)
-        return self._ended(state, futures, "gradient")
+        return self._ended(state, futures, _GRADIENT)
 
     def flush_gradients(self) -> None:
         """Wait until all pieces of gradients were written.
@@ -372,6 +396,7 @@ class ParameterSwapper:
             SwapError: a piece cannot be written; it stays in memory.
         """
         error = self.gradients.flush()
+        self._finish_returned(_GRADIENT)
         if error is not None:
             raise SwapError(f"a gradient cannot be written, and stays in memory: {error}") from error
 

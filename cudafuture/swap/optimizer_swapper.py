@@ -136,7 +136,7 @@ class OptimizerSwapper(Registration, Checkpoints):
 
         Args:
             parameter: a parameter that is swapped in. Unknown parameters are ignored.
-            async_swap: return before the writes have ended.
+            async_swap: return before the writes have ended. If it is False, the future is done on return.
 
         Returns:
             a future that completes when all is written. State that cannot be written fails it with SwapError, and stays
@@ -160,7 +160,7 @@ class OptimizerSwapper(Registration, Checkpoints):
             swap.pipeline.forget_gradient(state)
         if not async_swap:
             with self._stage("async_swap_out_state") as swap:
-                swap.pipeline.drain()
+                swap.drain()
         return written
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
@@ -204,7 +204,7 @@ class OptimizerSwapper(Registration, Checkpoints):
                 swap.write_back_gradients(state)
             if write_opt_state:
                 swap.swap_out(state)
-                swap.pipeline.drain()
+                swap.drain()
             else:
                 swap.release(state)
             swap.flush_gradients()
@@ -263,7 +263,7 @@ class OptimizerSwapper(Registration, Checkpoints):
             return swap.write_gradients(state, gradient_offsets, gradient_tensors)
 
     def flush_gradients(self) -> None:
-        """Wait until all pieces of gradients are written.
+        """Wait until all pieces of gradients are written, and the futures of ``swap_out_gradients`` are done.
 
         Raises:
             SwapError: a piece cannot be written; it stays in memory, and is not lost.

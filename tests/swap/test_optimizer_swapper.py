@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections import Counter
 from pathlib import Path
@@ -202,6 +203,33 @@ def test_state_that_was_changed_is_written_back_or_dropped(store: Offloader) -> 
     assert same(parameter.detach(), value + 1)
     assert same(parameter.grad, torch.full((5000,), 2.0))
     assert training.other.state[parameter]["exp_avg"].numel() == 5000
+
+
+def test_a_call_that_waits_for_writes_leaves_no_pending_future(store: Offloader) -> None:
+    """The futures are done when the call returns, also those of earlier calls, and also if the writes have failed."""
+    training = Training(store)
+    swapper, first = training.swapper, training.swapped[0]
+    for _ in range(20):
+        pieces = [swapper.swap_out_gradients(p, [0], [torch.ones(n)]) for p, n in zip(training.swapped, SIZES, strict=True)]
+        swapper.flush_gradients()
+        assert all(future.done() for future in pieces)
+        earlier = []
+        for parameter in training.swapped[1:]:
+            swapper.swap_in_optimizer_state(parameter)
+            earlier.append(swapper.swap_out_optimizer_state(parameter))
+        swapper.swap_in_optimizer_state(first)
+        assert swapper.swap_out_optimizer_state(first, async_swap=False).done()
+        assert all(future.done() for future in earlier)
+
+
+def test_a_failed_write_raises_where_the_call_waits_for_it(tmp_path: Path) -> None:
+    with FaultyEngine("threads", at={3: errno.EIO}) as engine, Offloader(tmp_path, engine=engine) as store:
+        training = Training(store, [5000])
+        training.swapper.swap_in_optimizer_state(training.swapped[0])
+        with pytest.raises(SwapError, match="optimizer state of parameter 0 cannot be written"):
+            training.swapper.swap_out_optimizer_state(training.swapped[0], async_swap=False)
+        training.step()
+        training.expect_same()
 
 
 def test_purged_states_begin_anew(store: Offloader) -> None:
