@@ -13,10 +13,12 @@ import torch
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import wait_all
 from cudafuture.storage import File
+from cudafuture.storage.engine import PAGE
 from cudafuture.store import Store
-from cudafuture.swap._unit import pages
+from cudafuture.swap._parameter_state import StoredTensor
+from cudafuture.swap._unit import places
 
-__all__ = ["Partition", "assembled", "partitions_of"]
+__all__ = ["Partition", "assembled", "partitions_of", "staged"]
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,14 @@ class Partition:
     """of a file that begins with the elements"""
 
     @property
-    def staged_bytes(self) -> int:
-        """The bytes of its elements in whole pages; elements in memory count too, which bounds a round."""
-        return pages(self.numel * self.dtype.itemsize)
+    def elements(self) -> StoredTensor:
+        """The dtype and shape of its elements, flat."""
+        return StoredTensor(self.dtype, torch.Size([self.numel]))
+
+
+def staged(partitions: Sequence[Partition]) -> list[StoredTensor]:
+    """Return the elements that are read into a buffer."""
+    return [partition.elements for partition in partitions if partition.tensor is None]
 
 
 def partitions_of(
@@ -71,7 +78,7 @@ def partitions_of(
 def assembled(
     parameters: Sequence[Sequence[Partition]], store: Store, buffers: Sequence[torch.Tensor]
 ) -> Iterator[list[torch.Tensor]]:
-    """Read and cast parameters, in as many rounds as the buffers need.
+    """Read and cast parameters, in as many rounds as the buffers need. Elements in memory need no buffer.
 
     Args:
         parameters: their partitions.
@@ -86,47 +93,50 @@ def assembled(
         StorageError: a partition cannot be read.
     """
     largest = max((buffer.numel() for buffer in buffers), default=0)
-    for partitions in parameters:
-        needed = sum(partition.staged_bytes for partition in partitions)
-        if needed > largest:
-            raise ValueError(f"a buffer of {largest} bytes is less than one parameter needs: {needed}")
+    for i, partitions in enumerate(parameters):
+        if (needed := places(staged(partitions), largest)[-1]) > largest:
+            raise ValueError(
+                f"the partitions of parameter {i} have {needed} bytes to read, but the largest buffer has {largest}"
+            )
     i = 0
     while i < len(parameters):
         free = list(buffers)
-        staged: list[list[torch.Tensor]] = []
+        left = sum(buffer.numel() for buffer in buffers)
+        found: list[list[torch.Tensor]] = []
         while i < len(parameters):
-            parts = _place(parameters[i], free)
+            left -= sum(partition.elements.nbytes for partition in parameters[i])  # in memory too: it bounds a round
+            parts = None if found and left < 0 else _place(parameters[i], free)
             if parts is None:
                 break
-            staged.append(parts)
+            found.append(parts)
             i += 1
-        _read(parameters[i - len(staged) : i], staged, store)
-        yield [torch.cat([part.to("cpu", torch.float32) for part in parts]) for parts in staged]
+        _read(parameters[i - len(found) : i], found, store)
+        yield [torch.cat([part.to("cpu", torch.float32) for part in parts]) for parts in found]
 
 
 def _place(partitions: Sequence[Partition], free: list[torch.Tensor]) -> list[torch.Tensor] | None:
     """Return a tensor for each partition, from the first buffer with room for all of them, or None."""
-    needed = sum(partition.staged_bytes for partition in partitions)
+    needed = staged(partitions)
+    if not needed:
+        return [partition.tensor for partition in partitions if partition.tensor is not None]
     for i, buffer in enumerate(free):
-        if buffer.numel() >= needed:
-            parts: list[torch.Tensor] = []
-            for partition in partitions:
-                if partition.tensor is not None:
-                    parts.append(partition.tensor)
-                else:
-                    parts.append(buffer[: partition.numel * partition.dtype.itemsize].view(partition.dtype))
-                buffer = buffer[partition.staged_bytes :]
-            free[i] = buffer
-            return parts
+        *begins, end = places(needed, buffer.numel())
+        if end <= buffer.numel():
+            free[i] = buffer[-(-end // PAGE) * PAGE :]
+            reads = (
+                buffer[begin : begin + elements.nbytes].view(elements.dtype)
+                for begin, elements in zip(begins, needed, strict=True)
+            )
+            return [next(reads) if partition.tensor is None else partition.tensor for partition in partitions]
     return None
 
 
-def _read(parameters: Sequence[Sequence[Partition]], staged: Sequence[Sequence[torch.Tensor]], store: Store) -> None:
+def _read(parameters: Sequence[Sequence[Partition]], found: Sequence[Sequence[torch.Tensor]], store: Store) -> None:
     keys: list[str] = []
     outs: list[torch.Tensor] = []
     reads: list[CUDAFuture[Any]] = []
     with ExitStack() as files:
-        for partitions, parts in zip(parameters, staged, strict=True):
+        for partitions, parts in zip(parameters, found, strict=True):
             for partition, part in zip(partitions, parts, strict=True):
                 if partition.key is not None:
                     keys.append(partition.key)

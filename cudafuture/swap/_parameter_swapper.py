@@ -18,7 +18,7 @@ from cudafuture.swap._gradients import Gradients, StoredGradient
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, copied
 from cudafuture.swap._pipeline import Pipeline
 from cudafuture.swap._tracebacks import clear_tracebacks
-from cudafuture.swap._unit import Unit, size_of
+from cudafuture.swap._unit import Unit, places, size_of
 from cudafuture.swap._update import Update
 
 __all__ = ["PARAMETER", "ParameterSwapper"]
@@ -95,9 +95,9 @@ class ParameterSwapper:
         """Make the buffers large enough for a parameter, its gradient and its state, if their size was not given."""
         options = next((group for group in self._optimizer.param_groups), self._optimizer.defaults)
         options = {name: value for name, value in options.items() if name != "params"}
-        tensors = 2 + self._update.count_tensors(options)
-        least = tensors * (shape.numel() * parameter.element_size() + 4096) if parameter.device.type == "cpu" else 0
-        self.buffers.expect_room(least, lambda: "one parameter")
+        tensors = [StoredTensor(parameter.dtype, shape)] * (2 + self._update.count_tensors(options))
+        if parameter.device.type == "cpu":
+            self.buffers.expect_room(places(tensors, self.buffers.nbytes)[-1], lambda: "one parameter")
 
     def is_swappable(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor belongs in the store."""
@@ -232,7 +232,7 @@ class ParameterSwapper:
     def _expect_free(self, chunk: Chunk) -> None:
         if chunk.state.parameter.device.type != "cpu":
             return
-        needed = size_of([chunk])
+        needed = size_of([chunk], self.buffers.nbytes)
         if self._bytes_bound() + needed > self.buffers.nbytes:
             names = ", ".join(map(self._name, self._bound)) or "none"
             raise ValueError(
@@ -265,7 +265,7 @@ class ParameterSwapper:
                 return
             chunk = Chunk(state, 0)
             if state.parameter.device.type == "cpu":
-                taken += size_of([chunk])
+                taken += size_of([chunk], self.buffers.nbytes)
                 if taken > self.buffers.nbytes:
                     return
             self.pipeline.start_read(Unit([chunk], state.parameter.device))

@@ -106,7 +106,7 @@ class Pipeline:
 
     def _request(self, unit: Unit) -> None:
         """Request the memory of a unit; its reads begin when the request completes."""
-        unit.taken = taken = self._buffers.take(size_of(unit.chunks))
+        unit.taken = taken = self._buffers.take(size_of(unit.chunks, self._buffers.nbytes))
         unit.begun = taken.then_async(lambda taken: self._begin(unit, taken.value()))
 
     def _begin(self, unit: Unit, buffer: Buffer) -> CUDAFuture[Any]:
@@ -184,7 +184,7 @@ class Pipeline:
 
     def bytes_of_reads(self) -> int:
         """Return the bytes of buffers of the units that are being read."""
-        return sum(size_of(unit.chunks) for unit in self._reading)
+        return sum(size_of(unit.chunks, self._buffers.nbytes) for unit in self._reading)
 
     def last_read(self) -> ParameterState | None:
         """Return the state of the newest read that is still in flight, or None."""

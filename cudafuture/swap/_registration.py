@@ -12,9 +12,10 @@ import torch
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import wait_all
 from cudafuture.storage import empty
-from cudafuture.swap._assembly import assembled, partitions_of
+from cudafuture.swap._assembly import assembled, partitions_of, staged
 from cudafuture.swap._namespace import Namespace
 from cudafuture.swap._parameter_swapper import ParameterSwapper
+from cudafuture.swap._unit import places
 
 __all__ = ["Registration"]
 
@@ -88,12 +89,13 @@ class Registration(ABC):
                 elements, and their place: None (in the tensor), a key of the store, or the path of a file that begins
                 with them. A tensor without the elements only gives the dtype, and may be None.
             fp16_num_elems: the number of elements of each parameter.
-            fp16_pinned_buffers: contiguous tensors that partitions are read into. Default: a new one.
+            fp16_pinned_buffers: contiguous tensors that partitions are read into; those of one parameter go into one
+                buffer. Partitions in memory need no buffer. Default: a new one.
             fp32_parameters: which are not registered yet.
             dtype: of the partitions in files without a tensor.
 
         Raises:
-            ValueError: the arguments do not fit together, or no buffer has room for one of the parameters.
+            ValueError: the arguments do not fit together, or no buffer has room for the partitions of a parameter.
             StorageError: a partition cannot be read, or a value written. Then none of the parameters is registered.
 
         >>> from cudafuture.swap import OptimizerSwapper
@@ -109,7 +111,7 @@ class Registration(ABC):
             for infos, numel in zip(fp16_partitions_info, fp16_num_elems, strict=True)
         ]
         if fp16_pinned_buffers is None:
-            largest = max((sum(part.staged_bytes for part in each) for each in parts), default=4096)
+            largest = max((places(staged(each))[-1] for each in parts), default=0)
             buffers = [empty(max(largest, 4096, min(self._swap.buffers.nbytes, 64 << 20)), torch.uint8)]
         else:
             buffers = [buffer.detach().view(-1).view(torch.uint8) for buffer in fp16_pinned_buffers]

@@ -15,7 +15,7 @@ from cudafuture.storage import Buffer
 from cudafuture.storage.engine import PAGE
 from cudafuture.swap._parameter_state import UNDO, Chunk, StoredTensor, UndoPlace
 
-__all__ = ["Unit", "Write", "by_parameter", "copies", "cut", "pages", "size_of"]
+__all__ = ["Unit", "Write", "by_parameter", "copies", "cut", "places", "size_of"]
 
 
 @dataclass(eq=False)
@@ -88,9 +88,14 @@ def copies(chunk: Chunk, device: torch.device) -> dict[str, torch.Tensor] | None
 # ---- the parts of a buffer
 
 
-def size_of(chunks: Sequence[Chunk]) -> int:
-    """Return the buffer size for all reads of chunks, and for the old values of chunks that need them."""
-    return sum(pages(tensor.nbytes) for chunk in chunks for tensor in _layout(chunk))
+def size_of(chunks: Sequence[Chunk], room: float = math.inf) -> int:
+    """Return the buffer size for all reads of chunks, and for the old values of chunks that need them.
+
+    Args:
+        chunks: the chunks.
+        room: the largest buffer, for ``places``.
+    """
+    return places([tensor for chunk in chunks for tensor in _layout(chunk)], room)[-1]
 
 
 def _layout(chunk: Chunk) -> Iterator[StoredTensor]:
@@ -111,21 +116,32 @@ def _flat(chunk: Chunk, dtype: torch.dtype) -> StoredTensor:
     return StoredTensor(dtype, torch.Size([chunk.end - chunk.begin]))
 
 
-def pages(nbytes: int) -> int:
-    """Return a number of bytes, rounded up to whole pages."""
-    return math.ceil(nbytes / PAGE) * PAGE
+def places(tensors: Sequence[StoredTensor], room: float = math.inf) -> list[int]:
+    """Return the first byte of each tensor in a buffer, and the size that the buffer needs.
+
+    Each tensor takes whole pages, which a disk reads without a copy, if they fit into `room` bytes. If not, the tensors
+    are adjacent.
+    """
+    begins = [0, *itertools.accumulate(-(-tensor.nbytes // PAGE) * PAGE for tensor in tensors)]
+    if begins[-1] <= room:
+        return begins
+    begins, end = [], 0
+    for tensor in tensors:
+        begins.append(-(-end // tensor.dtype.itemsize) * tensor.dtype.itemsize)
+        end = begins[-1] + tensor.nbytes
+    return [*begins, end]
 
 
 def cut(unit: Unit) -> list[tuple[list[Chunk], list[torch.Tensor]]]:
     """Give each tensor of a unit a part of its buffer; return the state tensors to read, by parameter."""
-    end = 0
+    layout = [tensor for chunk in unit.chunks for tensor in _layout(chunk)]
+    begins = iter(places(layout, 0 if unit.buffer is None else unit.buffer.tensor.nbytes))
 
     def part(tensor: StoredTensor) -> torch.Tensor:
-        nonlocal end
+        begin = next(begins)
         if not tensor.nbytes:  # a shard may be empty, and a unit of empty shards has no buffer
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         assert unit.buffer is not None
-        begin, end = end, end + pages(tensor.nbytes)
         return unit.buffer.tensor[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     found: list[tuple[list[Chunk], list[torch.Tensor]]] = []
@@ -138,6 +154,8 @@ def cut(unit: Unit) -> list[tuple[list[Chunk], list[torch.Tensor]]]:
                 tensors = {name: part(tensor) for name, tensor in chunk.stored().items()}
                 read.append(chunk)
                 outs += tensors.values()
+            else:  # their places stay free
+                next(itertools.islice(begins, len(tensors), len(tensors)), None)
             state = chunk.state
             unit.tensors.append(tensors)
             unit.undo.append(part(_flat(chunk, state.parameter.dtype)) if _has_undo(chunk) else None)

@@ -210,7 +210,9 @@ def test_a_call_that_waits_for_writes_leaves_no_pending_future(store: Offloader)
     training = Training(store)
     swapper, first = training.swapper, training.swapped[0]
     for _ in range(20):
-        pieces = [swapper.swap_out_gradients(p, [0], [torch.ones(n)]) for p, n in zip(training.swapped, SIZES, strict=True)]
+        pieces = [
+            swapper.swap_out_gradients(p, [0], [torch.ones(n)]) for p, n in zip(training.swapped, SIZES, strict=True)
+        ]
         swapper.flush_gradients()
         assert all(future.done() for future in pieces)
         earlier = []
@@ -364,9 +366,8 @@ def test_parameters_are_assembled_from_partitions(
     parameters = [nn.Parameter(torch.empty(0)) for _ in values]
     pinned = None if buffers is None else [torch.empty(n, dtype=dtype) for n in buffers]
     if buffers == [3000, 9000]:
-        with pytest.raises(ValueError, match="a buffer of 18000 bytes is less than one parameter needs: 24576"):
-            swapper.initialize_from_swapped_fp16_params(infos, [v.numel() for v in values], pinned, parameters)
-        pinned = [torch.empty(2 * n, dtype=dtype) for n in buffers or ()]
+        with pytest.raises(ValueError, match="parameter 2 have 9332 bytes to read, but the largest buffer has 6000"):
+            swapper.initialize_from_swapped_fp16_params(infos, [v.numel() for v in values], pinned[:1], parameters)
     swapper.initialize_from_swapped_fp16_params(infos, [v.numel() for v in values], pinned, parameters)
     for value, parameter in zip(values, parameters, strict=True):
         swapper.swap_in_optimizer_state(parameter)
@@ -384,8 +385,55 @@ def test_a_partition_that_is_missing_registers_no_parameter(store: Offloader, tm
         )
     with pytest.raises(ValueError, match=r"\[500\] elements are not a parameter of 501"):
         swapper.initialize_from_swapped_fp16_params([here], [501], None, parameters[:1])
-    with pytest.raises(ValueError, match="a buffer of 0 bytes is less than one parameter needs"):
-        swapper.initialize_from_swapped_fp16_params([here], [500], [], parameters[:1])
+    with pytest.raises(ValueError, match="parameter 0 have 1000 bytes to read, but the largest buffer has 0"):
+        swapper.initialize_from_swapped_fp16_params([[(None, 500, tmp_path)]], [500], [], parameters[:1])
     swapper.initialize_from_swapped_fp16_params([here, here], [500, 500], None, parameters)
     swapper.swap_in_optimizer_state(parameters[1])
     assert same(parameters[1].detach(), torch.ones(500))
+
+
+@pytest.mark.parametrize("places", [["memory"], ["file"], ["store"], ["file", "memory", "store", "file"]])
+@pytest.mark.parametrize("numel", [300_000, 4097, 7])
+def test_a_buffer_of_deepspeeds_size_has_room(store: Offloader, tmp_path: Path, places: list[str], numel: int) -> None:
+    """DeepSpeed rounds a buffer up to 1,024 bytes, and the partitions in it are adjacent."""
+    value = torch.randn(numel, generator=torch.Generator().manual_seed(0)).half()
+    info: list[tuple[torch.Tensor | None, int, Any]] = []
+    for i, (part, place) in enumerate(zip(value.tensor_split(len(places)), places, strict=True)):
+        if place == "memory":
+            info.append((part, part.numel(), None))
+        elif place == "store":
+            store.write(f"part {i}", part).wait()
+            info.append((None, part.numel(), f"part {i}"))
+        else:
+            with File(tmp_path / f"part {i}", "w") as file:
+                file.write(part).wait()
+            info.append((None, part.numel(), tmp_path / f"part {i}"))
+    halves = torch.empty(-(-numel // 512) * 512, dtype=torch.float16)
+    floats = 4 * 4 * -(-numel // 256) * 256  # four tensors: the parameter, its gradient and Adam's state
+    parameter = nn.Parameter(torch.empty(0))
+    plain = nn.Parameter(value.float())
+    other, optimizer = torch.optim.Adam([parameter], foreach=False), torch.optim.Adam([plain], foreach=False)
+    swapper = OptimizerSwapper(other, store, min_bytes=0, buffer_bytes=floats)
+    swapper.initialize_from_swapped_fp16_params([info], [numel], [halves], [parameter])
+    for _ in range(2):
+        plain.grad = torch.randn(numel)
+        swapper.swap_out_gradients(parameter, [0], [plain.grad])
+        swapper.swap_in_optimizer_state(parameter)
+        assert same(parameter.detach(), plain.detach())
+        other.param_groups[0]["params"] = [parameter]
+        other.step()
+        optimizer.step()
+        swapper.swap_out_optimizer_state(parameter)
+
+
+def test_partitions_in_memory_need_no_buffer(store: Offloader) -> None:
+    swapper = OptimizerSwapper(torch.optim.Adam([torch.zeros(0)]), store, min_bytes=64)
+    parameters = [nn.Parameter(torch.empty(0)) for _ in range(5)]
+    for some, buffers in (([0, 1], []), ([2, 3, 4], [torch.empty(2000, dtype=torch.float16)])):
+        here = [[(torch.full((1000,), float(i)).half(), 1000, None)] for i in some]
+        numels, given = [1000] * len(some), [parameters[i] for i in some]
+        swapper.initialize_from_swapped_fp16_params(here, numels, buffers, given)
+    for i, parameter in enumerate(parameters):
+        swapper.swap_in_optimizer_state(parameter)
+        assert same(parameter.detach(), torch.full((1000,), float(i)))
+        swapper.swap_out_optimizer_state(parameter)
