@@ -232,7 +232,7 @@ class ParameterSwapper:
     def _expect_free(self, chunk: Chunk) -> None:
         if chunk.state.parameter.device.type != "cpu":
             return
-        needed = size_of([chunk], self.buffers.nbytes)
+        needed = size_of(chunk, self.buffers.nbytes)
         if self._bytes_bound() + needed > self.buffers.nbytes:
             names = ", ".join(map(self._name, self._bound)) or "none"
             raise ValueError(
@@ -265,7 +265,7 @@ class ParameterSwapper:
                 return
             chunk = Chunk(state, 0)
             if state.parameter.device.type == "cpu":
-                taken += size_of([chunk], self.buffers.nbytes)
+                taken += size_of(chunk, self.buffers.nbytes)
                 if taken > self.buffers.nbytes:
                     return
             self.pipeline.start_read(Unit([chunk], state.parameter.device))
@@ -282,13 +282,13 @@ class ParameterSwapper:
         tensors = {PARAMETER: parameter.detach()} if self.is_swappable(parameter) else {}
         tensors |= {name: tensor.detach() for name, tensor in self._state_tensors(parameter).items()}
         state.stored = {name: StoredTensor(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        futures = self.pipeline.start_write(unit, [tensors], [state.version])
+        future = self.pipeline.start_write(unit, [tensors], [state.version])
         self._unbind(state)
         for name, tensor in tensors.items():
             _logger.debug("swapped out: %r of %s, %d bytes", name, self._name(state), tensor.nbytes)
         del tensors, unit  # views of the buffer keep its memory
         self._read_ahead(state)
-        return self._ended(state, futures, _STATE)
+        return self._ended(state, [] if future is None else [future], _STATE)
 
     def _ended(self, state: ParameterState, futures: Sequence[CUDAFuture[int]], of: str) -> CUDAFuture[None]:
         """Return a future that completes when writes have ended, and fails with an error that names the parameter."""

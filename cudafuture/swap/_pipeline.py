@@ -11,7 +11,7 @@ of the device, and the prefetch depth limits their number in flight.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,14 @@ from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._gradients import FIRST, Gradients, StoredGradient
 from cudafuture.swap._interrupts import interrupts_deferred
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor
-from cudafuture.swap._tracebacks import error_of
-from cudafuture.swap._unit import Unit, Write, by_parameter, copies, cut, size_of
+from cudafuture.swap._tracebacks import clear_tracebacks, error_of
+from cudafuture.swap._unit import Unit, by_parameter, copies, cut
+from cudafuture.swap._writes import Writes
 
 __all__ = ["Pipeline"]
 
 
-class Pipeline:
+class Pipeline(Writes):
     """Reads and writes of a swapped optimizer that are in flight."""
 
     def __init__(
@@ -43,15 +44,10 @@ class Pipeline:
         name_of: Callable[[Chunk], str],
         gradients: Gradients,
     ) -> None:
-        self.counters = gradients.counters
+        super().__init__(store, prefix, prefetch, name_of, gradients.counters)
         self._gradients = gradients
-        self._store, self._prefix, self._prefetch, self._name_of = store, prefix, prefetch, name_of
         self._buffers = buffers
         self._reading: deque[Unit] = deque()
-        self._writing: deque[Write] = deque()
-        self.obsolete: dict[str, ParameterState] = {}  # keys that are deleted when their parameter has been written
-        self._deletions: deque[CUDAFuture[None]] = deque()
-        self._error_of_write: SwapError | None = None
 
     def run(self, units: Iterator[Unit], compute: Callable[[Unit], None]) -> None:
         """Read and compute units in order; `compute` starts their writes, some of which are in flight on return.
@@ -86,18 +82,17 @@ class Pipeline:
             if state.gradient is not None:
                 self._gradients.settle(state.gradient)
         if unit.device.type != "cpu":
-            for chunks in by_parameter(unit.chunks):
-                there = [chunk for chunk in chunks if chunk.unwritten() is None]
-                unit.reads.append((there, self._store.readv(self._keys(there), device=unit.device, priority=FIRST)))
-                for chunk in chunks:
-                    gradient = chunk.state.gradient
-                    unit.gradients.append(
-                        None
-                        if gradient is None
-                        else torch.empty(chunk.end - chunk.begin, dtype=gradient.dtype, device=unit.device)
-                    )
+            there = [chunk for chunk in unit.chunks if chunk.unwritten() is None]
+            unit.read = there, self._store.readv(self._keys(there), device=unit.device, priority=FIRST)
+            for chunk in unit.chunks:
+                gradient = chunk.state.gradient
+                unit.gradients.append(
+                    None
+                    if gradient is None
+                    else torch.empty(chunk.end - chunk.begin, dtype=gradient.dtype, device=unit.device)
+                )
             unit.begun = self._all_reads(unit)
-        elif size_of(unit.chunks):
+        elif unit.size(self._buffers.nbytes):
             self._request(unit)
         else:
             cut(unit)
@@ -106,14 +101,15 @@ class Pipeline:
 
     def _request(self, unit: Unit) -> None:
         """Request the memory of a unit; its reads begin when the request completes."""
-        unit.taken = taken = self._buffers.take(size_of(unit.chunks, self._buffers.nbytes))
+        unit.taken = taken = self._buffers.take(unit.size(self._buffers.nbytes))
         unit.begun = taken.then_async(lambda taken: self._begin(unit, taken.value()))
 
     def _begin(self, unit: Unit, buffer: Buffer) -> CUDAFuture[Any]:
         """Start the reads of a unit whose memory is available."""
         unit.buffer, unit.taken = buffer, None
-        for chunks, outs in cut(unit):
-            unit.reads.append((chunks, self._store.readv(self._keys(chunks), outs, priority=FIRST)))
+        chunks, outs = cut(unit)
+        if outs:
+            unit.read = chunks, self._store.readv(self._keys(chunks), outs, priority=FIRST)
         return self._all_reads(unit)
 
     def _all_reads(self, unit: Unit) -> CUDAFuture[Any]:
@@ -121,7 +117,11 @@ class Pipeline:
         for chunk, out in zip(unit.chunks, unit.gradients, strict=True):
             if out is not None and chunk.state.gradient is not None:
                 unit.gradient_reads.append((chunk, self._gradients.read(chunk.state.gradient, chunk.begin, out)))
-        return collect_all([future for _, future in (*unit.reads, *unit.gradient_reads)])
+        return collect_all(self._reads_of(unit))
+
+    def _reads_of(self, unit: Unit) -> list[CUDAFuture[Any]]:
+        state = [] if unit.read is None else [unit.read[1]]
+        return [*state, *(future for _, future in unit.gradient_reads)]
 
     def _keys(self, chunks: Sequence[Chunk]) -> list[str]:
         return [self._key(chunk, name) for chunk in chunks for name in chunk.state.stored]
@@ -155,27 +155,49 @@ class Pipeline:
         with self.counters.timed("read_wait_seconds"):
             unit.begun.wait()
         self._release()
-        for chunks, future in unit.reads:
-            if (error := error_of(future)) is not None:
-                raise self.error(chunks[0], "read", error) from error
+        read = {} if unit.read is None else self._tensors_read(unit, *unit.read)
         for chunk, future in unit.gradient_reads:
             if (error := error_of(future)) is not None:
                 raise self.error(chunk, "read", error, "gradient") from error
             future.wait()
             self._gradients.note_read(chunk.state.gradient, chunk.begin, chunk.end)
-        read: dict[Chunk, list[torch.Tensor]] = {}
-        for chunks, future in unit.reads:
-            tensors = iter(future.wait())
-            read.update({chunk: [next(tensors) for _ in chunk.state.stored] for chunk in chunks})
         self._reading.popleft()
-        self.counters.bytes_read += sum(tensor.nbytes for tensors in read.values() for tensor in tensors)
         if unit.device.type != "cpu":
             for chunk in unit.chunks:
                 unwritten = copies(chunk, unit.device)
-                named = zip(chunk.state.stored, read.get(chunk, []), strict=False)
-                unit.tensors.append(dict(named) if unwritten is None else unwritten)
+                unit.tensors.append(read[chunk] if unwritten is None else unwritten)
                 unit.undo.append(None)
         return unit
+
+    def _tensors_read(
+        self, unit: Unit, chunks: list[Chunk], future: CUDAFuture[list[torch.Tensor]]
+    ) -> dict[Chunk, dict[str, torch.Tensor]]:
+        """Return the tensors of the chunks of a read that has ended, by name, if the unit is on a device.
+
+        Raises:
+            SwapError: it has failed.
+        """
+        if (error := error_of(future)) is not None:
+            raise self._error_of_read(chunks, error)
+        tensors = future.wait()
+        self.counters.bytes_read += sum(tensor.nbytes for tensor in tensors)
+        if unit.device.type == "cpu":
+            return {}
+        each = iter(tensors)
+        return {chunk: dict(zip(chunk.state.stored, each, strict=False)) for chunk in chunks}
+
+    def _error_of_read(self, chunks: list[Chunk], error: BaseException) -> SwapError:
+        """Return the error of a read; it names the first parameter that cannot be read alone either."""
+        each = by_parameter(chunks)
+        if len(each) == 1:
+            return self.error(chunks[0], "read", error)
+        for of_one in each:
+            try:
+                self._store.readv(self._keys(of_one), priority=FIRST).wait()
+            except Exception as alone:
+                clear_tracebacks(alone)
+                return self.error(of_one[0], "read", alone)
+        return self.error(chunks[0], f"read together with that of {len(each) - 1} more parameters", error)
 
     @property
     def reads(self) -> int:
@@ -184,7 +206,7 @@ class Pipeline:
 
     def bytes_of_reads(self) -> int:
         """Return the bytes of buffers of the units that are being read."""
-        return sum(size_of(unit.chunks, self._buffers.nbytes) for unit in self._reading)
+        return sum(unit.size(self._buffers.nbytes) for unit in self._reading)
 
     def last_read(self) -> ParameterState | None:
         """Return the state of the newest read that is still in flight, or None."""
@@ -198,13 +220,6 @@ class Pipeline:
         """Return whether a unit of a parameter is being read."""
         return any(chunk.state is state for unit in self._reading for chunk in unit.chunks)
 
-    def error(self, chunk: Chunk, what: str, error: BaseException, of: str = "optimizer state") -> SwapError:
-        """Return an error that names the parameter; its cause is the store's error."""
-        message = f"the {of} of {self._name_of(chunk)} cannot be {what}: {error}"
-        failure = SwapError(message, parameter=chunk.state.parameter)
-        failure.__cause__ = error
-        return failure
-
     def drop_reads(self) -> None:
         """Cancel or finish all reads, and drop their units, when the store no longer uses their memory."""
         while self._reading:
@@ -215,121 +230,9 @@ class Pipeline:
         unit.cancel_request()
         with self.counters.timed("read_wait_seconds"):
             error_of(unit.begun)
-        for _, future in (*unit.reads, *unit.gradient_reads):
+        for future in self._reads_of(unit):
             error_of(future)  # retrieves the error, so that it is not logged
         unit.forget()
-
-    # ---- writes
-
-    def start_write(
-        self, unit: Unit, tensors: list[dict[str, torch.Tensor]], versions: list[int]
-    ) -> list[CUDAFuture[int]]:
-        """Write the new state of the chunks of a unit, and free its memory when the write has ended.
-
-        Returns:
-            the futures of the writes, one for each parameter that has something to write.
-        """
-        futures: list[CUDAFuture[int]] = []
-        self._limit_writes()
-        new = iter(zip(tensors, versions, strict=True))
-        for chunks in by_parameter(unit.chunks):
-            written: list[dict[str, torch.Tensor]] = []
-            keys: dict[str, torch.Tensor] = {}
-            for chunk, (named, version) in zip(chunks, new, strict=False):
-                written.append(named)
-                keys |= {chunk.key(self._prefix, name, version): tensor for name, tensor in named.items()}
-            self.obsolete = {key: state for key, state in self.obsolete.items() if key not in keys}
-            if keys:
-                futures.append(self._write(keys))
-                self._writing.append(Write(unit, chunks, written, futures[-1]))
-        return futures
-
-    def _write(self, tensors: dict[str, torch.Tensor]) -> CUDAFuture[int]:
-        try:
-            return self._store.writev(tensors)
-        except Exception as e:  # the new state stays in memory, as after any failed write
-            return CUDAFuture.failed(e)
-
-    def _limit_writes(self) -> None:
-        """Wait until no more units are being written than are read ahead."""
-        while len({id(write.unit) for write in self._writing}) > self._prefetch:
-            self._finish_write()
-
-    def _finish_writes_of(self, states: set[ParameterState]) -> None:
-        """Wait for the writes of some parameters: a read that overtakes a write returns the old tensor."""
-        while any(write.chunks[0].state in states for write in self._writing):
-            self._finish_write()
-
-    def _finish_write(self) -> None:
-        write = self._writing[0]
-        with self.counters.timed("write_wait_seconds"):
-            error = error_of(write.future)
-        self._writing.popleft()
-        state = write.chunks[0].state
-        unwritten = dict(state.unwritten or {})
-        for chunk, new in zip(write.chunks, write.tensors, strict=True):
-            unwritten.pop(chunk.index, None)
-            if error is None:
-                self.counters.bytes_written += sum(tensor.nbytes for tensor in new.values())
-            else:
-                unwritten[chunk.index] = {name: tensor.clone() for name, tensor in new.items()}
-        state.unwritten = unwritten or None
-        if error is not None and self._error_of_write is None:
-            self._error_of_write = self.error(write.chunks[0], "written", error)
-        if not self._writing or self._writing[0].unit is not write.unit:
-            write.unit.forget()
-
-    def delete_later(self, state: ParameterState, keys: Iterable[str]) -> None:
-        """Delete keys of a parameter when the tensors that replace them have been written."""
-        self.obsolete |= dict.fromkeys(keys, state)
-
-    def _delete_obsolete(self) -> None:
-        """Delete the obsolete keys of all parameters that are not being written; ``drain`` waits for the deletion."""
-        written = {write.chunks[0].state for write in self._writing}
-        keys = [key for key, state in self.obsolete.items() if state not in written]
-        self.obsolete = {key: state for key, state in self.obsolete.items() if state in written}
-        if keys:
-            self._deletions.append(self._store.deletev(keys))
-
-    def reap(self) -> None:
-        """Finish the writes that have ended, without waiting for others.
-
-        Raises:
-            SwapError: a write has failed.
-        """
-        self._release()
-        self._delete_obsolete()
-        while self._deletions and self._deletions[0].done():
-            self._deletions.popleft().exception()
-        self.raise_error()
-
-    def _release(self) -> None:
-        """Release the memory of the writes that have ended: reads of later units wait for it."""
-        while self._writing and self._writing[0].future.done():
-            self._finish_write()
-
-    def settle(self) -> None:
-        """Wait until every write has ended, and keep the first error for ``drain``."""
-        while self._writing:
-            self._finish_write()
-
-    def raise_error(self) -> None:
-        """Raise the error of the first write that has failed since the last call, if any."""
-        if self._error_of_write is not None:
-            error, self._error_of_write = self._error_of_write, None
-            raise error
-
-    def drain(self) -> None:
-        """Wait until all state is written.
-
-        Raises:
-            SwapError: a write has failed. Its state stays in memory until a later write succeeds.
-        """
-        self.settle()
-        self._delete_obsolete()
-        while self._deletions:
-            self._deletions.popleft().exception()  # some keys may not exist, because their writes have failed
-        self.raise_error()
 
     # ---- gradients
 

@@ -288,7 +288,7 @@ class Swapper:
             state, known = chunk.state, chunk.state.stored or chunk.state.values
             state.new = () if known else self.layout.dtypes(state.parameter, self._groups[state])
             state.undo = self.layout.undo(state, self._buffers.nbytes // _UNDO_SHARE)
-            nbytes = size_of([chunk])
+            nbytes = size_of(chunk)
             next_device = self.layout.device(state.parameter)
             if next_device.type == "cpu":  # state may be larger than its parameter
                 self._buffers.expect_room(nbytes, partial(self._name_of, state.parameter))

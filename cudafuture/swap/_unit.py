@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from cudafuture._C import CUDAFuture
 from cudafuture.storage import Buffer
 from cudafuture.storage.engine import PAGE
-from cudafuture.swap._parameter_state import UNDO, Chunk, StoredTensor, UndoPlace
+from cudafuture.swap._parameter_state import UNDO, Chunk, ParameterState, StoredTensor, UndoPlace
 
 __all__ = ["Unit", "Write", "by_parameter", "copies", "cut", "places", "size_of"]
 
@@ -37,9 +38,18 @@ class Unit:
     """the buffer, while the unit waits for it"""
     begun: CUDAFuture[Any] | None = None
     """completes when all reads have ended; fails if there is no buffer"""
-    reads: list[tuple[list[Chunk], CUDAFuture[list[torch.Tensor]]]] = field(default_factory=list)
-    """for each parameter: the chunks to read, and their tensors"""
+    read: tuple[list[Chunk], CUDAFuture[list[torch.Tensor]]] | None = None
+    """the chunks to read, and their tensors, one after another"""
     gradient_reads: list[tuple[Chunk, CUDAFuture[Any]]] = field(default_factory=list)
+
+    @cached_property
+    def layout(self) -> list[StoredTensor]:
+        """The tensors that have places in its buffer."""
+        return [tensor for chunk in self.chunks for tensor in _layout(chunk)]
+
+    def size(self, room: float) -> int:
+        """Return the size of its buffer, given the largest one; see ``places``."""
+        return places(self.layout, room)[-1]
 
     def cancel_request(self) -> bool:
         """Cancel the request for the buffer; return False if there is none, or it has completed."""
@@ -59,20 +69,32 @@ class Unit:
         """Release the memory."""
         self.new = {}
         self.tensors, self.undo, self.gradients, self.buffer = [], [], [], None
-        self.reads, self.gradient_reads, self.begun = [], [], None
+        self.read, self.gradient_reads, self.begun = None, [], None
 
 
 @dataclass(eq=False)
 class Write:
-    """Write in flight of the new state of chunks of one parameter."""
+    """Write in flight of the new state of a unit."""
 
     unit: Unit
-    chunks: list[Chunk]
     tensors: list[dict[str, torch.Tensor]]
+    """of each chunk"""
     future: CUDAFuture[int]
+    outcomes: torch.Tensor
+    """for each tensor: True if it is in the store, when the future is done"""
+
+    @cached_property
+    def states(self) -> set[ParameterState]:
+        """The states of its parameters."""
+        return {chunk.state for chunk in self.unit.chunks}
+
+    def failed(self) -> set[Chunk]:
+        """Return the chunks of which a tensor was not written."""
+        chunks = (chunk for chunk, named in zip(self.unit.chunks, self.tensors, strict=True) for _ in named)
+        return {chunk for chunk, written in zip(chunks, self.outcomes.tolist(), strict=True) if not written}
 
 
-def by_parameter(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+def by_parameter(chunks: Iterable[Chunk]) -> list[list[Chunk]]:
     """Return a list of the adjacent chunks of each parameter."""
     return [list(group) for _, group in itertools.groupby(chunks, key=lambda chunk: chunk.state)]
 
@@ -88,14 +110,9 @@ def copies(chunk: Chunk, device: torch.device) -> dict[str, torch.Tensor] | None
 # ---- the parts of a buffer
 
 
-def size_of(chunks: Sequence[Chunk], room: float = math.inf) -> int:
-    """Return the buffer size for all reads of chunks, and for the old values of chunks that need them.
-
-    Args:
-        chunks: the chunks.
-        room: the largest buffer, for ``places``.
-    """
-    return places([tensor for chunk in chunks for tensor in _layout(chunk)], room)[-1]
+def size_of(chunk: Chunk, room: float = math.inf) -> int:
+    """Return the size of a chunk's part of a buffer, given the largest buffer; see ``places``."""
+    return places(list(_layout(chunk)), room)[-1]
 
 
 def _layout(chunk: Chunk) -> Iterator[StoredTensor]:
@@ -132,35 +149,31 @@ def places(tensors: Sequence[StoredTensor], room: float = math.inf) -> list[int]
     return [*begins, end]
 
 
-def cut(unit: Unit) -> list[tuple[list[Chunk], list[torch.Tensor]]]:
-    """Give each tensor of a unit a part of its buffer; return the state tensors to read, by parameter."""
-    layout = [tensor for chunk in unit.chunks for tensor in _layout(chunk)]
-    begins = iter(places(layout, 0 if unit.buffer is None else unit.buffer.tensor.nbytes))
+def cut(unit: Unit) -> tuple[list[Chunk], list[torch.Tensor]]:
+    """Give each tensor of a unit a part of its buffer; return the chunks to read, and their tensors."""
+    memory = None if unit.buffer is None else unit.buffer.tensor
+    size = 0 if memory is None else memory.numel()
+    parts = (
+        _part(memory, tensor, begin) for tensor, begin in zip(unit.layout, places(unit.layout, size), strict=False)
+    )
+    read: list[Chunk] = []
+    outs: list[torch.Tensor] = []
+    for chunk in unit.chunks:
+        state = chunk.state
+        tensors = dict(zip(state.stored, parts, strict=False))
+        if (unwritten := copies(chunk, unit.device)) is None:
+            read.append(chunk)
+            outs += tensors.values()
+        unit.tensors.append(tensors if unwritten is None else unwritten)
+        unit.undo.append(next(parts) if _has_undo(chunk) else None)
+        unit.gradients.append(None if state.gradient is None else next(parts))
+        if state.new:
+            unit.new[chunk] = [next(parts) for _ in state.new]
+    return read, outs
 
-    def part(tensor: StoredTensor) -> torch.Tensor:
-        begin = next(begins)
-        if not tensor.nbytes:  # a shard may be empty, and a unit of empty shards has no buffer
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        assert unit.buffer is not None
-        return unit.buffer.tensor[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
-    found: list[tuple[list[Chunk], list[torch.Tensor]]] = []
-    for chunks in by_parameter(unit.chunks):
-        read: list[Chunk] = []
-        outs: list[torch.Tensor] = []
-        for chunk in chunks:
-            tensors = copies(chunk, unit.device)
-            if tensors is None:
-                tensors = {name: part(tensor) for name, tensor in chunk.stored().items()}
-                read.append(chunk)
-                outs += tensors.values()
-            else:  # their places stay free
-                next(itertools.islice(begins, len(tensors), len(tensors)), None)
-            state = chunk.state
-            unit.tensors.append(tensors)
-            unit.undo.append(part(_flat(chunk, state.parameter.dtype)) if _has_undo(chunk) else None)
-            unit.gradients.append(None if state.gradient is None else part(_flat(chunk, state.gradient.dtype)))
-            unit.new[chunk] = [part(_flat(chunk, dtype)) for dtype in state.new]
-        if outs:
-            found.append((read, outs))
-    return found
+def _part(memory: torch.Tensor | None, tensor: StoredTensor, begin: int) -> torch.Tensor:
+    if memory is None or not tensor.nbytes:  # a shard may be empty, and a unit of empty shards has no buffer
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    part = memory[begin : begin + tensor.nbytes].view(tensor.dtype)
+    return part if len(tensor.shape) == 1 else part.view(tensor.shape)
