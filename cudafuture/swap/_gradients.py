@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,10 +47,21 @@ class StoredGradient:
     """by their first element"""
     factors: list[torch.Tensor] = field(default_factory=list)
     """factors of the elements, applied in order after a read"""
+    _begins: list[int] = field(default_factory=list)
+    """the first elements of the pieces, sorted"""
+
+    def put(self, piece: Piece) -> None:
+        """Add a piece, which overlaps no other one, or replace the one that begins at the same element."""
+        if piece.begin not in self.pieces:
+            bisect.insort(self._begins, piece.begin)
+        self.pieces[piece.begin] = piece
 
     def within(self, begin: int, end: int) -> Iterator[Piece]:
-        """Return an iterator over the pieces that have elements of a range."""
-        return (piece for piece in self.pieces.values() if piece.begin < end and begin < piece.end)
+        """Return an iterator over the pieces that have elements of a range, in their order."""
+        first = bisect.bisect_right(self._begins, begin)
+        if first and self.pieces[self._begins[first - 1]].end > begin:
+            first -= 1
+        return (self.pieces[i] for i in self._begins[first : bisect.bisect_left(self._begins, end)])
 
     def scaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """Multiply the read elements in place."""
@@ -71,7 +83,7 @@ class Gradients:
     def __init__(self, store: Store, prefix: str, min_bytes: int, window_bytes: int) -> None:
         self._store, self._prefix, self._min_bytes, self._window = store, prefix, min_bytes, window_bytes
         self.counters = SwapCounters()
-        self._writing: deque[Piece] = deque()
+        self._writing: OrderedDict[Piece, None] = OrderedDict()
         self._in_flight = 0
         self._error: BaseException | None = None
 
@@ -99,15 +111,15 @@ class Gradients:
             self._finish(old)
         is_large = elements.nbytes >= self._min_bytes
         piece = Piece(begin, end, f"{self._prefix}{number}/gradient/{begin}", elements, is_large)
-        gradient.pieces[begin] = piece
+        gradient.put(piece)
         if not is_large:
             return CUDAFuture.completed(0)
         piece.written = self._store.writev({piece.key: elements})
-        self._writing.append(piece)
+        self._writing[piece] = None
         self._in_flight += elements.nbytes
         written = piece.written
         while self._in_flight > self._window:
-            self._finish(self._writing[0])
+            self._finish(next(iter(self._writing)))
         return written
 
     def _finish(self, piece: Piece) -> None:
@@ -118,7 +130,7 @@ class Gradients:
         begin = time.perf_counter()
         error = error_of(piece.written)
         self.counters.gradient_wait_seconds += time.perf_counter() - begin
-        self._writing.remove(piece)
+        del self._writing[piece]
         self._in_flight -= piece.tensor.nbytes
         piece.written = None
         if error is None:
@@ -136,7 +148,7 @@ class Gradients:
     def flush(self) -> BaseException | None:
         """Wait for all writes; return the first error since the last call."""
         while self._writing:
-            self._finish(self._writing[0])
+            self._finish(next(iter(self._writing)))
         error, self._error = self._error, None
         return error
 
@@ -178,4 +190,5 @@ class Gradients:
         self.settle(gradient)
         keys = [piece.key for piece in gradient.pieces.values() if piece.is_large]
         gradient.pieces.clear()
+        gradient._begins.clear()
         return keys

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["group_of", "name_of", "parameters_of"]
+__all__ = ["GroupIndex", "name_of", "parameters_of"]
 
 Group = dict[str, Any]
 
@@ -19,16 +19,34 @@ def parameters_of(groups: Sequence[Group]) -> Iterator[tuple[torch.Tensor, Group
             yield parameter, group
 
 
-def group_of(groups: Sequence[Group], parameter: torch.Tensor) -> Group:
-    """Return the group of a parameter.
+class GroupIndex:
+    """Groups by parameter, so that no lookup of a parameter walks over all of them."""
 
-    Raises:
-        KeyError: no group has it.
-    """
-    for known, group in parameters_of(groups):
-        if known is parameter:
-            return group
-    raise KeyError("the optimizer does not have this parameter")
+    def __init__(self) -> None:
+        self._found: dict[torch.Tensor, tuple[Group, int, int]] = {}  # the group, its position, and its length
+
+    def find(self, groups: Sequence[Group], parameter: torch.Tensor) -> Group | None:
+        """Return the group of a parameter, or None if no group has it; the program may have changed the groups."""
+        if not self._is_current(groups, parameter):
+            self._found = {
+                known: (group, i, len(group["params"])) for i, group in enumerate(groups) for known in group["params"]
+            }
+        return self._found[parameter][0] if parameter in self._found else None
+
+    def _is_current(self, groups: Sequence[Group], parameter: torch.Tensor) -> bool:
+        group, i, count = self._found.get(parameter, (None, 0, 0))
+        return i < len(groups) and groups[i] is group and len(group["params"]) == count
+
+    def group_of(self, groups: Sequence[Group], parameter: torch.Tensor) -> Group:
+        """Return the group of a parameter.
+
+        Raises:
+            KeyError: no group has it.
+        """
+        group = self.find(groups, parameter)
+        if group is None:
+            raise KeyError("the optimizer does not have this parameter")
+        return group
 
 
 def name_of(groups: Sequence[Group], parameter: torch.Tensor) -> str:

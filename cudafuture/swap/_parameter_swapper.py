@@ -384,9 +384,8 @@ class ParameterSwapper:
                 continue
             own = tensor.detach().reshape(-1).to(state.parameter.device, gradient.dtype, copy=True)
             futures.append(self.gradients.write(gradient, state.number, offset, own))
+            self.pipeline.obsolete.pop(gradient.pieces[offset].key, None)
             state.gradient = gradient
-        for piece in gradient.pieces.values():
-            self.pipeline.obsolete.pop(piece.key, None)
         return self._ended(state, futures, _GRADIENT)
 
     def flush_gradients(self) -> None:

@@ -66,4 +66,4 @@ class StateMapping(MutableMapping[torch.Tensor, dict[str, Any]]):
         return len(self._optimizer._swap.known())
 
     def __contains__(self, parameter: object) -> bool:
-        return any(parameter is known for known in self)
+        return isinstance(parameter, torch.Tensor) and self._optimizer._swap.has_state(parameter)

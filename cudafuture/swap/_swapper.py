@@ -96,6 +96,11 @@ class Swapper:
         """Return the states that are not empty."""
         return [state for state in self._states.values() if state.values or state.stored]
 
+    def has_state(self, parameter: torch.Tensor) -> bool:
+        """Return whether the state of a parameter is not empty."""
+        state = self._states.get(parameter)
+        return state is not None and bool(state.values or state.stored)
+
     @property
     def has_masters(self) -> bool:
         """True if parameters of less than 32 bits have master weights."""

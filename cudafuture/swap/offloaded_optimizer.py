@@ -20,7 +20,7 @@ from cudafuture.swap._gradient_marks import AppliedGradient, GradientMark
 from cudafuture.swap._namespace import Namespace
 from cudafuture.swap._offloaded_gradients import OffloadedGradients
 from cudafuture.swap._options import SwapOptions
-from cudafuture.swap._parameter_groups import group_of, name_of, parameters_of
+from cudafuture.swap._parameter_groups import GroupIndex, name_of, parameters_of
 from cudafuture.swap._state_mapping import StateMapping
 from cudafuture.swap._swapper import Swapper
 from cudafuture.swap._update import Update
@@ -55,6 +55,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         self._swaps_gradients, self._min_bytes = options.swap_gradients, options.min_bytes
         self._make, self._when = make, when
         self._until_now, self._last_step = SwapCounters(), SwapCounters()  # at the last step's end; of that step
+        self._index = GroupIndex()
         self._lock = threading.RLock()  # backward runs in one thread per device
         self._order = UpdateOrder(options.prefetch)
         self._swapper: Swapper | None = None
@@ -164,11 +165,12 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Update a parameter whose gradient is complete, and start to read the state of the next ones."""
         with self._lock, outside_inference(), torch.no_grad():
-            if not any(known is parameter for known, _ in self._parameters()) or not self._is_due(parameter):
+            group = self._index.find(self.param_groups, parameter)
+            if group is None or not self._is_due(parameter):
                 return
             self._order.begin_update(parameter)
             try:
-                self._swap.update_now(parameter, group_of(self.param_groups, parameter))
+                self._swap.update_now(parameter, group)
             except (
                 SwapError,
                 ValueError,
@@ -282,7 +284,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         return self._read_state(parameter, mapped=False)
 
     def _read_state(self, parameter: torch.Tensor, mapped: bool) -> dict[str, Any]:
-        group_of(self.param_groups, parameter)
+        self._index.group_of(self.param_groups, parameter)
         with self._lock, outside_inference(), torch.no_grad():
             self._forget_reads()
             return self._swap.read_state(parameter, mapped)
@@ -303,7 +305,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         >>> optimizer.state_of(weight)["step"]
         tensor(1.)
         """
-        group_of(self.param_groups, parameter)
+        self._index.group_of(self.param_groups, parameter)
         with self._lock, outside_inference(), torch.no_grad():
             self._forget_reads()
             self._swap.write_state(parameter, state)
