@@ -55,13 +55,13 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def timed(call: Callable[[], Any]) -> Callable[[], float]:
+def timed(call: Callable[[], Any], clock: Callable[[], int] = now) -> Callable[[], float]:
     """Return a function that returns the nanoseconds of a call."""
 
     def measured() -> float:
-        start = now()
+        start = clock()
         call()
-        return now() - start
+        return clock() - start
 
     return measured
 
@@ -221,6 +221,30 @@ def during_backward(rounds: int) -> Row:
     return Row("backward", what, "ms", measured * taken / 1e6, taken / 1e6, "the step", "x", measured, 0.05)
 
 
+def small(place: str, rounds: int) -> Row:
+    """The processor time of all threads for a step of many small parameters, against the plain optimizer's."""
+    rows: dict[str, tuple[str, dict[str, Any], float]] = {
+        "memory": ("in memory", {}, 1.5),
+        "disk": ("on disk", {"min_bytes": 0}, 3.0),
+    }
+    where, options, limit = rows[place]
+    with ExitStack() as stack:
+        steps: list[Callable[[], Any]] = []
+        for plain in (False, True, True):
+            parameters = [torch.nn.Parameter(torch.ones(1024)) for _ in range(20_000)]
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters, foreach=False)
+            if not plain:
+                optimizer = stack.enter_context(offload(optimizer, stack.enter_context(folder()), **options))
+            steps.append(timed(optimizer.step, time.process_time_ns))
+        ours, peer, again = by_turns(rounds, *steps)
+    taken, their = statistics.median(ours), statistics.median(peer)
+    same = control("plain / plain", [a / b for a, b in zip(again, peer, strict=True)])
+    what = f"processor time, 20,000 parameters of 4 KiB, state {where}"
+    return Row(f"small-{place}", what, "ms", taken / 1e6, their / 1e6, "plain Adam", "x", taken / their, limit, *same)
+
+
 def memory(rounds: int) -> Row:
     """The memory that a step takes beside its buffers, for one parameter of 1 GiB."""
     buffers = 128 * MIB
@@ -234,12 +258,13 @@ def memory(rounds: int) -> Row:
 
 def limits() -> dict[str, Callable[[int], Row]]:
     """Return all rows."""
+    smalls = {f"small-{place}": partial(small, place) for place in ("memory", "disk")}
     rows: dict[str, Callable[[int], Row]] = {f"bound-{name}": partial(beside_bound, name) for name in SETS}
     if missing := missing_deepspeed():
         sys.stderr.write(f"skipped: deepspeed is not here ({missing})\n")
     else:
         rows |= {f"deepspeed-{name}": partial(beside_deepspeed, name) for name in SETS}
-    return rows | {"save": saving, "backward": during_backward, "memory": memory}
+    return rows | {"save": saving, "backward": during_backward, "memory": memory, **smalls}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import itertools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class StoredTensor:
     dtype: torch.dtype
     shape: torch.Size
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
@@ -115,7 +116,7 @@ class ParameterState:
         self.applied = (weakref.ref(gradient), gradient._version)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Range of a parameter's elements, with their state."""
 

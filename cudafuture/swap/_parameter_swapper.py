@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +16,10 @@ from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._gradients import Gradients, StoredGradient
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, copied
 from cudafuture.swap._pipeline import Pipeline
+from cudafuture.swap._returned_futures import ReturnedFutures
+from cudafuture.swap._swap_order import SwapOrder
 from cudafuture.swap._tracebacks import clear_tracebacks
-from cudafuture.swap._unit import Unit, places, size_of
+from cudafuture.swap._unit import Unit, layout_of, places
 from cudafuture.swap._update import Update
 
 __all__ = ["PARAMETER", "ParameterSwapper"]
@@ -57,11 +58,8 @@ class ParameterSwapper:
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._shapes: dict[ParameterState, torch.Size] = {}
         self._bound: dict[ParameterState, Unit] = {}
-        self._successor: dict[ParameterState, ParameterState] = {}  # as in the last round
-        self._following: ParameterState | None = None  # the caller's hint for the next one
-        self._round: dict[ParameterState, None] = {}  # the parameters that were swapped in, each once
-        # Futures that the caller has, of each kind of writes; they are done a little later than the writes.
-        self._returned: dict[str, deque[CUDAFuture[None]]] = {_STATE: deque(), _GRADIENT: deque()}
+        self._order = SwapOrder()
+        self._returned = {_STATE: ReturnedFutures(), _GRADIENT: ReturnedFutures()}
 
     # ---- registration
 
@@ -82,18 +80,20 @@ class ParameterSwapper:
             bounds = ((0, shape.numel()),)
             state = ParameterState(len(self._states), parameter, bounds, {}, {})
             self._states[parameter], self._shapes[state] = state, shape
+            self._order.register(state)
             states.append(state)
         return states
 
     def unregister(self, states: Sequence[ParameterState]) -> None:
-        """Undo the registration of parameters whose values cannot be written."""
+        """Undo the registration of parameters whose values cannot be written, the newest ones."""
+        self._order.unregister(len(states))
         for state in states:
             del self._states[state.parameter], self._shapes[state]
             self._store.deletev(state.keys(self._prefix)).exception()  # some were not written
 
     def _expect_room(self, parameter: torch.Tensor, shape: torch.Size) -> None:
         """Make the buffers large enough for a parameter, its gradient and its state, if their size was not given."""
-        options = next((group for group in self._optimizer.param_groups), self._optimizer.defaults)
+        options = next(iter(self._optimizer.param_groups), self._optimizer.defaults)
         options = {name: value for name, value in options.items() if name != "params"}
         tensors = [StoredTensor(parameter.dtype, shape)] * (2 + self._update.count_tensors(options))
         if parameter.device.type == "cpu":
@@ -109,7 +109,7 @@ class ParameterSwapper:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters in the order of their registration."""
+        """The parameters, by number."""
         return list(self._states)
 
     def _name(self, state: ParameterState) -> str:
@@ -198,8 +198,9 @@ class ParameterSwapper:
         chunk = Chunk(state, 0)
         if not self.pipeline.is_next(state):
             self.pipeline.drop_reads()
-            self._expect_free(chunk)
-            self.pipeline.start_read(Unit([chunk], state.parameter.device))
+            unit = Unit([chunk], state.parameter.device, layout_of(chunk))
+            self._expect_free(unit)
+            self.pipeline.start_read(unit)
         try:
             unit = self.pipeline.finish_read()
         except BaseException as e:
@@ -218,8 +219,7 @@ class ParameterSwapper:
             _logger.debug("swapped in: %r of %s, %d bytes", name, self._name(state), tensor.nbytes)
         if gradient is not None and state.gradient is not None:
             parameter.grad = state.gradient.scaled(gradient).view(self._shapes[state])
-        self._note_order(state)
-        self._following = following
+        self._order.swap_in(state, following)
         self._read_ahead(state)
 
     def _bind(self, parameter: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
@@ -229,46 +229,35 @@ class ParameterSwapper:
         else:
             bound[name] = tensor
 
-    def _expect_free(self, chunk: Chunk) -> None:
-        if chunk.state.parameter.device.type != "cpu":
+    def _expect_free(self, unit: Unit) -> None:
+        if unit.device.type != "cpu":
             return
-        needed = size_of(chunk, self.buffers.nbytes)
+        needed = unit.size(self.buffers.nbytes)
         if self._bytes_bound() + needed > self.buffers.nbytes:
             names = ", ".join(map(self._name, self._bound)) or "none"
             raise ValueError(
-                f"{self._name(chunk.state)} needs {needed} bytes of the buffers' {self.buffers.nbytes}; "
+                f"{self._name(unit.chunks[0].state)} needs {needed} bytes of the buffers' {self.buffers.nbytes}; "
                 f"swapped in are: {names}. Swap some out, or give buffer_bytes={self._bytes_bound() + needed} or more"
             )
 
     def _bytes_bound(self) -> int:
         return sum(unit.buffer.tensor.nbytes for unit in self._bound.values() if unit.buffer is not None)
 
-    def _note_order(self, state: ParameterState) -> None:
-        if state in self._round:
-            self._round = {}
-        elif self._round:
-            self._successor[next(reversed(self._round))] = state
-        self._round[state] = None
-
     def _read_ahead(self, after: ParameterState) -> None:
         """Start to read the parameters that follow one, as long as the buffers have room beside those in use."""
-        order = list(self._states.values())
         taken = self._bytes_bound() + self.pipeline.bytes_of_reads()
         for _ in range(self._prefetch - self.pipeline.reads):
             last = self.pipeline.last_read() or after
-            if self._following is not None and not self.pipeline.reads:
-                state: ParameterState | None = self._following
-            else:
-                place = last.number + 1
-                state = self._successor.get(last, order[place] if place < len(order) else None)
-            if state is None or state in self._bound or state in self._round or self.pipeline.is_reading(state):
+            state = self._order.next_after(last, is_first=not self.pipeline.reads)
+            if state is None or state in self._bound or self.pipeline.is_reading(state):
                 return
             chunk = Chunk(state, 0)
-            if state.parameter.device.type == "cpu":
-                taken += size_of(chunk, self.buffers.nbytes)
+            unit = Unit([chunk], state.parameter.device, layout_of(chunk))
+            if unit.device.type == "cpu":
+                taken += unit.size(self.buffers.nbytes)
                 if taken > self.buffers.nbytes:
                     return
-            self.pipeline.start_read(Unit([chunk], state.parameter.device))
+            self.pipeline.start_read(unit)
 
     def swap_out(self, state: ParameterState) -> CUDAFuture[None]:
         """Write a parameter and its state, and empty them; their memory is freed when the write has completed.
@@ -298,10 +287,7 @@ class ParameterSwapper:
                 raise self.pipeline.error(Chunk(state, 0), "written", error, of)
 
         ended = gather(*futures, cancel_parts=False).then(see)
-        returned = self._returned[of]
-        while returned and returned[0].done():
-            returned.popleft()
-        returned.append(ended)
+        self._returned[of].add(ended)
         return ended
 
     def drain(self) -> None:
@@ -311,13 +297,8 @@ class ParameterSwapper:
             SwapError: a write has failed; its state stays in memory.
         """
         self.pipeline.settle()
-        self._finish_returned(_STATE)
+        self._returned[_STATE].finish()
         self.pipeline.drain()
-
-    def _finish_returned(self, of: str) -> None:
-        """Wait for the returned futures of writes that have ended; the caller raises the writes' errors."""
-        while self._returned[of]:
-            self._returned[of].popleft().exception()
 
     def _bound_unit(self, state: ParameterState) -> Unit:
         if state not in self._bound:
@@ -395,7 +376,7 @@ class ParameterSwapper:
             SwapError: a piece cannot be written; it stays in memory.
         """
         error = self.gradients.flush()
-        self._finish_returned(_GRADIENT)
+        self._returned[_GRADIENT].finish()
         if error is not None:
             raise SwapError(f"a gradient cannot be written, and stays in memory: {error}") from error
 

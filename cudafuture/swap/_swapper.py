@@ -13,35 +13,29 @@ import torch
 from cudafuture.errors import SwapError
 from cudafuture.store import Offloader, Store
 from cudafuture.swap._buffers import Buffers
-from cudafuture.swap._gradient_marks import AppliedGradient
+from cudafuture.swap._computation import Computation, Group
 from cudafuture.swap._gradients import Gradients
-from cudafuture.swap._interrupts import interrupts_deferred
 from cudafuture.swap._options import SwapOptions
 from cudafuture.swap._parameter_state import (
-    MASTER,
-    UNDO,
     Chunk,
     ParameterState,
     StoredTensor,
-    UndoPlace,
     cast,
     copied,
 )
 from cudafuture.swap._pipeline import Pipeline
 from cudafuture.swap._shards import like, local_of
 from cudafuture.swap._state_layout import StateLayout
-from cudafuture.swap._threads import one_thread_less
 from cudafuture.swap._tracebacks import clear_tracebacks
 from cudafuture.swap._undo_log import UndoLog
-from cudafuture.swap._unit import Unit, size_of
+from cudafuture.swap._unit import Unit, layout_of, places
 from cudafuture.swap._update import Update
 
 __all__ = ["Swapper"]
 
 _UNIT = 32 << 20  # bytes of state that are read together, unless one parameter or chunk needs more
+_MOST_CHUNKS = 512  # of a unit: the garbage collector visits the objects of all chunks that are in flight
 _UNDO_SHARE = 8  # old values of a parameter take up to 1/8 of the bytes of the buffers, in addition
-
-Group = dict[str, Any]
 
 
 class Swapper:
@@ -63,8 +57,6 @@ class Swapper:
         self.layout = StateLayout(update, options, store_may_die=not isinstance(store, Offloader))
         self.optimizer_class = update.optimizer_class
         self._states: dict[torch.Tensor, ParameterState] = {}
-        self._groups: dict[ParameterState, Group] = {}
-        self.resident_bytes = 0
         self._name_of = name_of
         units = options.prefetch + 2
         self._buffers = Buffers(options.buffer_bytes, units, _UNIT)
@@ -74,6 +66,7 @@ class Swapper:
             store, prefix, self._buffers, options.prefetch, lambda c: name_of(c.state.parameter), gradients
         )
         self._undo = UndoLog(store, prefix, self.pipeline)
+        self._computation = Computation(update, options, self.layout, self.pipeline, prefix, self._undo)
 
     def key(self, chunk: Chunk, name: str) -> str:
         """Return the key of the chunk's part of a state tensor in the store."""
@@ -102,6 +95,11 @@ class Swapper:
         return state is not None and bool(state.values or state.stored)
 
     @property
+    def resident_bytes(self) -> int:
+        """The bytes of state that could be in the store, but stays in memory."""
+        return self._computation.resident_bytes
+
+    @property
     def has_masters(self) -> bool:
         """True if parameters of less than 32 bits have master weights."""
         return self._options.master_weights
@@ -116,19 +114,16 @@ class Swapper:
                 state, or its new ones.
         """
         self._roll_back_what_is_left()
+        in_memory: list[ParameterState] = []
         swapped: list[ParameterState] = []
         for parameter, group in work:
             state = self.state(parameter)
-            self._groups[state] = group
-            self._keep_resident(state)
-            if state.is_resident and state.gradient is None:
-                self._update_resident(state)
-            else:
-                swapped.append(state)
+            (in_memory if self._computation.prepare(state, group) else swapped).append(state)
+        self._computation.update_in_memory(in_memory)
         if swapped:
             self.pipeline.drop_reads()
         try:
-            self.pipeline.run(self._units(swapped), self._compute_unit)
+            self.pipeline.run(self._units(swapped), self._computation.compute_unit)
         except BaseException as e:
             self._roll_back(e)
             raise
@@ -142,17 +137,15 @@ class Swapper:
         """
         self._roll_back_what_is_left()
         state = self.state(parameter)
-        self._groups[state] = group
-        self._keep_resident(state)
-        if state.is_resident:
-            self._update_resident(state)
+        if self._computation.prepare(state, group):
+            self._computation.update_in_memory([state])
             return
         try:
             if not self.pipeline.is_next(state):
                 self.pipeline.drop_reads()
                 self.start_read(parameter)
             while self.pipeline.is_next(state):
-                self.pipeline.compute_next(self._compute_unit)
+                self.pipeline.compute_next(self._computation.compute_unit)
         except BaseException as e:
             self._roll_back(e)
             raise
@@ -160,53 +153,9 @@ class Swapper:
     def start_read(self, parameter: torch.Tensor) -> None:
         """Read the state of a parameter that will be updated after those that are being read."""
         state = self.state(parameter)
-        if not state.is_resident:
+        if not self._computation.prepare(state, self._computation.groups[state]):
             for unit in list(self._units([state])):  # a list: no unit is read if another has no room
                 self.pipeline.start_read(unit)
-
-    def _keep_resident(self, state: ParameterState) -> None:
-        """Keep the first state of a parameter in memory if there is room for it; then the parameter has one chunk.
-
-        A parameter whose gradient may be in the store keeps its chunks: the buffers have room for one chunk's gradient.
-        """
-        if state.values or state.stored or state.is_resident or (state.is_chunked and self._options.swap_gradients):
-            return
-        dtypes = self.layout.dtypes(state.parameter, self._groups[state])
-        nbytes = state.local.numel() * sum(dtype.itemsize for dtype in dtypes)
-        if 0 < nbytes <= self._options.memory - self.resident_bytes:
-            state.bounds = ((0, state.local.numel()),)
-            state.resident_bytes = nbytes
-            self.resident_bytes += nbytes
-
-    def _update_resident(self, state: ParameterState) -> None:
-        (chunk,) = state.chunks()
-        with interrupts_deferred():
-            self._keep(chunk, self._compute_chunk(chunk, state.values, None))
-
-    def _compute_unit(self, unit: Unit) -> None:
-        """Update the chunks of a unit, and start to write their new state."""
-        written: list[dict[str, torch.Tensor]] = []
-        versions: list[int] = []
-        parts = zip(unit.chunks, unit.tensors, unit.undo, unit.gradients, strict=True)
-        for chunk, tensors, undo, gradient in parts:
-            state = chunk.state
-            versions.append(state.version)
-            with one_thread_less(self.layout.longest_chunk(state.parameter) is not None):
-                if chunk.index == 0:
-                    self._undo.begin(state)
-                old = None
-                if state.is_chunked:
-                    versions[-1] = 1 - state.version
-                    old = None if chunk.is_last else self._undo.save(chunk, undo)
-                values = copied(state.values) if state.is_chunked else state.values
-                new = unit.moved(chunk, self._keep(chunk, self._compute_chunk(chunk, {**values, **tensors}, gradient)))
-            if old is not None:
-                new[UNDO] = old
-            if chunk.is_last:
-                self._undo.clear()
-            written.append(new)
-        self.pipeline.start_write(unit, written, versions)
-        self._undo.release_memory()
 
     def _roll_back(self, error: BaseException | None = None) -> None:
         """Finish operations in flight after an error, and restore the old values of a partially updated parameter.
@@ -232,78 +181,30 @@ class Swapper:
         self._roll_back_what_is_left()
         self.pipeline.drain()
 
-    def _compute_chunk(self, chunk: Chunk, state: dict[str, Any], swapped: torch.Tensor | None) -> dict[str, Any]:
-        """Update a chunk with its state, and with the gradient that was read from the store; return the new state."""
-        parameter = chunk.state.parameter
-        gradient = chunk.gradient(swapped)
-        part = chunk.part_of(chunk.state.local)
-        device = self.layout.device(parameter)
-        leaf = part
-        if self.layout.has_master(parameter):
-            leaf = state.pop(MASTER) if MASTER in state else part.to(device, torch.float32)
-        elif part.device != device:
-            leaf = part.to(device)
-        leaf.grad = gradient.to(device, leaf.dtype)
-        new = self._update(self._groups[chunk.state], leaf, state)
-        leaf.grad = None
-        if leaf is not part:
-            part.copy_(leaf)
-        if self.layout.has_master(parameter):
-            new[MASTER] = leaf
-        if chunk.is_last and swapped is not None:
-            self.pipeline.forget_gradient(chunk.state)
-            parameter.grad = AppliedGradient(parameter)
-        elif chunk.is_last and parameter.grad is not None:
-            chunk.state.note_applied(parameter.grad)
-        return new
-
-    def _keep(self, chunk: Chunk, new: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Keep the part of a chunk's new state that stays in memory; return the tensors that go to the store."""
-        state = chunk.state
-        shape = torch.Size([chunk.end - chunk.begin]) if state.is_chunked else state.local.shape
-        tensors = {name: value for name, value in new.items() if self.layout.is_swappable(value, shape, state)}
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        may_be_resident = not state.is_chunked and not state.stored and nbytes > 0
-        if may_be_resident and (state.is_resident or nbytes <= self._options.memory - self.resident_bytes):
-            self.resident_bytes += nbytes - state.resident_bytes
-            state.resident_bytes = nbytes
-            tensors = {}
-        if not chunk.is_last:
-            return tensors
-        whole = state.local.shape
-        old = {chunk.key(self._prefix, name, state.version) for chunk in state.chunks() for name in state.stored}
-        state.values = {name: value for name, value in new.items() if name not in tensors}
-        state.stored = {
-            name: StoredTensor(tensor.dtype, whole if tensor.shape == shape else tensor.shape)
-            for name, tensor in tensors.items()
-        }
-        if state.is_chunked:
-            state.version = 1 - state.version
-            if state.undo is UndoPlace.STORE:
-                old |= {chunk.key(self._prefix, UNDO, state.version) for chunk in state.chunks() if not chunk.is_last}
-        old -= {chunk.key(self._prefix, name, state.version) for chunk in state.chunks() for name in state.stored}
-        self.pipeline.delete_later(state, sorted(old))
-        return tensors
-
     def _units(self, states: Iterable[ParameterState]) -> Iterator[Unit]:
-        """Divide the chunks of parameters into units of one device and at most `unit_bytes`."""
-        chunks: list[Chunk] = []
-        size, device = 0, torch.device("cpu")
+        """Divide the chunks of parameters into units of one device, and of a limited size."""
+        unit, size = Unit([], torch.device("cpu")), 0
         for chunk in itertools.chain.from_iterable(state.chunks() for state in states):
-            state, known = chunk.state, chunk.state.stored or chunk.state.values
-            state.new = () if known else self.layout.dtypes(state.parameter, self._groups[state])
-            state.undo = self.layout.undo(state, self._buffers.nbytes // _UNDO_SHARE)
-            nbytes = size_of(chunk)
-            next_device = self.layout.device(state.parameter)
-            if next_device.type == "cpu":  # state may be larger than its parameter
+            state = chunk.state
+            is_known = state.stored or state.values
+            state.new = () if is_known else self.layout.dtypes(state.parameter, self._computation.groups[state])
+            if state.is_chunked:
+                state.undo = self.layout.undo(state, self._buffers.nbytes // _UNDO_SHARE)
+            layout = layout_of(chunk)
+            nbytes = places(layout)[-1]
+            device = self.layout.device(state.parameter)
+            if nbytes > self._unit_bytes and device.type == "cpu":  # state may be larger than its parameter
                 self._buffers.expect_room(nbytes, partial(self._name_of, state.parameter))
-            if chunks and (size + nbytes > self._unit_bytes or next_device != device):
-                yield Unit(chunks, device)
-                chunks, size = [], 0
-            chunks.append(chunk)
-            size, device = size + nbytes, next_device
-        if chunks:
-            yield Unit(chunks, device)
+            is_full = size + nbytes > self._unit_bytes or len(unit.chunks) == _MOST_CHUNKS
+            if unit.chunks and (is_full or device != unit.device):
+                yield unit
+                unit, size = Unit([], device), 0
+            unit.device = device
+            unit.chunks.append(chunk)
+            unit.layout += layout
+            size += nbytes
+        if unit.chunks:
+            yield unit
 
     def state(self, parameter: torch.Tensor) -> ParameterState:
         """Return the state of a parameter; create an empty one if it has none yet."""
@@ -343,7 +244,7 @@ class Swapper:
         self.pipeline.drop_reads()
         self.pipeline.settle()
         known.applied, known.unwritten = None, None
-        self.resident_bytes -= known.resident_bytes
+        self._computation.resident_bytes -= known.resident_bytes
         known.resident_bytes = 0
         device = self.layout.device(parameter)
         for chunk in known.chunks():
@@ -372,7 +273,7 @@ class Swapper:
 
     def _write_chunk(self, chunk: Chunk, new: dict[str, Any]) -> None:
         version = 1 - chunk.state.version if chunk.state.is_chunked else chunk.state.version
-        tensors = self._keep(chunk, new)
+        tensors = self._computation.keep(chunk, new)
         self.pipeline.start_write(Unit([chunk], self.layout.device(chunk.state.parameter)), [tensors], [version])
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,15 +16,17 @@ from cudafuture.storage import Buffer
 from cudafuture.storage.engine import PAGE
 from cudafuture.swap._parameter_state import UNDO, Chunk, ParameterState, StoredTensor, UndoPlace
 
-__all__ = ["Unit", "Write", "by_parameter", "copies", "cut", "places", "size_of"]
+__all__ = ["Unit", "Write", "by_parameter", "copies", "cut", "layout_of", "places"]
 
 
 @dataclass(eq=False)
 class Unit:
     """Chunks that are read together, updated one by one, and written together."""
 
-    chunks: Sequence[Chunk]
+    chunks: list[Chunk]
     device: torch.device
+    layout: list[StoredTensor] = field(default_factory=list)
+    """the tensors that have places in its buffer"""
     tensors: list[dict[str, torch.Tensor]] = field(default_factory=list)
     """the state tensors of each chunk, after the read"""
     undo: list[torch.Tensor | None] = field(default_factory=list)
@@ -41,11 +43,6 @@ class Unit:
     read: tuple[list[Chunk], CUDAFuture[list[torch.Tensor]]] | None = None
     """the chunks to read, and their tensors, one after another"""
     gradient_reads: list[tuple[Chunk, CUDAFuture[Any]]] = field(default_factory=list)
-
-    @cached_property
-    def layout(self) -> list[StoredTensor]:
-        """The tensors that have places in its buffer."""
-        return [tensor for chunk in self.chunks for tensor in _layout(chunk)]
 
     def size(self, room: float) -> int:
         """Return the size of its buffer, given the largest one; see ``places``."""
@@ -110,19 +107,17 @@ def copies(chunk: Chunk, device: torch.device) -> dict[str, torch.Tensor] | None
 # ---- the parts of a buffer
 
 
-def size_of(chunk: Chunk, room: float = math.inf) -> int:
-    """Return the size of a chunk's part of a buffer, given the largest buffer; see ``places``."""
-    return places(list(_layout(chunk)), room)[-1]
-
-
-def _layout(chunk: Chunk) -> Iterator[StoredTensor]:
-    yield from chunk.stored().values()
+def layout_of(chunk: Chunk) -> list[StoredTensor]:
+    """Return the tensors of a chunk that have places in a buffer: those to read, old values, and new ones."""
+    state = chunk.state
+    layout = list(chunk.stored().values())
     if _has_undo(chunk):
-        yield _flat(chunk, chunk.state.parameter.dtype)
-    if chunk.state.gradient is not None:
-        yield _flat(chunk, chunk.state.gradient.dtype)
-    for dtype in chunk.state.new:
-        yield _flat(chunk, dtype)
+        layout.append(_flat(chunk, state.parameter.dtype))
+    if state.gradient is not None:
+        layout.append(_flat(chunk, state.gradient.dtype))
+    if state.new:
+        layout += [_flat(chunk, dtype) for dtype in state.new]
+    return layout
 
 
 def _has_undo(chunk: Chunk) -> bool:
@@ -139,7 +134,7 @@ def places(tensors: Sequence[StoredTensor], room: float = math.inf) -> list[int]
     Each tensor takes whole pages, which a disk reads without a copy, if they fit into `room` bytes. If not, the tensors
     are adjacent.
     """
-    begins = [0, *itertools.accumulate(-(-tensor.nbytes // PAGE) * PAGE for tensor in tensors)]
+    begins = [0, *itertools.accumulate([-(-tensor.nbytes // PAGE) * PAGE for tensor in tensors])]
     if begins[-1] <= room:
         return begins
     begins, end = [], 0

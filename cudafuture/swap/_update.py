@@ -1,4 +1,4 @@
-"""Update of a parameter, or of one of its chunks, by an optimizer of torch."""
+"""Update of parameters, or of a chunk of one, by an optimizer of torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ELEMENTWISE = (
 
 
 class Update:
-    """Step of an optimizer, applied to one tensor at a time.
+    """Step of an optimizer, applied to some tensors at a time.
 
     A copy of the optimizer computes it, whose groups and state are empty between updates. Hooks do not run, because
     they belong to the whole step.
@@ -48,17 +48,21 @@ class Update:
         step: Any = type(optimizer).step
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
 
-    def __call__(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Update a parameter from its `grad`, with the options of a group; return its new state."""
+    def __call__(
+        self, group: dict[str, Any], parameters: list[torch.Tensor], states: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Update parameters from their `grad`, with the options of a group; return their new states.
+
+        A known optimizer updates the dictionaries of the states in place.
+        """
         single = {"foreach": False} if "foreach" in group else {}
         optimizer = self._optimizer
-        optimizer.param_groups = [{**group, "params": [parameter], **single}]
-        optimizer.state = defaultdict(dict)
-        if state:
-            optimizer.state[parameter] = state
+        optimizer.param_groups = [{**group, "params": parameters, **single}]
+        given = zip(parameters, states, strict=True)
+        optimizer.state = defaultdict(dict, ((p, state) for p, state in given if state or self.is_elementwise))
         try:
             self._step(optimizer)
-            return dict(optimizer.state[parameter])
+            return [optimizer.state[parameter] for parameter in parameters]
         finally:
             optimizer.param_groups = []
             optimizer.state = defaultdict(dict)
@@ -82,7 +86,7 @@ class Update:
         tried.grad = torch.zeros(shape)
         try:
             with torch.no_grad():
-                state = self({**group, "fused": None, "capturable": False}, tried, {})
+                (state,) = self({**group, "fused": None, "capturable": False}, [tried], [{}])
         except Exception:  # the optimizer is not for such parameters, or has its state already
             return self._made
         return _like(tried, state)

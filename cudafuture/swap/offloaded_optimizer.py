@@ -171,10 +171,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             self._order.begin_update(parameter)
             try:
                 self._swap.update_now(parameter, group)
-            except (
-                SwapError,
-                ValueError,
-            ) as e:  # raising it here would leave other parameters without gradients
+            except (SwapError, ValueError) as e:  # raising it here would leave other parameters without gradients
                 self._failed_update = self._failed_update or e
                 return
             parameter.grad = AppliedGradient(parameter)

@@ -208,12 +208,12 @@ def test_later_parameters_are_read_while_one_is_updated(store: Offloader, monkey
                         late.append(updated)
             super().step()
 
-    def readv(*args: Any, **options: Any) -> Any:
+    def readv(keys: list[str], *args: Any, **options: Any) -> Any:
         nonlocal reads
         with condition:
-            reads += 1
+            reads += len(keys)
             condition.notify_all()
-        return Offloader.readv(store, *args, **options)
+        return Offloader.readv(store, keys, *args, **options)
 
     def writev(*args: Any, **options: Any) -> Any:
         future = Offloader.writev(store, *args, **options)
@@ -275,7 +275,7 @@ def test_an_update_leaves_a_core_to_the_store_where_the_result_is_the_same(
         pair.optimizer.step()
         with Watch():  # type: ignore[no-untyped-call]
             pair.offloaded.step()
-        whole = name in ("Adafactor", "Muon") or dtype != torch.float32
+        whole = name in ("Adafactor", "Muon", "SGD") or dtype != torch.float32  # this SGD has no state in the store
         assert (min(counts), torch.get_num_threads()) == (3 if whole else 2, 3)
     pair.expect_same()
 
