@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from typing import Any, Literal, TypeVar, overload
 
 from cudafuture import _C
+from cudafuture._arguments import expect_number
 from cudafuture._C import CUDAFuture
 
 __all__ = ["as_completed", "collect_all", "collect_any", "gather", "wait", "wait_all"]
@@ -222,6 +223,8 @@ class _Countdown:
     """Countdown of a timeout. Calling it returns the seconds left, at least 0, or None without a timeout."""
 
     def __init__(self, timeout: float | None) -> None:
+        if timeout is not None:
+            expect_number("timeout", timeout)
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout is None (no limit) or seconds >= 0, not {timeout!r}")
         self._end = None if timeout is None or timeout > _LONGEST_TIMEOUT else time.monotonic() + timeout

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from cudafuture import _C, _xxhash
+from cudafuture._arguments import expect_int, expect_tensor, listed
 from cudafuture.errors import InvalidStateError
 
 __all__ = ["Digest", "digest", "digests"]
 
 _LEAF = 1 << 16  # bytes
+_LARGEST = (1 << 64) - 1
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -27,8 +29,7 @@ def digest(tensor: torch.Tensor) -> int:
     >>> digest(torch.zeros(3)) == digest(torch.zeros(3, dtype=torch.int32))
     True
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"expected a torch.Tensor, not {type(tensor).__qualname__}")
+    expect_tensor("tensor", tensor)
     is_contiguous = _C.has_contiguous_memory(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise TypeError(f"a tensor of layout {tensor.layout} has no memory of its own")
@@ -56,7 +57,17 @@ def digests(tensor: torch.Tensor, parts: Sequence[tuple[int, int]], seeds: Seque
     True
     """
     _xxhash.install()
-    return _C.digests_of(tensor, list(parts), [0] * len(parts) if seeds is None else list(seeds))
+    expect_tensor("tensor", tensor)
+    pairs = listed("parts", parts, "pairs of an offset and a length")
+    given = [0] * len(pairs) if seeds is None else listed("seeds", seeds, "numbers of 64 bits")
+    return _C.digests_of(tensor, pairs, [_seed(seed) for seed in given])
+
+
+def _seed(seed: int) -> int:
+    """Raise TypeError unless a seed is a number of 64 bits, as the native module does."""
+    if not 0 <= expect_int("each of seeds", seed) <= _LARGEST:
+        raise TypeError(f"each of seeds is a number of 64 bits, not {seed!r}")
+    return seed
 
 
 class Digest:
@@ -74,7 +85,7 @@ class Digest:
 
     def __init__(self, nbytes: int) -> None:
         _xxhash.install()
-        self._nbytes = nbytes
+        self._nbytes = nbytes = expect_int("nbytes", nbytes, 0)
         self._lock = threading.Lock()  # guards what follows, but for the native half
         self._added: set[int] = set()  # the multiples of 64 KiB at which added bytes begin
         self._left = nbytes
@@ -95,8 +106,8 @@ class Digest:
         >>> Digest(3).add(0, zeros) == digest(zeros)
         True
         """
-        if not isinstance(piece, torch.Tensor):
-            raise TypeError(f"expected a torch.Tensor, not {type(piece).__name__}")
+        expect_tensor("piece", piece)
+        at = expect_int("at", at)
         end = at + piece.nbytes
         if at % _LEAF or not 0 <= at <= end <= self._nbytes or (end % _LEAF and end < self._nbytes):
             raise ValueError(f"bytes {at} to {end} of {self._nbytes} are not a multiple of 64 KiB, nor the last ones")
@@ -131,6 +142,6 @@ class Digest:
         """
         if self._left:
             raise InvalidStateError(f"{self._left} of {self._nbytes} bytes were not added")
-        if not 0 <= seed < 1 << 64:
+        if not 0 <= expect_int("seed", seed) <= _LARGEST:
             raise ValueError(f"a seed is a number of 64 bits, not {seed!r}")
         return self._native.digest(seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal
@@ -11,6 +10,7 @@ from typing import Literal
 import torch
 
 from cudafuture import _C
+from cudafuture._arguments import expect_dtype, expect_int
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.storage.engine import PAGE
@@ -34,7 +34,7 @@ def empty(size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.
     (torch.Size([2, 3]), torch.bfloat16, 0)
     """
     shape = _shape(size)
-    dtype = dtype or torch.get_default_dtype()
+    dtype = _dtype(dtype)
     return _C.aligned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
@@ -71,7 +71,7 @@ class Buffer:
         torch.Size([5, 5])
         """
         shape = _shape(size)
-        dtype = dtype or torch.get_default_dtype()
+        dtype = _dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > self.tensor.numel():
             raise ValueError(f"a tensor of {nbytes} bytes is larger than the buffer of {self.tensor.numel()} bytes")
@@ -133,9 +133,7 @@ class BufferPool:
     """
 
     def __init__(self, nbytes: int, pin: Literal["auto"] | bool = "auto") -> None:
-        nbytes = operator.index(nbytes)
-        if nbytes < 1:
-            raise ValueError(f"nbytes={nbytes!r} is not positive")
+        nbytes = expect_int("nbytes", nbytes, 1)
         if pin not in ("auto", True, False):
             raise ValueError(f"pin={pin!r} is not valid; use 'auto', True or False")
         self._nbytes = math.ceil(nbytes / PAGE) * PAGE
@@ -169,7 +167,7 @@ class BufferPool:
         >>> BufferPool(1 << 20).take(100).wait().tensor.shape
         torch.Size([100])
         """
-        nbytes = operator.index(nbytes)
+        nbytes = expect_int("nbytes", nbytes)
         if not 0 <= nbytes <= self._nbytes:
             raise ValueError(f"{nbytes} bytes were requested of a pool of {self._nbytes}")
         loan = _C.make_buffer_loan()
@@ -210,10 +208,18 @@ class BufferPool:
 
 
 def _shape(size: int | Sequence[int]) -> tuple[int, ...]:
-    shape = (size,) if isinstance(size, int) else tuple(size)
+    sizes = size if isinstance(size, Sequence) and not isinstance(size, str) else (size,)
+    shape = tuple(expect_int("size", each) for each in sizes)
     if any(each < 0 for each in shape):
         raise ValueError(f"shape {list(shape)} has a negative size")
     return shape
+
+
+def _dtype(dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None:
+        return torch.get_default_dtype()
+    expect_dtype("dtype", dtype)
+    return dtype
 
 
 def _arena(nbytes: int, pinned: bool) -> torch.Tensor:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from cudafuture import _C
+from cudafuture._arguments import expect_int, shown
 
 __all__ = ["Engine", "EngineStatistics", "default_engine"]
 
@@ -79,10 +80,10 @@ class Engine:
     ) -> None:
         if backend not in get_args(BackendName):
             raise ValueError(f"backend={backend!r} does not exist; use one of {', '.join(get_args(BackendName))}")
-        _expect("queue_depth", queue_depth, 1, 4096)
-        _expect("block_size", block_size, PAGE, _LARGEST_BLOCK)
-        _expect("threads", threads, 1, 1024)
-        _expect("max_pending", 1 if max_pending is None else max_pending, 1, 1 << 62)
+        queue_depth = expect_int("queue_depth", queue_depth, 1, 4096)
+        block_size = expect_int("block_size", block_size, PAGE, _LARGEST_BLOCK)
+        threads = expect_int("threads", threads, 1, 1024)
+        max_pending = None if max_pending is None else expect_int("max_pending", max_pending, 1, 1 << 62)
         if block_size % PAGE:
             raise ValueError(f"block_size={block_size} is not a multiple of {PAGE}")
         if queue_depth * block_size > _MOST_MEMORY:
@@ -135,11 +136,6 @@ class Engine:
         return f"<Engine on {self.backend}, {self.queue_depth} blocks of {self.block_size} bytes>"
 
 
-def _expect(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ValueError(f"{name}={value!r} is not between {least} and {most}")
-
-
 _logged: set[str] = set()
 
 
@@ -151,6 +147,17 @@ def _log_once(message: str) -> None:
 
 _lock = threading.Lock()
 _default: Engine | None = None
+
+
+def engine_or_default(engine: Engine | None) -> Engine:
+    """Return an engine that was passed as an argument, or that of the process.
+
+    Raises:
+        TypeError: the argument is not an engine.
+    """
+    if engine is not None and not isinstance(engine, Engine):
+        raise TypeError(f"engine is an Engine, such as Engine('threads'), not {shown(engine)}")
+    return engine or default_engine()
 
 
 def default_engine() -> Engine:

@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 
 from cudafuture import _C
+from cudafuture._arguments import expect_int, expect_tensor, listed
 from cudafuture._C import CUDAFuture
 from cudafuture._path import path_text
 from cudafuture.future import submit
-from cudafuture.storage.engine import Engine, default_engine
+from cudafuture.storage.engine import Engine, engine_or_default
 
 __all__ = ["File"]
 
@@ -24,6 +25,7 @@ _logger = logging.getLogger("cudafuture.storage")
 _without_direct: set[int] = set()  # devices for which the missing direct I/O was logged
 
 MODES = ("r", "r+", "w", "w+")
+_LARGEST = (1 << 63) - 1  # bytes of a file
 
 
 class File:
@@ -69,7 +71,7 @@ class File:
             raise ValueError(f"direct={direct!r} is not valid; use 'auto', True or False")
         self._path = path_text(path)
         self._mode = mode
-        self._engine = engine or default_engine()
+        self._engine = engine_or_default(engine)
         self._native = _C.open_storage_file(self._path, mode, None if direct == "auto" else direct)
         if direct == "auto" and not self.is_direct:
             self._log_no_direct()
@@ -155,36 +157,45 @@ class File:
         return self._transfer(False, tensors, offset, priority)
 
     def _transfer(self, reads: bool, tensors: Iterable[torch.Tensor], offset: int, priority: int) -> CUDAFuture[int]:
-        if offset < 0:
-            raise ValueError(f"offset={offset} is negative")
+        given = listed("tensors", tensors, "tensors")
         name = f"{'read' if reads else 'write'} {self._path}"
-        return self._engine._native.transfer(self._native, reads, list(tensors), offset, name, priority)
+        if type(offset) is not int or offset < 0:
+            offset = expect_int("offset", offset, 0)
+        try:
+            return self._engine._native.transfer(self._native, reads, given, offset, name, priority)
+        except TypeError:
+            for i, tensor in enumerate(given):
+                expect_tensor(f"tensors[{i}]" if len(given) > 1 else "tensor", tensor)
+            expect_int("priority", priority)
+            raise
 
     def allocate(self, size: int) -> None:
         """Allocate disk blocks for `size` bytes, so that writes there cannot run out of room, and are faster.
 
         Raises:
             StorageError: the disk has too little room.
+            ValueError: the size is negative.
 
         >>> file = File("numbers", "w")
         >>> file.allocate(1 << 20)
         >>> file.size
         1048576
         """
-        self._native.allocate(size)
+        self._native.allocate(expect_int("size", size, 0, _LARGEST))
 
     def truncate(self, size: int) -> None:
         """Truncate the file, or extend it with zeros, to `size` bytes.
 
         Raises:
             StorageError: the system call failed.
+            ValueError: the size is negative.
 
         >>> file = File("numbers", "w+")
         >>> file.truncate(100)
         >>> file.size
         100
         """
-        self._native.truncate(size)
+        self._native.truncate(expect_int("size", size, 0, _LARGEST))
 
     def sync(self) -> CUDAFuture[None]:
         """Return a future that completes when all writes that completed before this call survive a crash.

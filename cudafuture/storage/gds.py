@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from cudafuture import _C
+from cudafuture._arguments import expect_int, listed
 from cudafuture._C import CUDAFuture
 from cudafuture._staging import devices_of, earlier_work
 from cudafuture.errors import InvalidStateError, StorageError
@@ -62,11 +63,10 @@ class GDSFile(File):
         self._closed = False
 
     def _transfer(self, reads: bool, tensors: Iterable[torch.Tensor], offset: int, priority: int) -> CUDAFuture[int]:
-        given = list(tensors)
+        given = listed("tensors", tensors, "tensors")
         if not given or not all(_goes_directly(t) for t in given):
             return super()._transfer(reads, given, offset, priority)
-        if offset < 0:
-            raise ValueError(f"offset={offset} is negative")
+        offset = expect_int("offset", offset, 0)
         if self._closed:
             return CUDAFuture.failed(InvalidStateError(f"the file was closed before the operation began: {self._path}"))
         earlier = earlier_work(devices_of(given))

@@ -119,8 +119,13 @@ def _lock_or_fail(dir: str, flags: int, kind: int) -> int:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+        file = os.fstat(lock)
+        is_own = any(os.path.samestat(os.fstat(other), file) for other in _locks if other != lock)
         _close(lock)
-        message = f"{dir} is a durable store that process {owner} has open"
+        if is_own:
+            message = f"{dir} is a durable store that this process has open: use that Offloader, or close it first"
+        else:
+            message = f"{dir} is a durable store that process {owner} has open"
         raise StorageError(message, errno=errno.EBUSY, path=dir) from None
     except BaseException:
         _close(lock)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from cudafuture import _C
+from cudafuture._arguments import expect_bool, expect_mapping, listed
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError, NotFoundError
 from cudafuture.store.protocol import Entry
@@ -40,7 +41,7 @@ class OffloaderKeys:
         >>> from cudafuture.store import Offloader
         >>> Offloader("states").deletev([]).wait()
         """
-        return self._native.erase(list(keys))
+        return self._native.erase(listed("keys", keys, "keys"))
 
     def link(self, links: Mapping[str, str]) -> CUDAFuture[None]:
         """Give tensors a second key, without copying them: each key of `links` gets the tensor of the key it maps to.
@@ -63,7 +64,10 @@ class OffloaderKeys:
         tensor([[1., 0.],
                 [0., 1.]])
         """
-        return self._native.link(links if type(links) is dict else dict(links))
+        if type(links) is not dict:
+            expect_mapping("links", links, "{new key: key}")
+            links = dict(links)
+        return self._native.link(links)
 
     def map(self, key: str | Sequence[str], *, verify: bool = False) -> torch.Tensor:
         """Return the tensor of a key without reading it: each page is read from disk on first access.
@@ -100,7 +104,8 @@ class OffloaderKeys:
         >>> store.map("embedding")[1]
         tensor([2., 3.])
         """
-        return self._native.map([key] if isinstance(key, str) else list(key), verify)
+        expect_bool("verify", verify)
+        return self._native.map([key] if isinstance(key, str) else listed("key", key, "keys"), verify)
 
     def keys(self) -> list[str]:
         """Return all keys, in the order of their last writes.
@@ -161,7 +166,7 @@ class OffloaderKeys:
             except NotFoundError:
                 return None
 
-        return CUDAFuture.completed([find(key) for key in keys])
+        return CUDAFuture.completed([find(key) for key in listed("keys", keys, "keys")])
 
     def list_keys(self) -> CUDAFuture[list[str]]:
         """Return a future of ``keys()``, which is complete at once; in a remote store it is not.

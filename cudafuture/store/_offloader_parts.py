@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from cudafuture import _C
+from cudafuture._arguments import expect_dtype, expect_int, expect_str, listed
 from cudafuture._C import CUDAFuture, Snapshot
 from cudafuture.store.multipart_write import MultipartWrite
+from cudafuture.store.protocol import expect_one_for_each
 
 __all__ = ["OffloaderParts"]
 
@@ -44,7 +46,14 @@ class OffloaderParts:
         >>> store.read("weight").wait()[:, 0]
         tensor([0., 1.])
         """
-        return MultipartWrite(self, self._native.begin_write(key, dtype, shape, priority))
+        sizes = listed("shape", shape, "sizes")
+        try:
+            return MultipartWrite(self, self._native.begin_write(key, dtype, sizes, priority))
+        except TypeError:
+            expect_str("key", key)
+            expect_dtype("dtype", dtype)
+            expect_int("priority", priority)
+            raise
 
     def snapshots(self, keys: Iterable[str]) -> list[Snapshot | None]:
         """Return a snapshot of each key, all of the same moment; None if the key does not exist.
@@ -61,7 +70,7 @@ class OffloaderParts:
         >>> store.snapshots(["weight", "bias"])
         [<Snapshot of 'weight', version 1, 12 bytes>, None]
         """
-        return self._native.snapshots(keys if type(keys) is list else list(keys))
+        return self._native.snapshots(keys if type(keys) is list else listed("keys", keys, "keys"))
 
     def read_parts(
         self,
@@ -100,4 +109,10 @@ class OffloaderParts:
         >>> out
         tensor([0, 1], dtype=torch.uint8)
         """
-        return self._native.read_parts(parts if type(parts) is list else list(parts), digests, priority)
+        given = parts if type(parts) is list else listed("parts", parts, "tuples of a snapshot, a byte and a tensor")
+        try:
+            return self._native.read_parts(given, digests, priority)
+        except TypeError:
+            expect_one_for_each(digests, torch.uint64, len(given), "digests")
+            expect_int("priority", priority)
+            raise

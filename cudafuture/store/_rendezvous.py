@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+from cudafuture._arguments import expect_number
+
 __all__ = ["Rendezvous"]
 
 _LONGEST_KEY = 1024  # bytes of UTF-8
@@ -31,6 +33,7 @@ class Rendezvous:
                 f"weights for {sorted(unknown)}, which are not among {[name for name, _, _ in self._places]}"
             )
         for name, _, weight in self._places:
+            expect_number(f"the weight of {name!r}", weight)
             if not 0 < weight < math.inf:
                 raise ValueError(f"the weight of {name!r} is {weight!r}; it must be positive and finite")
 

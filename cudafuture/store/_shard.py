@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from cudafuture._arguments import listed, shown
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import WorkerLostError
 from cudafuture.executors import callback_thread
@@ -57,11 +58,16 @@ def named(offloaders: Mapping[str, Store] | Sequence[Store]) -> dict[str, Store]
         ValueError: there are no shards, one appears twice, two have the same name, or one has no name.
         TypeError: a name is not a str.
     """
-    pairs = offloaders.items() if isinstance(offloaders, Mapping) else [(_name_of(each), each) for each in offloaders]
+    pairs: Iterable[tuple[str, Store]]
+    if isinstance(offloaders, Mapping):
+        pairs = offloaders.items()
+    else:
+        pairs = [(_name_of(each), each) for each in listed("offloaders", offloaders, "stores, or a mapping of names")]
     shards: dict[str, Store] = {}
     for name, shard in pairs:
         if not isinstance(name, str):
             raise TypeError(f"a shard's name is a str, not {name!r}")
+        _expect_store(shard)
         if name in shards:
             raise ValueError(f"two shards are called {name!r}: give a mapping of names to offloaders")
         shards[name] = shard
@@ -72,8 +78,14 @@ def named(offloaders: Mapping[str, Store] | Sequence[Store]) -> dict[str, Store]
     return dict(sorted(shards.items()))
 
 
+def _expect_store(shard: Store) -> None:
+    if not hasattr(shard, "readv"):
+        raise TypeError(f"offloaders are stores, such as Offloader('folder'), not {shown(shard)}")
+
+
 def _name_of(shard: Store) -> str:
     """Return a shard's own name; its position in a list would not show where keys lie."""
+    _expect_store(shard)
     for fact in ("worker", "dir"):
         if isinstance(name := getattr(shard, fact, None), str):
             return name

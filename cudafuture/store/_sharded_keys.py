@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+from cudafuture._arguments import listed
 from cudafuture._C import CUDAFuture
 from cudafuture.store import _shard
 from cudafuture.store._inventory import Inventory
@@ -87,7 +88,7 @@ class ShardedKeys:
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).find(["weight"]).wait()
         [None]
         """
-        names = list(keys)
+        names = listed("keys", keys, "keys")
 
         def merged(found: list[list[Entry | None]], places: list[list[int]]) -> list[Entry | None]:
             entries = _shard.in_order(found, places)
@@ -110,8 +111,8 @@ class ShardedKeys:
 
         def merged(found: list[list[str]]) -> list[str]:
             keys = []
-            for name, listed in zip(self._shards, found, strict=True):
-                here = [key for key in listed if self.where(key) == name]
+            for name, listing in zip(self._shards, found, strict=True):
+                here = [key for key in listing if self.where(key) == name]
                 self._inventory.found(name, here)
                 keys += here
             return keys

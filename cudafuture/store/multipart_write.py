@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cudafuture import _C
+from cudafuture._arguments import expect_tensor
 from cudafuture._C import CUDAFuture
 
 if TYPE_CHECKING:
@@ -64,7 +65,11 @@ class MultipartWrite:
         >>> write.put(0, torch.zeros(3)).wait()
         12
         """
-        return self._native.put(at, tensor, digest)
+        try:
+            return self._native.put(at, tensor, digest)
+        except TypeError:
+            expect_tensor("tensor", tensor)
+            raise
 
     def commit(self, *, digest: int | None = None) -> CUDAFuture[int]:
         """Give the key the tensor, when all parts in flight have ended.

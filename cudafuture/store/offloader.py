@@ -14,13 +14,22 @@ import torch
 from typing_extensions import Self
 
 from cudafuture import _C, _xxhash
+from cudafuture._arguments import expect_bool, expect_int, expect_mapping, listed
 from cudafuture._C import CUDAFuture
 from cudafuture._path import path_text
-from cudafuture.storage.engine import Engine, default_engine
+from cudafuture.storage.engine import Engine, engine_or_default
 from cudafuture.store._home import DurableHome, EphemeralHome, durable_home, is_direct, log_recovery
 from cudafuture.store._offloader_keys import OffloaderKeys
 from cudafuture.store._offloader_parts import OffloaderParts
-from cudafuture.store.protocol import OffloaderStatistics, expected_digests
+from cudafuture.store.protocol import (
+    OffloaderStatistics,
+    device_to_read_into,
+    expect_one_for_each,
+    expect_readable,
+    expect_writable,
+    expected_digests,
+    tensors_to_fill,
+)
 
 if TYPE_CHECKING:
     from cudafuture.store.salvage import SalvagedStore
@@ -78,15 +87,16 @@ class Offloader(OffloaderKeys, OffloaderParts):
     ) -> None:
         if direct not in ("auto", True, False):
             raise ValueError(f"direct={direct!r} is not valid; use 'auto', True or False")
-        if capacity is not None and capacity < 1:
-            raise ValueError(f"capacity={capacity!r} is not at least 1")
+        capacity = None if capacity is None else min(expect_int("capacity", capacity, 1), (1 << 63) - 1)
+        for name, flag in (("checksum", checksum), ("durable", durable), ("read_only", read_only)):
+            expect_bool(name, flag)
         if read_only and not durable:
             raise ValueError("read_only=True is for a durable store: an ephemeral one begins empty")
-        engine = engine or default_engine()
+        engine = engine_or_default(engine)
         if engine.block_size < _LEAST_BLOCK or engine.block_size % _LEAF:
             raise ValueError(f"{engine!r}: its blocks are not a multiple of {_LEAF} bytes, or less than {_LEAST_BLOCK}")
         _xxhash.install()
-        self._dir = str(Path(path_text(dir)).absolute())  # the process may change its working directory
+        self._dir = str(Path(path_text(dir, "dir")).absolute())  # the process may change its working directory
         self._capacity, self._durable = capacity, durable
         home = durable_home(self._dir, read_only) if durable else EphemeralHome(self._dir)
         self._read_only = isinstance(home, DurableHome) and home.read_only
@@ -170,7 +180,11 @@ class Offloader(OffloaderKeys, OffloaderParts):
         >>> store.write("weight", torch.eye(3)).wait()
         36
         """
-        return self._native.write([key], [tensor], priority, None, None, False)
+        try:
+            return self._native.write([key], [tensor], priority, None, None, False)
+        except TypeError:
+            expect_writable({key: tensor}, priority)
+            raise
 
     def writev(
         self,
@@ -201,9 +215,17 @@ class Offloader(OffloaderKeys, OffloaderParts):
         >>> Offloader("states").writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
         """
+        if not isinstance(tensors, dict):
+            expect_mapping("tensors", tensors, "{key: tensor}")
         keys, values = list(tensors.keys()), list(tensors.values())
         expected = None if digests is None else expected_digests(tensors, digests)
-        return self._native.write(keys, values, priority, expected, written, atomic)
+        try:
+            return self._native.write(keys, values, priority, expected, written, atomic)
+        except TypeError:
+            expect_writable(tensors, priority)
+            expect_bool("atomic", atomic)
+            expect_one_for_each(written, torch.bool, len(keys), "written")
+            raise
 
     def read(
         self,
@@ -236,9 +258,14 @@ class Offloader(OffloaderKeys, OffloaderParts):
         >>> store.read("weight").wait()
         tensor([0, 1, 2])
         """
-        _not_both(out, device)
+        if device is not None:
+            device = device_to_read_into(out, device)
         outs = None if out is None else [out]
-        return self._native.read([key], outs, device, False, priority, None)
+        try:
+            return self._native.read([key], outs, device, False, priority, None)
+        except TypeError:
+            expect_readable([key], outs, priority)
+            raise
 
     def readv(
         self,
@@ -264,12 +291,16 @@ class Offloader(OffloaderKeys, OffloaderParts):
         >>> store.readv(["bias", "weight"]).wait()
         [tensor([0.]), tensor([1., 1.])]
         """
-        _not_both(outs, device)
-        names = list(keys)
-        if outs is not None and len(outs) != len(names):
-            raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to fill")
-        into = None if outs is None else list(outs)
-        return self._native.read(names, into, device, True, priority, digests)
+        if device is not None:
+            device = device_to_read_into(outs, device)
+        names = listed("keys", keys, "keys")
+        into = None if outs is None else tensors_to_fill(outs, len(names))
+        try:
+            return self._native.read(names, into, device, True, priority, digests)
+        except TypeError:
+            expect_readable(names, into, priority)
+            expect_one_for_each(digests, torch.uint64, len(names), "digests")
+            raise
 
     def flush(self) -> CUDAFuture[None]:
         """Return a future that completes when all writes and deletions so far are done.
@@ -328,11 +359,6 @@ _open_stores: weakref.WeakSet[Offloader] = weakref.WeakSet()
 def _close_all() -> None:
     for store in list(_open_stores):
         store.close()
-
-
-def _not_both(out: object, device: object) -> None:
-    if out is not None and device is not None:
-        raise ValueError("pass either out or device, not both: out already has a device")
 
 
 def _end(native: _C.Store, home: EphemeralHome | DurableHome, pid: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import Self
 
+from cudafuture._arguments import expect_mapping, listed
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import collect_all
 from cudafuture.errors import InvalidStateError, WorkerLostError
@@ -20,7 +21,13 @@ from cudafuture.store._rendezvous import Rendezvous
 from cudafuture.store._shard import Failure, Share, blamed, named
 from cudafuture.store._sharded_keys import ShardedKeys
 from cudafuture.store.offloader import Offloader
-from cudafuture.store.protocol import Store, expect_one_for_each, expected_digests
+from cudafuture.store.protocol import (
+    Store,
+    device_to_read_into,
+    expect_one_for_each,
+    expected_digests,
+    tensors_to_fill,
+)
 
 __all__ = ["ShardedOffloader"]
 
@@ -70,6 +77,8 @@ class ShardedOffloader(ShardedKeys):
         self, offloaders: Mapping[str, Store] | Sequence[Store], *, weights: Mapping[str, float] | None = None
     ) -> None:
         self._shards = named(offloaders)
+        if weights is not None:
+            expect_mapping("weights", weights, "{name of a shard: share}")
         self._rendezvous = Rendezvous(self._shards, weights or {})
         self._closed = False
         # A shard in this process dies with this process.
@@ -136,9 +145,10 @@ class ShardedOffloader(ShardedKeys):
         >>> store.writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
         """
+        expect_mapping("tensors", tensors, "{key: tensor}")
         items = list(tensors.items())
         expected_digests(tensors, digests)
-        expect_one_for_each(written, torch.bool, len(items), "outcomes")
+        expect_one_for_each(written, torch.bool, len(items), "written")
         if written is not None:
             with torch.inference_mode(written.is_inference()), torch.no_grad():
                 written.fill_(False)
@@ -188,15 +198,13 @@ class ShardedOffloader(ShardedKeys):
         >>> store.readv(["bias", "weight"]).wait()
         [tensor([0.]), tensor([1., 1.])]
         """
-        names = list(keys)
-        if outs is not None and device is not None:
-            raise ValueError("pass either out or device, not both: out already has a device")
-        if outs is not None and len(outs) != len(names):
-            raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to fill")
+        names = listed("keys", keys, "keys")
+        device = None if device is None else device_to_read_into(outs, device)
+        given = None if outs is None else tensors_to_fill(outs, len(names))
         expect_one_for_each(digests, torch.uint64, len(names), "digests")
 
         def begin(shard: Store, places: Sequence[int]) -> CUDAFuture[list[torch.Tensor]]:
-            into = None if outs is None else [outs[i] for i in places]
+            into = None if given is None else [given[i] for i in places]
             part, gather = _shard.part_of(digests, places)
             return gather(shard.readv([names[i] for i in places], into, device, priority=priority, digests=part))
 
@@ -219,7 +227,7 @@ class ShardedOffloader(ShardedKeys):
 
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).deletev([]).wait()
         """
-        names = list(keys)
+        names = listed("keys", keys, "keys")
         return self._ask(
             "delete", names, lambda shard, places: shard.deletev([names[i] for i in places]), _shard.nothing
         )

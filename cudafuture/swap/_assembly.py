@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
 
+from cudafuture._arguments import expect_int
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import wait_all
 from cudafuture.storage import File
@@ -60,7 +62,15 @@ def partitions_of(
         ValueError: the partitions have other than `numel` elements, or a tensor has too few.
     """
     found: list[Partition] = []
-    for tensor, count, source in infos:
+    for info in infos:
+        if not isinstance(info, Sequence) or len(info) != 3 or not isinstance(info[0], (torch.Tensor, NoneType)):
+            raise TypeError(
+                f"a partition is a tuple of a tensor or None, its number of elements, and its place: {info!r}"
+            )
+        tensor, source = info[0], info[2]
+        count = expect_int("the number of elements of a partition", info[1], 0)
+        if source is not None and not isinstance(source, (str, os.PathLike)):
+            raise TypeError(f"the place of a partition is None, a key or a path, not {source!r}")
         kind = dtype if tensor is None else tensor.dtype
         if source is None:
             if tensor is None or tensor.numel() < count:

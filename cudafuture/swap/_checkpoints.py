@@ -240,8 +240,8 @@ class _Contents:
 
 def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: SwappedStates) -> None:
     """Save the state of all parameters; none of them is being written."""
-    if not checkpoint or "/" in checkpoint:
-        raise ValueError(f"the name of a checkpoint, {checkpoint!r}, is empty or has a '/'")
+    if not isinstance(checkpoint, str) or not checkpoint or "/" in checkpoint:
+        raise ValueError(f"the name of a checkpoint, {checkpoint!r}, is not a str, is empty, or has a '/'")
     listing = _Listing.of(store, name)
     older = listing.of_checkpoint(checkpoint)
     number = max(older, default=0) + 1

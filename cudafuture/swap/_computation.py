@@ -51,7 +51,7 @@ class Computation:
         self.resident_bytes = 0
 
     def prepare(self, state: ParameterState, group: Group) -> bool:
-        """Note the group of a parameter that is updated next; return whether its state is, or will be, in memory.
+        """Record the group of a parameter that is updated next; return whether its state is, or will be, in memory.
 
         The first state of a parameter stays in memory if there is room for it; then the parameter has one chunk. A
         parameter whose gradient may be in the store keeps its chunks: the buffers have room for one chunk's gradient.

@@ -6,6 +6,7 @@ import os
 import weakref
 from typing import Any
 
+from cudafuture._arguments import expect_str, shown
 from cudafuture.store import Offloader, Store
 
 __all__ = ["Namespace"]
@@ -24,11 +25,15 @@ class Namespace:
 
     Raises:
         ValueError: the name is empty, has a "/", or is in use.
+        TypeError: the store or the name has another type.
     """
 
     def __init__(self, store: Store | str | os.PathLike[str], name: str) -> None:
+        expect_str("name", name)
         if not name or "/" in name:
             raise ValueError(f"name={name!r} is empty or has a '/'")
+        if not isinstance(store, (str, os.PathLike)) and not hasattr(store, "readv"):
+            raise TypeError(f"store is a store or the path of a folder, not {shown(store)}")
         self._own_store = Offloader(store) if isinstance(store, (str, os.PathLike)) else None
         self.store: Store = store if self._own_store is None else self._own_store  # type: ignore[assignment]
         self.name, self.state_prefix = name, f"{name}/state/"

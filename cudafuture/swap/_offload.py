@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from cudafuture._arguments import expect_tensor, listed, shown
 from cudafuture.store import Store
 from cudafuture.swap._options import SwapOptions
 from cudafuture.swap.offloaded_optimizer import OffloadedOptimizer
@@ -64,6 +65,7 @@ def offload(
             ``clip_grad_norm_()``, ``unscale_()`` and ``gradient_of()`` instead. Backward passes accumulate.
 
     Raises:
+        TypeError: an argument has another type.
         ValueError: the optimizer cannot be split by parameter; an argument is out of its range; `buffer_bytes` is less
             than one unit needs (the message has the minimum).
 
@@ -80,6 +82,11 @@ def offload(
         make = None
         groups: list[dict[str, Any]] = optimizer.param_groups
     else:
+        if isinstance(optimizer, torch.nn.Module) or not callable(optimizer):
+            raise TypeError(
+                "optimizer is a torch.optim.Optimizer, or a function that creates one from parameters, such as "
+                f"torch.optim.Adam, not {shown(optimizer)}"
+            )
         if params is None:
             raise ValueError("a function that creates an optimizer needs params=")
         make = optimizer
@@ -93,7 +100,13 @@ def offload(
 
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    given = list(params)
+    given = listed("params", params, "parameters or groups")
     if not given or not isinstance(given[0], dict):
         given = [{"params": given}]
-    return [dict(group) for group in given]
+    groups = [dict(group) for group in given]
+    for group in groups:
+        of_group = group["params"]
+        group["params"] = [of_group] if isinstance(of_group, torch.Tensor) else list(of_group)
+        for parameter in group["params"]:
+            expect_tensor("each of params", parameter)
+    return groups

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cudafuture._arguments import expect_number, expect_tensor
 from cudafuture._modes import outside_inference
 from cudafuture.errors import SwapError
 from cudafuture.swap._gradient_marks import GradientMark, SwappedGradient
@@ -80,6 +81,7 @@ class OffloadedGradients(ABC):
         >>> optimizer.gradient_of(weight)
         tensor([1., 1., 1.])
         """
+        expect_tensor("parameter", parameter)
         with self._lock, outside_inference(), torch.no_grad():
             if self._has_swapped_gradient(parameter):
                 return self._swap.pipeline.read_gradient(self._swap.state(parameter))
@@ -126,6 +128,8 @@ class OffloadedGradients(ABC):
         >>> optimizer.gradient_of(weight)
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
         """
+        for name, number in (("max_norm", max_norm), ("norm_type", norm_type)):
+            expect_number(name, number)
         with self._lock, outside_inference(), torch.no_grad():
             clipped: list[torch.Tensor] = []
             norms: list[torch.Tensor] = []
@@ -165,6 +169,7 @@ class OffloadedGradients(ABC):
         >>> optimizer.gradient_of(weight)
         tensor([1., 1.])
         """
+        expect_number("scale", scale)
         with self._lock, outside_inference(), torch.no_grad():
             inverse = torch.as_tensor(scale, dtype=torch.float64).reciprocal().float()
             finite = True

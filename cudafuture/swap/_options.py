@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cudafuture._arguments import expect_bool, expect_int
+
 __all__ = ["SwapOptions"]
 
 
@@ -23,9 +25,11 @@ class SwapOptions:
 
     def __post_init__(self) -> None:
         for name in ("min_bytes", "memory", "prefetch"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} is negative")
-        if self.chunk_bytes < 1 << 16:
-            raise ValueError(f"chunk_bytes={self.chunk_bytes!r} is less than 64 KiB")
+            expect_int(name, getattr(self, name), 0)
+        if self.buffer_bytes is not None:
+            expect_int("buffer_bytes", self.buffer_bytes, 1)
+        expect_int("chunk_bytes", self.chunk_bytes, 1 << 16)
+        expect_bool("master_weights", self.master_weights)
+        expect_bool("swap_gradients", self.swap_gradients)
         if self.compute not in ("parameter", "cpu"):
             raise ValueError(f"compute={self.compute!r} is neither 'parameter' nor 'cpu'")

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from cudafuture._arguments import expect_tensor
+
 __all__ = ["GroupIndex", "name_of", "parameters_of"]
 
 Group = dict[str, Any]
@@ -43,6 +45,7 @@ class GroupIndex:
         Raises:
             KeyError: no group has it.
         """
+        expect_tensor("parameter", parameter)
         group = self.find(groups, parameter)
         if group is None:
             raise KeyError("the optimizer does not have this parameter")

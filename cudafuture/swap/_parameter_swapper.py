@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cudafuture._arguments import expect_tensor
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import gather
 from cudafuture.errors import InvalidStateError, SwapError
@@ -105,6 +106,7 @@ class ParameterSwapper:
 
     def find(self, parameter: torch.Tensor) -> ParameterState | None:
         """Return the record of a parameter, or None if it is not registered."""
+        expect_tensor("parameter", parameter)
         return self._states.get(parameter)
 
     @property
@@ -269,7 +271,8 @@ class ParameterSwapper:
         """
         parameter, unit = state.parameter, self._bound_unit(state)
         tensors = {PARAMETER: parameter.detach()} if self.is_swappable(parameter) else {}
-        tensors |= {name: tensor.detach() for name, tensor in self._state_tensors(parameter).items()}
+        bound = self._optimizer.state.get(parameter, {})
+        tensors |= {n: t.detach() for n, t in bound.items() if isinstance(t, torch.Tensor) and self.is_swappable(t)}
         state.stored = {name: StoredTensor(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         future = self.pipeline.start_write(unit, [tensors], [state.version])
         self._unbind(state)
@@ -304,10 +307,6 @@ class ParameterSwapper:
         if state not in self._bound:
             raise InvalidStateError(f"{self._name(state)} is not swapped in")
         return self._bound[state]
-
-    def _state_tensors(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        state = self._optimizer.state.get(parameter, {})
-        return {name: t for name, t in state.items() if isinstance(t, torch.Tensor) and self.is_swappable(t)}
 
     def release(self, state: ParameterState) -> None:
         """Discard a parameter and its state in memory; the store has the values of the last write.

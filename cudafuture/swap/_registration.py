@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cudafuture._arguments import expect_dtype, expect_int, expect_tensor, listed
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import wait_all
 from cudafuture.storage import empty
@@ -43,7 +44,9 @@ class Registration(ABC):
         """
         if isinstance(tensor_or_numel, torch.Tensor):
             return self._swap.is_swappable(tensor_or_numel)
-        return self._swap.is_swappable(torch.empty(tensor_or_numel, dtype=dtype, device="meta"))
+        expect_dtype("dtype", dtype)
+        numel = expect_int("tensor_or_numel", tensor_or_numel, 0)
+        return self._swap.is_swappable(torch.empty(numel, dtype=dtype, device="meta"))
 
     def initialize_parameters(
         self, parameters: Sequence[torch.Tensor], src_tensors: Sequence[torch.Tensor] | None = None
@@ -66,10 +69,15 @@ class Registration(ABC):
         >>> weight.tolist()
         []
         """
-        values = [p.detach() for p in parameters] if src_tensors is None else list(src_tensors)
-        if len(values) != len(parameters):
-            raise ValueError(f"there are {len(values)} tensors for {len(parameters)} parameters")
-        self._initialize(parameters, [value.shape for value in values], [values])
+        given = _tensors("parameters", parameters)
+        values = [p.detach() for p in given] if src_tensors is None else _tensors("src_tensors", src_tensors)
+        if len(values) != len(given):
+            raise ValueError(f"src_tensors has {len(values)} tensors for {len(given)} parameters")
+        for i, (parameter, value) in enumerate(zip(given, values, strict=True)):
+            if parameter.numel() and parameter.shape != value.shape:
+                shapes = f"{list(value.shape)}, but the parameter {list(parameter.shape)}"
+                raise ValueError(f"src_tensors[{i}] has the shape {shapes}")
+        self._initialize(given, [value.shape for value in values], [values])
 
     def initialize_from_swapped_fp16_params(
         self,
@@ -104,6 +112,12 @@ class Registration(ABC):
         >>> here = [(torch.ones(2).half(), 2, None)]
         >>> swapper.initialize_from_swapped_fp16_params([here], [2], None, [weight])
         """
+        fp32_parameters = _tensors("fp32_parameters", fp32_parameters)
+        fp16_num_elems = [
+            expect_int("each of fp16_num_elems", numel, 0) for numel in listed("fp16_num_elems", fp16_num_elems, "ints")
+        ]
+        fp16_partitions_info = listed("fp16_partitions_info", fp16_partitions_info, "lists of partitions")
+        expect_dtype("dtype", dtype)
         if not len(fp16_partitions_info) == len(fp16_num_elems) == len(fp32_parameters):
             raise ValueError("the numbers of partition lists, element counts and parameters differ")
         parts = [
@@ -114,7 +128,8 @@ class Registration(ABC):
             largest = max((places(staged(each))[-1] for each in parts), default=0)
             buffers = [empty(max(largest, 4096, min(self._swap.buffers.nbytes, 64 << 20)), torch.uint8)]
         else:
-            buffers = [buffer.detach().view(-1).view(torch.uint8) for buffer in fp16_pinned_buffers]
+            pinned = _tensors("fp16_pinned_buffers", fp16_pinned_buffers)
+            buffers = [buffer.detach().view(-1).view(torch.uint8) for buffer in pinned]
         shapes = [
             parameter.shape if parameter.numel() == numel else torch.Size([numel])
             for parameter, numel in zip(fp32_parameters, fp16_num_elems, strict=True)
@@ -141,3 +156,11 @@ class Registration(ABC):
             for state in states:
                 swap.empty(state)
             self.param_groups[0]["params"] += parameters
+
+
+def _tensors(name: str, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a list of tensors that was passed as an argument."""
+    tensors = listed(name, given, "tensors")
+    for tensor in tensors:
+        expect_tensor(f"each of {name}", tensor)
+    return tensors

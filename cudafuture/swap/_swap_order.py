@@ -25,7 +25,7 @@ class SwapOrder:
         del self._registered[len(self._registered) - states :]
 
     def swap_in(self, state: ParameterState, following: ParameterState | None) -> None:
-        """Note that a parameter is swapped in, and which one the program will swap in next, if it has said so."""
+        """Record that a parameter is swapped in, and the one that the program will swap in next, if it has named it."""
         if state in self._round:
             self._round = {}
         elif self._round:
@@ -38,7 +38,7 @@ class SwapOrder:
 
         Args:
             last: the newest parameter that is swapped in, or is being read.
-            is_first: no parameter is being read, so what the program has said counts.
+            is_first: no parameter is being read, so the one that the program has named comes first.
         """
         place = last.number + 1
         state = self._registered[place] if place < len(self._registered) else None

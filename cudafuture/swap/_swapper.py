@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cudafuture._arguments import expect_mapping
 from cudafuture.errors import SwapError
 from cudafuture.store import Offloader, Store
 from cudafuture.swap._buffers import Buffers
@@ -238,6 +239,7 @@ class Swapper:
             ValueError: a tensor has another shape than the parameter, and the optimizer is element-wise.
             SwapError: the state cannot be written.
         """
+        expect_mapping("state", state, "{name: value}")
         self._roll_back_what_is_left()
         known = self.state(parameter)
         self.layout.expect_shape(known, state)

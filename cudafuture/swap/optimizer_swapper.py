@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cudafuture._arguments import expect_int, expect_tensor, listed, shown
 from cudafuture._C import CUDAFuture
 from cudafuture._modes import outside_inference
 from cudafuture.errors import InvalidStateError
@@ -70,8 +71,14 @@ class OptimizerSwapper(Registration, Checkpoints):
         timers: Timers | None = None,
         name: str = "swapper",
     ) -> None:
-        if min_bytes < 0 or prefetch < 0:
-            raise ValueError(f"min_bytes={min_bytes!r} or prefetch={prefetch!r} is negative")
+        expect_int("min_bytes", min_bytes, 0)
+        expect_int("prefetch", prefetch, 0)
+        if buffer_bytes is not None:
+            expect_int("buffer_bytes", buffer_bytes, 1)
+        if timers is not None and not callable(timers):
+            raise TypeError(f"timers is a function that returns a timer by name, not {shown(timers)}")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a torch.optim.Optimizer, not {shown(optimizer)}")
         self._lock = threading.RLock()
         self._timers = StageTimers(timers)
         self._swapper: ParameterSwapper | None = None
@@ -256,11 +263,18 @@ class OptimizerSwapper(Registration, Checkpoints):
         >>> weight.grad
         tensor([0., 1.])
         """
+        offsets = listed("gradient_offsets", gradient_offsets, "ints")
+        pieces = listed("gradient_tensors", gradient_tensors, "tensors")
+        if len(offsets) != len(pieces):
+            raise ValueError(f"gradient_offsets has {len(offsets)} offsets for {len(pieces)} pieces")
+        for offset, piece in zip(offsets, pieces, strict=True):
+            expect_int("each of gradient_offsets", offset)
+            expect_tensor("each of gradient_tensors", piece)
         with self._stage("swap_out_gradient") as swap:
             state = swap.find(parameter)
             if state is None:
                 return CUDAFuture.completed(None)
-            return swap.write_gradients(state, gradient_offsets, gradient_tensors)
+            return swap.write_gradients(state, offsets, pieces)
 
     def flush_gradients(self) -> None:
         """Wait until all pieces of gradients are written, and the futures of ``swap_out_gradients`` are done.

@@ -109,7 +109,7 @@ def test_wait_times_out_and_the_future_stays_usable() -> None:
 @pytest.mark.parametrize("seconds", [5, 0.5, None, True])
 def test_a_timeout_that_is_not_named_is_told(seconds: object) -> None:
     with pytest.raises(TypeError, match=r"(?s)wait\(self, \*, .*timeout: .*Invoked with types: .*CUDAFuture, "):
-        CUDAFuture.completed(1).wait(seconds)  # type: ignore[arg-type, call-arg]
+        CUDAFuture.completed(1).wait(seconds)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("timeout", [-1, -0.001, float("nan"), -float("inf")])
@@ -120,7 +120,7 @@ def test_a_negative_timeout_is_refused_even_when_done(timeout: float) -> None:
 
 def test_a_timeout_that_is_no_number_is_refused() -> None:
     with pytest.raises(TypeError):
-        CUDAFuture.completed(1).wait(timeout="soon")  # type: ignore[arg-type]
+        CUDAFuture.completed(1).wait(timeout="soon")  # type: ignore[call-overload]
 
 
 def test_an_infinite_timeout_waits() -> None:

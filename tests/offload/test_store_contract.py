@@ -426,12 +426,12 @@ def test_a_missing_key_is_a_not_found_error_with_its_name(store: Store) -> None:
             error = failure(future)
             assert isinstance(error, NotFoundError)
             assert isinstance(error, KeyError)
-            assert str(error) == f"there is no key {key!r}"
+            assert str(error).partition(";")[0] == f"there is no key {key!r}"  # a remedy may follow
             if hasattr(error, "__notes__"):
                 assert any(f" {key}" in note for note in error.__notes__), error.__notes__
         with pytest.raises(NotFoundError) as caught:
             store.stat(key)
-        assert str(caught.value) == f"there is no key {key!r}"
+        assert str(caught.value).partition(";")[0] == f"there is no key {key!r}"
         assert key not in store
     assert store.find(["missing"]).wait(timeout=PATIENCE) == [None]
 
@@ -442,7 +442,7 @@ def test_calls_with_many_keys_fail_for_a_missing_key_and_delete_the_others(store
     for future in (store.readv([*keys, "missing"]), store.deletev([*keys[:5], "missing", *keys[5:]])):
         error = failure(future)
         assert isinstance(error, NotFoundError)
-        assert str(error) == "there is no key 'missing'"
+        assert str(error).partition(";")[0] == "there is no key 'missing'"
     assert store.keys() == []
 
 

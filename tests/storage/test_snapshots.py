@@ -294,5 +294,5 @@ def test_a_part_is_a_snapshot_a_byte_and_a_tensor(store: Offloader) -> None:
         with pytest.raises(TypeError, match="a tuple of a Snapshot"):
             store.read_parts([wrong])
     for told in (torch.zeros(2, dtype=torch.uint64), torch.zeros(1)):
-        with pytest.raises(ValueError, match="digests go into a tensor"):
+        with pytest.raises(ValueError, match="digests: pass a tensor"):
             store.read_parts([(snapshot, 0, blank(3))], digests=told)

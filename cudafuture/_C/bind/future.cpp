@@ -359,6 +359,10 @@ void bind_future(nb::module_& m) {
   c.def("__repr__", repr);
 
   m.def("state", [](const PyFuture& future) { return name_of(future.core->state()); }, nb::arg("future"));
+  c.def("wait", [](nb::handle, const nb::args&, const nb::kwargs&) -> nb::object {
+    throw nb::type_error(
+        "wait() takes its arguments by name: timeout, in seconds, and non_blocking, a bool. Call wait(timeout=5)");
+  });
   m.def("wait_done", wait_done, nb::arg("future"), nb::arg("timeout").none());
   m.def(
       "add_ready_callback", [](nb::handle future, nb::object fn) { add_ready_callback(future, std::move(fn)); },

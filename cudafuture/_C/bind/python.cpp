@@ -134,8 +134,15 @@ Deadline deadline_in(nb::handle timeout) {
   if (timeout.is_none()) return std::nullopt;
   double seconds = PyFloat_AsDouble(timeout.ptr());
   if (seconds == -1.0 && PyErr_Occurred() != nullptr) {
-    if (PyErr_ExceptionMatches(PyExc_OverflowError) == 0) throw nb::python_error();
-    PyErr_Clear();  // an integer too large for a float: no deadline, or a negative one
+    const bool is_number = PyErr_ExceptionMatches(PyExc_OverflowError) != 0;
+    if (!is_number && PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw nb::python_error();
+    PyErr_Clear();
+    if (!is_number) {
+      const std::string message =
+          "timeout is None (no limit) or a number of seconds, not " + std::string(nb::repr(timeout).c_str());
+      throw nb::type_error(message.c_str());
+    }
+    // an integer too large for a float: no deadline, or a negative one
     seconds = PyObject_RichCompareBool(timeout.ptr(), nb::int_(0).ptr(), Py_LT) != 0 ? -1.0 : 1e300;
   }
   if (std::isnan(seconds) || seconds < 0) {

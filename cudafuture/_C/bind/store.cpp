@@ -71,8 +71,8 @@ std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std
   at::Tensor tensor = take_on_host(object);
   const bool has_count = tensor.dim() == 1 && static_cast<std::size_t>(tensor.numel()) == count;
   if (tensor.scalar_type() == dtype && has_count) return tensor;
-  const std::string wanted = std::string(what) + " go into a tensor of " + c10::toString(dtype);
-  throw nb::value_error((wanted + " with one dimension, an element for each").c_str());
+  const std::string wanted = std::string(what) + ": pass a tensor of " + c10::toString(dtype);
+  throw nb::value_error((wanted + " with one dimension, and an element for each").c_str());
 }
 
 namespace {
@@ -118,7 +118,7 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
   if (names.size() != nb::len(tensors))
     throw nb::value_error("the number of tensors differs from the number of keys: give one tensor for each key");
   const std::vector<std::optional<std::uint64_t>> expected = digests_from(digests, names);
-  const std::optional<at::Tensor> outcomes = target_of(written, at::kBool, names.size(), "outcomes");
+  const std::optional<at::Tensor> outcomes = target_of(written, at::kBool, names.size(), "written");
   wait_for_room(self->engine());
   const CallPtr call = new_call_of(Call::Kind::write, "write", names, priority);
   Tensors taken = take_tensors(tensors, Direction::write, priority);
@@ -163,7 +163,7 @@ std::optional<Entries> find(const Store& store, const Keys& keys, const CallPtr&
   const auto missing = std::find(entries.begin(), entries.end(), nullptr);
   if (missing == entries.end()) return entries;
   const std::string& key = keys[static_cast<std::size_t>(missing - entries.begin())];
-  call->future->fail(Value::of_error(std::make_exception_ptr(storage::no_such_key(key, ""))));
+  call->future->fail(Value::of_error(std::make_exception_ptr(store.no_such_key(key))));
   return std::nullopt;
 }
 
@@ -267,7 +267,7 @@ nb::object map(const StorePtr& self, nb::list keys, bool verify) {
     std::vector<store::EntryPtr> found;
     for (const std::string& name : names) {
       found.push_back(self->find(name));
-      if (found.back() == nullptr) throw storage::no_such_key(name, "");
+      if (found.back() == nullptr) throw self->no_such_key(name);
     }
     tensor = store::map_tensors(found, names, verify);
   }
@@ -291,7 +291,7 @@ nb::object stat(const Store& self, nb::handle key) {
   refuse_after_fork();
   const std::string name = key_of(key);
   const store::EntryPtr found = find(self, name);
-  if (found == nullptr) raise_error("NotFoundError", "there is no key '" + name + "'");
+  if (found == nullptr) throw self.no_such_key(name);
   const std::vector<std::int64_t> sizes(found->shape.sizes.begin(), found->shape.sizes.end());
   const auto dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(found->shape.dtype));
   return nb::make_tuple(nb::borrow(dtype), nb::tuple(nb::cast(sizes)), found->size());

@@ -59,8 +59,9 @@ inline Failure not_as_written(const std::string& key, const std::string& path, s
           FailureKind::checksum};
 }
 
-inline Failure no_such_key(const std::string& key, const std::string& folder) {
-  return {"there is no key '" + key + "'", 0, folder, 0, 0, 0, FailureKind::not_found};
+inline Failure no_such_key(const std::string& key, const std::string& folder, bool is_durable) {
+  const char* const hint = is_durable ? "" : "; this store began empty: one with durable=True keeps its keys";
+  return {"there is no key '" + key + "'" + hint, 0, folder, 0, 0, 0, FailureKind::not_found};
 }
 
 // Returns the failure for a tensor whose bytes changed before they were written.

@@ -275,7 +275,7 @@ void Store::link(std::vector<Index::KeyLink>&& links, const CallPtr& call) {
   if (options_.opening != Opening::write) return refuse(call);
   std::string missing;
   std::vector<Change> changes = index_.link(std::move(links), call, reach(), missing);
-  if (!missing.empty()) call->note_failure(std::make_exception_ptr(no_such_key(missing, options_.folder)));
+  if (!missing.empty()) call->note_failure(std::make_exception_ptr(no_such_key(missing)));
   call->expect(changes.size() + 1);
   if (!changes.empty()) commit_now(std::move(changes));
   end_part(call, nullptr);
@@ -291,7 +291,7 @@ void Store::erase(const std::vector<std::string>& keys, const CallPtr& call) {
     if (!deleted.was_there && missing.empty()) missing = key;
     if (deleted.was_there) changes.push_back({call, key, deleted.sequence, nullptr, nullptr});
   }
-  if (!missing.empty()) call->note_failure(std::make_exception_ptr(no_such_key(missing, options_.folder)));
+  if (!missing.empty()) call->note_failure(std::make_exception_ptr(no_such_key(missing)));
   call->expect(changes.size() + 1);
   if (!changes.empty()) commit(std::move(changes));
   end_part(call, nullptr);

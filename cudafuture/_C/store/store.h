@@ -68,6 +68,9 @@ class Store final : public std::enable_shared_from_this<Store> {
 
   EntryPtr find(const std::string& key) const { return index_.find(key); }
   std::vector<EntryPtr> find(const std::vector<std::string>& keys) const { return index_.find(keys); }
+  storage::Failure no_such_key(const std::string& key) const {
+    return storage::no_such_key(key, options_.folder, options_.durable);
+  }
   bool try_find(const std::string& key, EntryPtr& entry) const { return index_.try_find(key, entry); }
   std::vector<Index::Version> versions(const std::vector<std::string>& keys) const { return index_.versions(keys); }
   bool try_version(const std::string& key, Index::Version& version) const { return index_.try_version(key, version); }

@@ -1,0 +1,122 @@
+"""Checks of arguments. Their errors name the argument, the value and the remedy.
+
+A call that is too short for checks makes them only when the native module has raised TypeError.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = [
+    "expect_bool",
+    "expect_device",
+    "expect_dtype",
+    "expect_int",
+    "expect_mapping",
+    "expect_number",
+    "expect_str",
+    "expect_tensor",
+    "listed",
+    "shown",
+]
+
+_usable: set[torch.device] = set()
+
+
+def shown(value: object) -> str:
+    """Return a value in at most 100 characters."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def expect_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """Return a number as an int.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is out of its range.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is an int, not {shown(value)}") from None
+    if (least is not None and number < least) or (most is not None and number > most):
+        bounds = f"at least {least}" if most is None else f"between {least} and {most}"
+        raise ValueError(f"{name}={number} is {'negative' if least == 0 > number else f'not {bounds}'}")
+    return number
+
+
+def expect_number(name: str, value: Any) -> None:
+    """Raise TypeError unless a value is a number, or a tensor of one."""
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} is a number, not {shown(value)}")
+
+
+def expect_bool(name: str, value: Any) -> None:
+    """Raise TypeError unless a value is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is True or False, not {shown(value)}")
+
+
+def expect_tensor(name: str, value: Any) -> None:
+    """Raise TypeError unless a value is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        is_data = isinstance(value, (list, tuple, int, float)) or hasattr(value, "__array__")
+        remedy = ": convert it with torch.as_tensor()" if is_data else ""
+        raise TypeError(f"{name}: expected a torch.Tensor, not {shown(value)}{remedy}")
+
+
+def expect_str(name: str, value: Any) -> None:
+    """Raise TypeError unless a value is a str."""
+    if not isinstance(value, str):
+        raise TypeError(f"{'a key' if name == 'key' else name} is a str, not {shown(value)}")
+
+
+def expect_dtype(name: str, value: Any) -> None:
+    """Raise TypeError unless a value is a dtype."""
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name} is a torch.dtype such as torch.float32, not {shown(value)}")
+
+
+def expect_mapping(name: str, value: Any, content: str) -> None:
+    """Raise TypeError unless a value is a mapping; `content` describes the right one, such as ``{key: tensor}``."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is a mapping, {content}, not {shown(value)}")
+
+
+def listed(name: str, values: Any, content: str) -> list[Any]:
+    """Return an iterable as a list; `content` describes its elements, such as "keys".
+
+    Raises:
+        TypeError: it is not an iterable, or a single str or tensor, whose iteration gives characters or rows.
+    """
+    if isinstance(values, (str, bytes, torch.Tensor)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} is a list of {content}, not {shown(values)}: for a single one pass a list of one")
+    return list(values)
+
+
+def expect_device(name: str, value: Any) -> torch.device:
+    """Return a device on which tensors can be created.
+
+    Raises:
+        TypeError, ValueError: the value is not a device, or this process cannot use the device.
+    """
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as e:
+        kind = ValueError if isinstance(value, (str, int)) else TypeError
+        raise kind(f"{name} is a torch.device, a str such as 'cuda:0' or an int, not {shown(value)}") from e
+    if device.type != "cpu" and device not in _usable:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as e:  # torch's text may be a list of all its kernels
+            reason = f"torch {torch.__version__} cannot create tensors there: {str(e).splitlines()[0][:120]}"
+            raise ValueError(f"{name}={value!r} is not usable in this process; use 'cpu'. {reason}") from e
+        _usable.add(device)
+    return device
