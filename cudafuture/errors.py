@@ -4,6 +4,7 @@ The tree::
 
     CUDAFutureError (RuntimeError)
     |-- InvalidStateError                                    the future's state does not allow the call
+    |-- OwnershipError                                       a tensor changed while an operation owned it
     |-- CancelledError      (concurrent.futures.CancelledError)
     |-- DeviceMismatchError (ValueError)                     a device outside the bounding set
     |-- TensorSearchError   (ValueError)                     a value too large to be searched for tensors
@@ -44,6 +45,7 @@ __all__ = [
     "DeviceMismatchError",
     "InvalidStateError",
     "NotFoundError",
+    "OwnershipError",
     "QuotaError",
     "RemoteError",
     "ScheduleError",
@@ -64,6 +66,14 @@ class InvalidStateError(CUDAFutureError):
 
     Completed twice: let one producer own the future. Value read while pending: ``wait()``, or test ``done()`` first.
     Used after fork or at exit: create futures in the process that uses them, before its exit begins.
+    """
+
+
+class OwnershipError(CUDAFutureError):
+    """Error of a tensor that the program changed while an operation owned it, found by CUDAFUTURE_DEBUG=ownership.
+
+    The operation may have used the old bytes, the new ones, or some of each. Wait for its future, or for the future's
+    ``released``, before you change the tensor, or pass a copy.
     """
 
 

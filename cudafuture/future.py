@@ -15,6 +15,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture._transfer import Transfer
 from cudafuture.config import config
 from cudafuture.executors import default_executor
+from cudafuture.ownership import owns, tensors_in
 
 __all__ = ["CUDAFuture", "copy", "packed_nbytes", "submit"]
 
@@ -73,6 +74,7 @@ def submit(  # type: ignore[misc]
     return _C.submit(call, executor if executor is not None else default_executor(), priority, name)
 
 
+@owns("copy", lambda value, *_, **__: tensors_in(value))
 def copy(
     value: T,
     device: torch.device | str | int,

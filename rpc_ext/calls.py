@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from cudafuture import CUDAFuture, collect_all
 from cudafuture.errors import CallsFailedError, InvalidStateError
+from cudafuture.ownership import owns, tensors_in
 from rpc_ext import _C, _batching
 from rpc_ext._call import Call
 from rpc_ext._codec import Direct, Encoded, Kind, encode
@@ -46,6 +47,7 @@ def rpc_async(
 def rpc_async(
     to: Worker, fn: Callable[..., T], args: Args = ..., kwargs: Kwargs = ..., **options: Unpack[_Options]
 ) -> CUDAFuture[T]: ...
+@owns("rpc_async", lambda to, fn, args=(), kwargs=None, **_: tensors_in((args, kwargs)))
 def rpc_async(
     to: Worker,
     fn: Callable[..., Any],

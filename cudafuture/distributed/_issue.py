@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from cudafuture import _C
+from cudafuture import _C, ownership
 from cudafuture._staging import are_dense
+from cudafuture._tensors import find_tensors
 from cudafuture.config import config
 from cudafuture.distributed import _gloo, _order, _staged
 from cudafuture.distributed._group import Group, Issuer, group_of, groups, rank_in, resolve
@@ -38,6 +39,7 @@ _world = dist.distributed_c10d._world
 _new: Any = tuple.__new__
 _coalesced = _world.pg_coalesce_state  # the groups whose operations torch's coalescing manager collects now
 _compares_order = config.debug_order
+_checks_ownership = config.debug_ownership
 
 
 class Issue(NamedTuple):
@@ -134,6 +136,9 @@ class Issue(NamedTuple):
         future: _Future[T] = _C.collective(
             work, value, self.operation.name, group.callbacks, self, group.timeout, group.backends, tensors
         )
+        if _checks_ownership:
+            result: _Future[T] = _C.issued(self.operation.name, group.callbacks, self)
+            future = ownership.checked_in_place(future, self.operation.name, find_tensors(tensors), result)
         return self.shown(process_group, future) if _compares_order else future
 
     def shown(self, process_group: dist.ProcessGroup, future: _Future[T]) -> _Future[T]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 
 from cudafuture import _C
+from cudafuture._call_site import call_site
 from cudafuture.distributed._side_group import store_of
 from cudafuture.errors import CollectiveError, InvalidStateError
 
@@ -30,7 +28,6 @@ __all__ = ["checked"]
 T = TypeVar("T")
 
 _PAUSE = 0.002  # seconds between two checks of the store
-_PACKAGE = str(Path(__file__).parent.parent)
 
 
 def checked(future: _C.CUDAFuture[T], issue: Issue, process_group: dist.ProcessGroup) -> _C.CUDAFuture[T]:
@@ -58,7 +55,7 @@ class _Entry:
         shown = f"{operation.name} {issue.signature}" if operation.has_same_tensors else operation.name
         if issue.is_staged:
             shown += " on a device"
-        self.shown = {"what": shown.strip(), "where": _call_site()}
+        self.shown = {"what": shown.strip(), "where": call_site()}
 
     def compare(self, rank: int, other: dict[str, str]) -> CollectiveError | None:
         self.unseen.discard(rank)
@@ -165,19 +162,3 @@ class _Comparison:
             return False
         entry.settle()
         return True
-
-
-def _call_site() -> str:
-    """Return the innermost line outside of this package."""
-    for frame in _frames():
-        file = frame.f_code.co_filename
-        if not file.startswith(_PACKAGE):
-            return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}()"
-    return "?"
-
-
-def _frames() -> Iterator[Any]:
-    frame: Any = sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -17,6 +17,7 @@ from cudafuture._arguments import expect_int, expect_tensor, listed
 from cudafuture._C import CUDAFuture
 from cudafuture._path import path_text
 from cudafuture.future import submit
+from cudafuture.ownership import ENABLED, checked
 from cudafuture.storage.engine import Engine, engine_or_default
 
 __all__ = ["File"]
@@ -161,8 +162,12 @@ class File:
         name = f"{'read' if reads else 'write'} {self._path}"
         if type(offset) is not int or offset < 0:
             offset = expect_int("offset", offset, 0)
+        transfer = self._engine._native.transfer
         try:
-            return self._engine._native.transfer(self._native, reads, given, offset, name, priority)
+            if ENABLED and not reads:
+                owned = {f"tensor {i}": tensor for i, tensor in enumerate(given)}
+                return checked(transfer, name, owned, self._native, reads, given, offset, name, priority)
+            return transfer(self._native, reads, given, offset, name, priority)
         except TypeError:
             for i, tensor in enumerate(given):
                 expect_tensor(f"tensors[{i}]" if len(given) > 1 else "tensor", tensor)

@@ -9,6 +9,7 @@ import torch
 from cudafuture import _C
 from cudafuture._arguments import expect_tensor
 from cudafuture._C import CUDAFuture
+from cudafuture.ownership import owns
 
 if TYPE_CHECKING:
     from cudafuture.store._offloader_parts import OffloaderParts
@@ -42,6 +43,7 @@ class MultipartWrite:
         """The size of the whole tensor in bytes."""
         return self._native.nbytes
 
+    @owns("put", lambda _, at, tensor, **__: {f"the part at byte {at}": tensor})
     def put(self, at: int, tensor: torch.Tensor, *, digest: int | None = None) -> CUDAFuture[int]:
         """Write the bytes of a tensor as the part that begins at byte `at` of the whole tensor.
 

@@ -17,6 +17,7 @@ from cudafuture import _C, _xxhash
 from cudafuture._arguments import expect_bool, expect_int, expect_mapping, listed
 from cudafuture._C import CUDAFuture
 from cudafuture._path import path_text
+from cudafuture.ownership import owns
 from cudafuture.storage.engine import Engine, engine_or_default
 from cudafuture.store._home import DurableHome, EphemeralHome, durable_home, is_direct, log_recovery
 from cudafuture.store._offloader_keys import OffloaderKeys
@@ -157,6 +158,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
 
         return SalvagedStore(dir, engine=engine)
 
+    @owns("write", lambda _, key, tensor, **__: {f"the tensor of key {key!r}": tensor})
     def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
         """Write a tensor under a key, and replace the previous one.
 
@@ -186,6 +188,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
             expect_writable({key: tensor}, priority)
             raise
 
+    @owns("writev", lambda _, tensors, **__: {f"the tensor of key {key!r}": t for key, t in dict(tensors).items()})
     def writev(
         self,
         tensors: Mapping[str, torch.Tensor],

@@ -28,6 +28,7 @@ from typing_extensions import Self
 
 from cudafuture import CUDAFuture, collect_all, executors
 from cudafuture.errors import InvalidStateError
+from cudafuture.ownership import owns
 from cudafuture.store.protocol import expect_one_for_each, expected_digests
 from rpc_ext import _C
 from rpc_ext._channel import channel
@@ -124,6 +125,7 @@ class RemoteOffloader(RemoteKeys):
         """
         return self.writev({key: tensor}, priority=priority)
 
+    @owns("writev", lambda _, tensors, **__: {f"the tensor of key {key!r}": t for key, t in dict(tensors).items()})
     def writev(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -144,7 +146,7 @@ class RemoteOffloader(RemoteKeys):
         """
         expected = [None] * len(tensors) if digests is None else expected_digests(tensors, digests)
         if written is not None:
-            expect_one_for_each(written, torch.bool, len(tensors), "outcomes")
+            expect_one_for_each(written, torch.bool, len(tensors), "written")
         for key in tensors:
             expect_key(key)
         self._expect_open()

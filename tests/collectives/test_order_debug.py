@@ -1,4 +1,4 @@
-"""CUDAFUTURE_DEBUG=order: the first difference between what the ranks issue, with both call sites."""
+"""CUDAFUTURE_DEBUG: the first difference between what the ranks issue, and tensors of collectives that change."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import cudafuture
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
 from cudafuture.distributed import CollectiveError, _issue
+from cudafuture.errors import OwnershipError
 from cudafuture.testing import World, torchrun
 from support.ranks import run_ranks, short_group
 
@@ -59,6 +60,33 @@ def test_ranks_that_agree_notice_nothing(world: World) -> None:
             cfd.barrier().wait(timeout=LONG)
 
     world.run(run)
+
+
+def change_too_early(rank: int) -> None:
+    group, turn = short_group(), dist.distributed_c10d._get_default_store()
+    _issue._checks_ownership = True
+    try:
+        for name in ("all_reduce", "broadcast"):
+            tensor, kept = ones(4), ones(4)
+            if rank == 1:
+                turn.wait([name])
+            futures = [getattr(group, name)(t, *([0] if name == "broadcast" else [])) for t in (tensor, kept)]
+            if rank == 0:
+                tensor.add_(1)
+            turn.set(name, "")
+            if rank == 0 and name == "all_reduce":
+                error = futures[0].exception(timeout=LONG)
+                assert isinstance(error, OwnershipError)
+                assert "all_reduce: a tensor was changed" in str(error)
+                assert Path(__file__).name in str(error)
+            assert futures[1].then_async(lambda done: group.all_reduce(done.value())).wait(timeout=LONG) is kept
+    finally:
+        _issue._checks_ownership = False
+
+
+def test_a_tensor_of_a_collective_that_changes_too_early_is_named() -> None:
+    """CUDAFUTURE_DEBUG=ownership. Collectives in callbacks keep their order."""
+    run_ranks(2, change_too_early)
 
 
 DIFFERENCES: dict[str, list[Callable[[cfd.ProcessGroup], CUDAFuture[Any]]]] = {

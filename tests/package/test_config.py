@@ -19,6 +19,7 @@ def test_defaults_hold_where_nothing_is_set() -> None:
     assert settings.watcher_longest_pause == pytest.approx(5000e-6)
     assert 1 <= settings.submit_threads <= 32
     assert not settings.debug_order
+    assert not settings.debug_ownership
     assert settings.rpc_secret_file is None
     assert settings.rpc_transports is None
 
@@ -43,14 +44,25 @@ def test_a_value_that_makes_no_sense_is_refused_by_name(text: str) -> None:
         config.read({"CUDAFUTURE_SUBMIT_THREADS": text})
 
 
-@pytest.mark.parametrize(("text", "on"), [("", False), ("order", True), (" order ,", True), ("order,order", True)])
-def test_debug_is_a_list_of_words(text: str, on: bool) -> None:
-    assert config.read({"CUDAFUTURE_DEBUG": text}).debug_order is on
+@pytest.mark.parametrize(
+    ("text", "on"),
+    [
+        ("", (False, False)),
+        ("order", (True, False)),
+        (" order ,", (True, False)),
+        ("order,order", (True, False)),
+        ("ownership", (False, True)),
+        ("ownership, order", (True, True)),
+    ],
+)
+def test_debug_is_a_list_of_words(text: str, on: tuple[bool, bool]) -> None:
+    settings = config.read({"CUDAFUTURE_DEBUG": text})
+    assert (settings.debug_order, settings.debug_ownership) == on
 
 
 @pytest.mark.parametrize("text", ["orders", "ORDER", "order,all", "1"])
 def test_a_word_that_debug_does_not_know_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match=rf"CUDAFUTURE_DEBUG='{text}': use order, or leave it empty"):
+    with pytest.raises(ValueError, match=rf"CUDAFUTURE_DEBUG='{text}': use order, ownership, or leave it empty"):
         config.read({"CUDAFUTURE_DEBUG": text})
 
 
