@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Literal, TypeVar, overload
 
 from cudafuture import _C
 from cudafuture._arguments import expect_number
+from cudafuture._await import await_within
 from cudafuture._C import CUDAFuture
+from cudafuture.errors import InvalidStateError
 
 __all__ = ["as_completed", "collect_all", "collect_any", "gather", "wait", "wait_all"]
 
@@ -97,9 +100,14 @@ def wait_all(futures: Iterable[CUDAFuture[T]], timeout: float | None = None) -> 
     >>> wait_all([CUDAFuture.completed(1), CUDAFuture.completed(2)])
     [1, 2]
     """
-    whole = gather(*futures)
+    parts = tuple(futures)
+    whole = gather(*parts)
     try:
         return whole.wait(timeout=timeout)
+    except TimeoutError:
+        if whole.done():  # a part has failed with it, or device work has not finished
+            raise
+        raise _timed_out(sum(not part.done() for part in parts), len(parts)) from None
     finally:
         whole.cancel()  # after a timeout, the combined future must not retrieve a failure before a later consumer
 
@@ -134,9 +142,12 @@ def wait(
             if not _C.wait_done(future, left()):
                 break
     elif return_when == "FIRST_EXCEPTION" or not any(f.done() for f in waiting):
-        for future in _in_order_of_completion(waiting, left):
-            if return_when == "FIRST_COMPLETED" or not _succeeded(future):
+        arrivals = _C.Arrivals(waiting)
+        for _ in waiting:
+            future = arrivals.next(left())
+            if future is None or return_when == "FIRST_COMPLETED" or not _succeeded(future):
                 break
+        arrivals.close()
     done = {future for future in waiting if future.done()}
     return done, set(waiting) - done
 
@@ -150,6 +161,8 @@ def as_completed(futures: Iterable[CUDAFuture[T]], timeout: float | None = None)
 
     Raises:
         TimeoutError: during iteration, after `timeout`. The futures stay usable.
+
+    The iterator keeps a future, and its value, only until it yields the future.
 
     >>> first, second = CUDAFuture(), CUDAFuture()
     >>> second.set_result(2); first.set_result(1)
@@ -165,58 +178,60 @@ class AsCompleted(Iterator[CUDAFuture[T]]):
     def __init__(self, futures: Iterable[CUDAFuture[T]], timeout: float | None) -> None:
         self._futures = _distinct(futures)
         self._left = _Countdown(timeout)
-        self._until_timeout = _until_timeout(self._futures, self._left)
+        self._total = len(self._futures)
+        self._count = 0  # of the futures that an iteration has taken and has not yielded
+        self._arrivals: _C.Arrivals | None = None  # of `for`
 
     def __next__(self) -> CUDAFuture[T]:
-        return next(self._until_timeout)
+        if self._arrivals is None:
+            self._arrivals = _C.Arrivals(self._take_futures())
+        if self._count == 0:
+            raise StopIteration
+        future = self._arrivals.next(self._left())
+        if future is None:
+            raise self._end_in_time()
+        self._count -= 1
+        return future
 
     async def __aiter__(self) -> AsyncIterator[CUDAFuture[T]]:
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[CUDAFuture[T]] = asyncio.Queue()
-        futures, self._futures = self._futures, ()  # a second iteration is empty
+        pending = self._take_futures()
+        arrived: deque[CUDAFuture[T]] = deque()
+        arrival: CUDAFuture[None] = CUDAFuture()
 
         def arrive(future: CUDAFuture[T]) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(arrived.put_nowait, future)
+            arrived.append(future)
+            del pending[future]
+            with contextlib.suppress(InvalidStateError):  # several futures have arrived
+                arrival.set_result(None)
 
         try:
-            for future in futures:
-                if _is_ready(future):
-                    arrived.put_nowait(future)
-                else:
-                    _C.add_ready_callback(future, arrive)
-            for _ in futures:
-                try:
-                    yield (
-                        arrived.get_nowait() if arrived.qsize() else await asyncio.wait_for(arrived.get(), self._left())
-                    )
-                except asyncio.TimeoutError:  # the builtin one since Python 3.11
-                    raise _timed_out(futures) from None
+            for future in tuple(pending):
+                _C.add_ready_callback(future, arrive)
+                del future  # the loop keeps no future
+            while self._count > 0:
+                if not arrived:
+                    arrival = CUDAFuture()
+                if not arrived:  # otherwise the last one has arrived before `arrival` was new
+                    try:
+                        await await_within(arrival, self._left())
+                    except TimeoutError:
+                        raise self._end_in_time() from None
+                self._count -= 1
+                yield arrived.popleft()
         finally:
-            for future in futures:
-                _C.remove_done_callback(future, arrive)
+            for future in tuple(pending):
+                future.remove_done_callback(arrive)
 
+    def _take_futures(self) -> dict[CUDAFuture[T], None]:
+        futures, self._futures = self._futures, {}  # a second iteration is empty
+        self._count = len(futures)
+        return futures
 
-def _until_timeout(futures: Collection[CUDAFuture[T]], left: _Countdown) -> Iterator[CUDAFuture[T]]:
-    count = 0
-    for future in _in_order_of_completion(futures, left):
-        yield future
-        count += 1
-    if count < len(futures):
-        raise _timed_out(futures)
-
-
-def _in_order_of_completion(futures: Collection[CUDAFuture[T]], left: _Countdown) -> Iterator[CUDAFuture[T]]:
-    """Yield each future when it is done, independent of its callbacks; end early after the timeout."""
-    arrivals = _C.Arrivals(tuple(futures))
-    try:
-        for _ in futures:
-            future = arrivals.next(left())
-            if future is None:
-                return
-            yield future
-    finally:
-        arrivals.close()
+    def _end_in_time(self) -> TimeoutError:
+        count, self._count = self._count, 0
+        if self._arrivals is not None:
+            self._arrivals.close()
+        return _timed_out(count, self._total)
 
 
 class _Countdown:
@@ -233,26 +248,19 @@ class _Countdown:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
-def _distinct(futures: Iterable[CUDAFuture[T]]) -> Collection[CUDAFuture[T]]:
+def _distinct(futures: Iterable[CUDAFuture[T]]) -> dict[CUDAFuture[T], None]:
     distinct = dict.fromkeys(futures)
     for future in distinct:
         if not isinstance(future, CUDAFuture):
             raise TypeError(
                 f"{future!r} is not a CUDAFuture; CUDAFuture.from_torch() converts torch's futures and works"
             )
-    return distinct.keys()
+    return distinct
 
 
-def _timed_out(futures: Collection[CUDAFuture[T]]) -> TimeoutError:
-    return TimeoutError(f"waiting for {len(futures)} futures timed out: not all of them are done")
+def _timed_out(count: int, total: int) -> TimeoutError:
+    return TimeoutError(f"timeout: {count} (of {total}) futures unfinished; they stay valid, so wait for them again")
 
 
 def _succeeded(future: CUDAFuture[Any]) -> bool:
     return not future.cancelled() and _C.state(future) == "completed"
-
-
-def _is_ready(future: CUDAFuture[Any]) -> bool:
-    try:
-        return future.ready()
-    except Exception:  # a late error: the consumer that waits for the future raises it
-        return True

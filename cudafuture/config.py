@@ -8,9 +8,12 @@ variable                                 default   what it sets
 ``CUDAFUTURE_WATCHER_LONGEST_PAUSE_US``  5000      microseconds to which that pause grows while no event completes
 ``CUDAFUTURE_SUBMIT_THREADS``            cores+4,  threads of the executor that ``submit`` uses by default
                                          max. 32
+``CUDAFUTURE_SUBMIT_EXIT_SECONDS``       30        seconds that the end of the process waits for functions of ``submit``;
+                                                   they count anew whenever one ends
 ``CUDAFUTURE_DEBUG``                     (none)    words with commas between them. ``order``: compare the
-                                                   collectives that the ranks issue, one by one. ``ownership``:
-                                                   fail operations whose tensors the program changes too early
+                                                   collectives that the ranks issue, one by one. ``origin``: repr and
+                                                   logs show the line that made a future. ``ownership``: fail
+                                                   operations whose tensors the program changes too early
 ``CUDAFUTURE_RPC_SECRET_FILE``           (none)    a file with the secret that ``rpc_ext.init_rpc`` uses by default
 ``CUDAFUTURE_RPC_TRANSPORTS``            (none)    the transports that ``rpc_ext.init_rpc`` uses by default, such as
                                                    ``uv`` or ``shm,uv``
@@ -36,8 +39,10 @@ class Config:
     watcher_first_pause: float
     watcher_longest_pause: float
     submit_threads: int
+    submit_exit_seconds: float
     debug_order: bool
     debug_ownership: bool
+    debug_origin: bool
     rpc_secret_file: str | None
     rpc_transports: frozenset[str] | None
 
@@ -51,12 +56,14 @@ def read(environ: Mapping[str, str]) -> Config:
     >>> read({"CUDAFUTURE_SUBMIT_THREADS": "3"}).submit_threads
     3
     """
-    debug = _words(environ, "CUDAFUTURE_DEBUG", {"order", "ownership"})
+    debug = _words(environ, "CUDAFUTURE_DEBUG", {"order", "origin", "ownership"})
     return Config(
         watcher_first_pause=_positive(environ, "CUDAFUTURE_WATCHER_FIRST_PAUSE_US", 5) * 1e-6,
         watcher_longest_pause=_positive(environ, "CUDAFUTURE_WATCHER_LONGEST_PAUSE_US", 5000) * 1e-6,
         submit_threads=int(_positive(environ, "CUDAFUTURE_SUBMIT_THREADS", min(32, (os.cpu_count() or 1) + 4))),
+        submit_exit_seconds=_positive(environ, "CUDAFUTURE_SUBMIT_EXIT_SECONDS", 30),
         debug_order="order" in debug,
+        debug_origin="origin" in debug,
         debug_ownership="ownership" in debug,
         rpc_secret_file=environ.get("CUDAFUTURE_RPC_SECRET_FILE") or None,
         rpc_transports=_words(environ, "CUDAFUTURE_RPC_TRANSPORTS", {"ibv", "shm", "uv"}) or None,

@@ -23,10 +23,11 @@ any ``concurrent.futures.Executor``
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 
 from cudafuture import _C
 from cudafuture._C import HostExecutor
+from cudafuture._submit_pool import SubmitPool
 from cudafuture.config import config
 
 __all__ = ["HostExecutor", "callback_thread", "default_executor", "inline", "serial"]
@@ -35,7 +36,7 @@ inline: HostExecutor = _C.inline_executor
 callback_thread: HostExecutor = _C.callback_thread
 
 _lock = threading.Lock()  # guards _default
-_default: ThreadPoolExecutor | None = None
+_default: SubmitPool | None = None
 
 
 def serial(name: str) -> HostExecutor:
@@ -59,7 +60,9 @@ def serial(name: str) -> HostExecutor:
 def default_executor() -> Executor:
     """Return the thread pool that ``submit`` uses.
 
-    The first call creates it, with CUDAFUTURE_SUBMIT_THREADS threads. It is joined at exit.
+    The first call creates it, with CUDAFUTURE_SUBMIT_THREADS threads. The end of the process waits for its functions. If
+    none of them ends for CUDAFUTURE_SUBMIT_EXIT_SECONDS, or Ctrl-C interrupts, the process ends without them, and logs
+    where they block.
 
     >>> default_executor().submit(divmod, 7, 2).result()
     (3, 1)
@@ -67,7 +70,6 @@ def default_executor() -> Executor:
     global _default
     with _lock:
         if _default is None:
-            _default = ThreadPoolExecutor(
-                config.submit_threads, thread_name_prefix="cudafuture-submit", initializer=_C.mark_library_thread
-            )
+            _default = SubmitPool(config.submit_threads, config.submit_exit_seconds)
+            _C.set_submit_pool(_default, config.submit_threads)
         return _default

@@ -23,6 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _C.set_watcher_pauses(config.watcher_first_pause, config.watcher_longest_pause)
+_C.keep_sites(config.debug_origin)
 
 
 # The first two overloads come first: calls that name neither `executor` nor `priority` are checked against `fn`.
@@ -55,7 +56,8 @@ def submit(  # type: ignore[misc]
             concurrent.futures.Executor, ``executors.callback_thread``, or ``executors.inline`` (in this call).
         priority: of the future and of its callbacks' pool streams.
 
-    Cancelling the future before `fn` starts prevents `fn` from running. After that, ``cancel()`` returns False.
+    Cancelling the future before `fn` starts prevents `fn` from running. After that, ``cancel()`` returns False. The
+    future fails with TypeError if `fn` returns a coroutine or a future: wait for it in `fn`.
 
     Raises:
         TypeError: `fn` cannot be called, or `executor` cannot submit.

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from cudafuture import _C, _xxhash
-from cudafuture._call_site import call_site
+from cudafuture._frames import call_site
 from cudafuture._tensors import find_tensors
 from cudafuture.config import config
 from cudafuture.errors import InvalidStateError, OwnershipError

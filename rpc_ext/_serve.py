@@ -20,6 +20,7 @@ import torch
 
 from cudafuture import CUDAFuture, collect_all, current_streams, use_streams
 from cudafuture.errors import InvalidStateError
+from cudafuture.executors import inline
 from rpc_ext import _C, _failure, _handlers, _staging
 from rpc_ext._codec import (
     ATOMS,
@@ -122,7 +123,7 @@ class Server:
     def fail_at_end(self, future: CUDAFuture[Any]) -> None:
         """Fail a future that waits for an RRef at the end of the session, or at once if it has ended."""
         self._awaited.add(future)
-        future.add_done_callback(self._awaited.discard)
+        future.add_done_callback(self._awaited.discard, executor=inline)
         if self._is_closed:  # checked last: close() may not have seen the future
             _fail(future)
 
@@ -206,7 +207,7 @@ class Server:
         else:
             answer = self._packed(outcome, caller)
         if isinstance(answer, CUDAFuture):
-            answer.add_done_callback(_End(self._open, number))
+            answer.add_done_callback(_End(self._open, number), executor=inline)
         else:
             self._open.discard(number)
         return answer

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 
-from cudafuture import _C
-from cudafuture._call_site import call_site
+from cudafuture import _C, _frames
 from cudafuture.distributed._side_group import store_of
 from cudafuture.errors import CollectiveError, InvalidStateError
 
@@ -55,7 +54,7 @@ class _Entry:
         shown = f"{operation.name} {issue.signature}" if operation.has_same_tensors else operation.name
         if issue.is_staged:
             shown += " on a device"
-        self.shown = {"what": shown.strip(), "where": call_site()}
+        self.shown = {"what": shown.strip(), "where": _frames.call_site()}
 
     def compare(self, rank: int, other: dict[str, str]) -> CollectiveError | None:
         self.unseen.discard(rank)

@@ -253,7 +253,7 @@ class Pipeline(nn.Module):
             error = TimeoutError(f"{what}:\n{step.progress()}")
             step.fail(error)
             for future in futures:
-                future.add_done_callback(_retrieve_error)
+                future.add_done_callback(_retrieve_error, executor=_C.inline_executor)
             raise error from None
         except BaseException as error:  # Ctrl-C
             step.fail(error)

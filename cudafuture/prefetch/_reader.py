@@ -27,6 +27,7 @@ import torch
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture._modes import Modes
+from cudafuture.executors import inline
 from cudafuture.future import submit
 from cudafuture.prefetch._errors import at_batch, retrieve_error, without_frame
 from cudafuture.prefetch._options import Options
@@ -169,7 +170,7 @@ class Reader:
     def _drop(self, batch: Batch) -> None:
         if not self._options.futures:
             batch.drop()
-        batch.future.add_done_callback(retrieve_error)
+        batch.future.add_done_callback(retrieve_error, executor=inline)
 
     def _wake_consumers(self) -> None:
         while self._waiting:
@@ -274,7 +275,7 @@ class Reader:
         self.pending.append(_Place(batch.taken))
         with self._lock:
             if self.is_closed:
-                batch.future.add_done_callback(retrieve_error)
+                batch.future.add_done_callback(retrieve_error, executor=inline)
                 batch.taken.set_result(None)
             else:
                 self._untaken[id(batch)] = batch

@@ -60,7 +60,7 @@ class Batch:
     def drop(self) -> None:
         """Drop a batch that is not taken: its memory is reused when the copy into it has finished."""
         if _C.has_sync_edge("prefetch.drop_wait"):
-            self.future.add_done_callback(functools.partial(_order_owner, self))
+            self.future.add_done_callback(functools.partial(_order_owner, self), executor=_C.inline_executor)
 
     def forget(self) -> None:
         """Drop a failed future: the traceback of its error has frames that keep this batch alive."""

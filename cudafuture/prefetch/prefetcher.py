@@ -391,5 +391,5 @@ def _has_state(iterable: Any) -> bool:
 def _completion(future: CUDAFuture[Any]) -> CUDAFuture[None]:
     """Return a future that completes when `future` does, without waiting for a device."""
     completion: CUDAFuture[None] = CUDAFuture(name="prefetch")
-    future.add_done_callback(lambda _: completion.set_result(None))
+    future.add_done_callback(lambda _: completion.set_result(None), executor=_C.inline_executor)
     return completion

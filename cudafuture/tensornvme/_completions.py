@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cudafuture._C import CUDAFuture
+from cudafuture.executors import inline
 from cudafuture.streams import pool_stream, use_streams
 from cudafuture.tensornvme._tensor_memory import TensorMemory
 
@@ -88,7 +89,7 @@ class Completions:
                     self._pending[operation] = None
                     break
             self.end(other)
-        operation.transfer.add_done_callback(lambda _: self.settle(operation))
+        operation.transfer.add_done_callback(lambda _: self.settle(operation), executor=inline)
 
     def _in_the_way(self, operation: Operation) -> Operation | None:
         storages = {id(m.storage) for m in operation.memory}

@@ -13,7 +13,7 @@ import torch
 
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
-from cudafuture.executors import callback_thread
+from cudafuture.executors import callback_thread, inline
 from cudafuture.storage.engine import Engine
 from cudafuture.store.offloader import Offloader
 from cudafuture.store.protocol import OffloaderStatistics
@@ -253,7 +253,7 @@ class DiskOffloader:
             raise TypeError(f"a callback must be callable without arguments, but {callback!r} is not callable")
         name = f"{'read' if operation.reads else 'write'} {self._store.store.dir}"
         future: CUDAFuture[Any] = CUDAFuture(name=name, executor=callback_thread)
-        future.add_done_callback(self._retrieve_error)
+        future.add_done_callback(self._retrieve_error, executor=inline)
         operation.future = future
         self._submit(operation)
         future.set_running_or_notify_cancel()  # the engine uses the memory, so it cannot be cancelled

@@ -657,8 +657,9 @@ def test_from_a_thread_of_an_executor(ranks: World) -> None:
     def run() -> None:
         with simulated("jitter"):
             group = cfd.new_group(timeout=dt.timedelta(seconds=LONG))
-            reduced = cudafuture.submit(lambda: group.all_reduce(filled(1.0)), executor=executors.default_executor())
-            assert only(reduced.wait(timeout=LONG).wait(timeout=LONG)) == 2.0
+            pool = executors.default_executor()
+            reduced = cudafuture.submit(lambda: group.all_reduce(filled(1.0)).wait(timeout=LONG), executor=pool)
+            assert only(reduced.wait(timeout=LONG)) == 2.0
 
     ranks.run(run)
 

@@ -270,7 +270,7 @@ TEST_CASE_FIXTURE(Rules, "finished() is not called if the future is dropped whil
 
 TEST_CASE_FIXTURE(Rules, "clear() drops callbacks, producer and objects, and reports no unseen failure") {
   Inside inside;
-  set_unseen_failure_hook([](Value&&, const std::string& name, Foreign&&) { unseen.push_back(name); });
+  set_unseen_failure_hook([](const Future& future, Value&&, Foreign&&) { unseen.push_back(future.name()); });
   unseen.clear();
   int abandoned = 0;
   int destroyed = 0;
@@ -341,9 +341,9 @@ TEST_CASE_FIXTURE(Rules,
 }
 
 TEST_CASE_FIXTURE(Rules, "an unseen failure is reported once, with the future's name, when the future is destroyed") {
-  set_unseen_failure_hook([](Value&& value, const std::string& name, Foreign&&) {
+  set_unseen_failure_hook([](const Future& future, Value&& value, Foreign&&) {
     CHECK(value.error != nullptr);
-    unseen.push_back(name);
+    unseen.push_back(future.name());
   });
   unseen.clear();
   const auto fails = [](const char* name) {
@@ -358,6 +358,17 @@ TEST_CASE_FIXTURE(Rules, "an unseen failure is reported once, with the future's 
   completed();
   pending()->cancel();
   pending();
+  CHECK(unseen.size() == 1);
+  {  // two pairs that share a report each, and then one report
+    std::vector<FuturePtr> futures;
+    for (const char* name : {"a", "b", "c", "d"}) futures.push_back(fails(name));
+    Future::share_failure_report(*futures[0], *futures[1]);
+    Future::share_failure_report(*futures[2], *futures[3]);
+    Future::share_failure_report(*futures[1], *futures[3]);
+    Future::share_failure_report(*futures[3], *futures[0]);
+    futures[0]->mark_seen();
+    unseen.clear();
+  }
   CHECK(unseen.size() == 1);
   set_unseen_failure_hook(nullptr);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -54,9 +55,10 @@ def test_the_loop_goes_on_while_the_device_works(accelerator: Device) -> None:
 
 
 def test_awaiting_what_is_finished_does_not_suspend(device: Device) -> None:
+    future = device.completed(2.0)
+    future.wait()
+
     async def main() -> float:
-        future = device.completed(2.0)
-        future.wait()
         turns: list[None] = []
         asyncio.get_running_loop().call_soon(turns.append, None)
         x = await future
@@ -64,6 +66,30 @@ def test_awaiting_what_is_finished_does_not_suspend(device: Device) -> None:
         return device.read(x)
 
     assert asyncio.run(main()) == 2.0
+
+
+@pytest.mark.parametrize("return_when", ["FIRST_COMPLETED", "FIRST_EXCEPTION", "ALL_COMPLETED"])
+def test_wait_of_asyncio_ends_when_the_device_has_finished(accelerator: Device, return_when: str) -> None:
+    async def main() -> float:
+        future = accelerator.completed(2.0)
+        done, pending = await asyncio.wait([future], return_when=return_when)
+        assert (done, pending) == ({future}, set())
+        assert future.events[accelerator.at()].query()
+        return accelerator.read(future.result())  # a wait that blocked here would be an error: a warning of the library
+
+    assert asyncio.run(main()) == 2.0
+
+
+@pytest.mark.sim
+def test_a_wait_for_the_device_inside_a_loop_warns(sim: ModuleType) -> None:
+    async def main() -> None:
+        with sim.hold():
+            future = CUDAFuture.completed(torch.ones(2, device="sim") + 1)
+            with pytest.warns(RuntimeWarning, match="use `await future`") as warned, pytest.raises(TimeoutError):
+                future.wait(timeout=0.001)
+        assert warned[0].filename == __file__
+
+    asyncio.run(main())
 
 
 def test_the_host_may_read_after_awaiting(device: Device) -> None:

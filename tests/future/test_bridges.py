@@ -145,8 +145,8 @@ def test_an_error_survives_the_wrapper_that_carried_it() -> None:
         assert isinstance(future.exception(timeout=60), ValueError)
 
 
-def test_to_torch_names_then_async_where_a_callback_has_returned_a_future() -> None:
-    bridged = CUDAFuture.completed(1).then(lambda _: CUDAFuture[int]()).to_torch()
+def test_to_torch_of_a_value_that_is_a_future_names_then_async() -> None:
+    bridged = CUDAFuture.completed(CUDAFuture[int]()).to_torch()
     with pytest.raises(TypeError, match=r"attached by then_async\(\), not by then\(\)"):
         bridged.wait()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -253,7 +254,7 @@ def test_as_completed_times_out_and_the_futures_stay_good() -> None:
     done, pending = CUDAFuture.completed(1), CUDAFuture[int]()
     iterator = iter(as_completed([done, pending], timeout=0.01))
     assert next(iterator) is done
-    with pytest.raises(TimeoutError, match="not all of them are done"):
+    with pytest.raises(TimeoutError, match=r"1 \(of 2\) futures unfinished"):
         next(iterator)
     pending.set_result(2)
     assert [f.value() for f in as_completed([pending])] == [2]
@@ -348,3 +349,112 @@ def test_as_completed_that_is_never_begun_keeps_nothing_alive() -> None:
     del future, iterator
     gc.enable()
     assert alive() is None
+
+
+class Payload:
+    """Value that can be weakly referenced."""
+
+
+def completed_payloads(count: int) -> tuple[list[CUDAFuture[Payload]], list[weakref.ref[Payload]]]:
+    done = [CUDAFuture.completed(Payload()) for _ in range(count)]
+    return done, [weakref.ref(future.value()) for future in done]
+
+
+def test_as_completed_releases_each_future_with_its_value_when_it_is_yielded() -> None:
+    pending: CUDAFuture[Payload] = CUDAFuture()
+    done, alive = completed_payloads(3)
+    iterator = as_completed([pending, *done])
+    del done
+    for yielded in range(3):
+        assert [ref() is not None for ref in alive] == [i >= yielded for i in range(3)]
+        next(iterator)
+    pending.set_result(Payload())
+    last = weakref.ref(pending)
+    del pending
+    assert next(iterator).done()
+    assert last() is None
+    assert list(iterator) == []
+
+
+def test_async_for_releases_each_future_with_its_value_when_it_is_yielded() -> None:
+    async def main() -> None:
+        pending: CUDAFuture[Payload] = CUDAFuture()
+        done, alive = completed_payloads(3)
+        iterator = as_completed([pending, *done]).__aiter__()
+        del done
+        for yielded in range(3):
+            assert [ref() is not None for ref in alive] == [i >= yielded for i in range(3)]
+            await iterator.__anext__()
+        asyncio.get_running_loop().call_soon(pending.set_result, Payload())
+        last = weakref.ref(pending)
+        del pending
+        await iterator.__anext__()
+        await asyncio.sleep(0)  # the loop drops the call
+        assert last() is None
+
+    asyncio.run(main())
+
+
+def test_a_timeout_names_the_number_of_unfinished_futures() -> None:
+    done, *pending = [CUDAFuture.completed(1), *futures(3)]
+    iterator = as_completed([done, *pending], timeout=0)
+    next(iterator)
+    with pytest.raises(TimeoutError, match=r"3 \(of 4\) futures unfinished"):
+        next(iterator)
+    assert list(iterator) == []
+    with pytest.raises(TimeoutError, match=r"3 \(of 4\) futures unfinished"):
+        wait_all([done, *pending], timeout=0)
+    failed = CUDAFuture.failed(TimeoutError("of the part"))
+    with pytest.raises(TimeoutError, match="of the part"):
+        wait_all([failed, *pending], timeout=0)
+
+
+# ---- one record for failures that are combined
+
+
+def retrieved(whole: CUDAFuture[Any]) -> None:
+    whole.exception()
+
+
+def dropped(whole: CUDAFuture[Any]) -> None: ...
+
+
+@pytest.mark.parametrize("look", [retrieved, dropped])
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("combine", [gather, lambda *fs: gather(gather(*fs[:20]), gather(*fs[20:]))])
+def test_the_failures_of_a_gather_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+    look: Callable[[CUDAFuture[Any]], None],
+    early: bool,
+    combine: Callable[..., CUDAFuture[Any]],
+) -> None:
+    parts = futures(40)
+    whole = None if early else combine(*parts)
+    for part in parts:
+        part.set_exception(ValueError(part.name))
+    look(whole or combine(*parts))
+    del parts, part, whole
+    gc.collect()
+    assert len(caplog.records) == 1
+    assert "was never retrieved; it was combined with futures whose exceptions are not logged" in caplog.text
+
+
+def test_the_failures_behind_the_first_success_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    parts = futures(10)
+    whole = collect_any(parts)
+    parts[0].set_exception(ValueError("before"))
+    parts[1].set_result("first")
+    for part in parts[2:]:
+        part.set_exception(ValueError("after"))
+    assert whole.wait() == (1, "first")
+    del parts, part, whole
+    gc.collect()
+    assert len(caplog.records) == 1
+
+
+def test_failures_that_are_not_combined_are_all_logged(caplog: pytest.LogCaptureFixture) -> None:
+    parts = [CUDAFuture.failed(ValueError("alone")) for _ in range(3)]
+    collect_all(parts).wait()
+    del parts
+    gc.collect()
+    assert len(caplog.records) == 3

@@ -11,7 +11,18 @@ from typing import Any, get_origin
 import pytest
 import torch
 
-from cudafuture import CancelledError, CUDAFuture, CUDAFutureError, DeviceMismatchError, InvalidStateError
+from cudafuture import (
+    CancelledError,
+    CUDAFuture,
+    CUDAFutureError,
+    DeviceMismatchError,
+    InvalidStateError,
+    collect_all,
+    collect_any,
+    executors,
+    gather,
+    submit,
+)
 
 
 def test_pending_then_completed() -> None:
@@ -177,7 +188,7 @@ def test_cancelled_error_is_the_one_of_concurrent_futures() -> None:
     assert issubclass(CancelledError, CUDAFutureError)
 
 
-@pytest.mark.parametrize("exc", [None, "text", ValueError, 3])
+@pytest.mark.parametrize("exc", [None, "text", int, 3, StopIteration, StopIteration(3)])
 def test_failing_with_something_that_is_no_exception_is_refused(exc: Any) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     with pytest.raises(TypeError, match="exception"):
@@ -223,6 +234,50 @@ def test_repr_shows_name_state_and_age() -> None:
     future.set_result(1)
     assert "completed" in repr(future)
     assert repr(CUDAFuture()).startswith("<CUDAFuture pending, ")
+
+
+def test_repr_shows_the_error_and_does_not_retrieve_it(caplog: pytest.LogCaptureFixture) -> None:
+    future = CUDAFuture.failed(ValueError("lost " * 100))
+    assert repr(future).startswith("<CUDAFuture failed with ValueError('lost lost ")
+    assert len(repr(future)) < 300
+    del future
+    assert "never retrieved" in caplog.text
+    native: CUDAFuture[Any] = CUDAFuture()
+    child = native.then(lambda f: f)
+    del native
+    assert "failed with InvalidStateError(\"the future that this one waits for was dropped" in repr(child)
+    umlauts = CUDAFuture.failed(ValueError("\u00fc" * 300))
+    assert "\u00fc..." in repr(umlauts)
+    umlauts.exception()
+
+
+def test_repr_of_an_error_whose_repr_raises_or_shows_the_future() -> None:
+    class Bad(Exception):
+        def __repr__(self) -> str:
+            raise OSError
+
+    bad = CUDAFuture.failed(Bad())
+    assert repr(bad).startswith("<CUDAFuture failed with Bad, ")
+    bad.exception()
+    cyclic: CUDAFuture[Any] = CUDAFuture()
+    cyclic.set_exception(ValueError(cyclic))
+    assert repr(cyclic).startswith("<CUDAFuture failed with ValueError(<CUDAFuture failed with ValueError, ")
+    cyclic.exception()
+
+
+def test_repr_shows_the_operation_and_the_parents() -> None:
+    a, b, unnamed = CUDAFuture[int](name="a"), CUDAFuture[int](name="b"), CUDAFuture[int]()
+    for future, shown in (
+        (a.then(repr), "<CUDAFuture 'a' pending, then of 'a', "),
+        (unnamed.then_async(lambda f: f), "<CUDAFuture pending, then_async of an unnamed future, "),
+        (gather(a, b), "<CUDAFuture pending, gather of 'a', 'b', "),
+        (collect_any([a, unnamed]), "<CUDAFuture pending, collect_any of 'a', an unnamed future, "),
+        (collect_all([a] * 9), "<CUDAFuture pending, collect_all of 'a', 'a', 'a', 'a' and 5 more, "),
+        (gather(), "<CUDAFuture completed, gather, "),
+        (gather(CUDAFuture.completed(1)), "<CUDAFuture completed, gather of an unnamed future, "),
+        (submit(int, executor=executors.inline), "<CUDAFuture 'int' completed, submit, "),
+    ):
+        assert repr(future).startswith(shown)
 
 
 def test_facts() -> None:

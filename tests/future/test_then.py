@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextvars
 import threading
 import weakref
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cudafuture import CUDAFuture, DeviceMismatchError, InvalidStateError, executors, submit
 
@@ -171,7 +173,7 @@ def test_then_async_takes_failure_and_cancellation_too() -> None:
 
 
 def test_then_async_refuses_a_plain_value() -> None:
-    with pytest.raises(TypeError, match=r"returns a CUDAFuture, not 7; use then\(\)"):
+    with pytest.raises(TypeError, match=r"then_async\(\) returned 7, which is no CUDAFuture; use then\(\)"):
         CUDAFuture.completed(1).then_async(lambda _: 7).wait()  # type: ignore[arg-type, return-value]
 
 
@@ -436,3 +438,57 @@ def test_cancelled_children_do_not_pile_up_on_a_parent_that_stays_pending(how: s
     assert sum(alive() is not None for alive in children) <= 1 + 2 * len(kept)
     parent.set_result(None)
     assert order == list(range(100))
+
+
+# ---- results that stand for work which may not be done yet
+
+
+async def coroutine_function(*_: object) -> int:
+    return 1
+
+
+def returns_a_torch_future(*_: object) -> object:
+    return torch.futures.Future[int]()
+
+
+def returns_a_future_of_an_executor(*_: object) -> object:
+    return concurrent.futures.Future[int]()
+
+
+def returns_a_future(*_: object) -> object:
+    return CUDAFuture.completed(1)
+
+
+def returns_a_work(*_: object) -> object:
+    return dist.Work()
+
+
+UNFIT = [
+    coroutine_function,
+    returns_a_torch_future,
+    returns_a_future_of_an_executor,
+    returns_a_future,
+    returns_a_work,
+]
+
+
+@pytest.mark.parametrize("fn", UNFIT)
+def test_a_result_that_may_not_be_done_fails_the_child_and_names_then_async(fn: Callable[..., Any]) -> None:
+    for child, name in (
+        (CUDAFuture.completed(1).then(fn), "then"),
+        (CUDAFuture.completed(1).then(fn, executor=executors.callback_thread), "then"),
+        (submit(fn), "submit"),
+        (submit(fn, 1, executor=executors.inline), "submit"),
+    ):
+        with pytest.raises(TypeError, match=rf"(?s)the callback of {name}\(\) returned .*then_async\(\)"):
+            child.wait()
+
+
+def test_then_async_refuses_a_coroutine() -> None:
+    with pytest.raises(TypeError, match=r"a coroutine, which nothing would run: call asyncio\.run\(\)"):
+        CUDAFuture.completed(1).then_async(coroutine_function).wait()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [coroutine_function, [CUDAFuture[int]()], CUDAFuture, threading.Event()])
+def test_other_results_are_values(value: object) -> None:
+    assert CUDAFuture.completed(1).then(lambda _: value).wait() is value

@@ -13,7 +13,7 @@ from layout.tree import PACKAGE, ROOT, cpp_files, imports, is_module, module_nam
 
 # Lowest first. The modules of one row do not import each other.
 CUDAFUTURE = (
-    ("errors", "config", "_arguments", "_build_info", "_call_site", "_log", "_path"),
+    ("errors", "config", "_arguments", "_build_info", "_log", "_path"),
     ("_native", "_tensors", "_modes"),
     ("_C",),
     ("streams", "executors", "_await", "_work", "_staging", "_xxhash"),

@@ -62,11 +62,17 @@ def pending_futures() -> None:
 
 
 def unseen_failures() -> None:
+    silence_the_log()
     keep.extend(CUDAFuture.failed(ValueError(i)) for i in range(20))
     keep.extend(CUDAFuture.failed(ValueError(i)).then(lambda f: f.value()) for i in range(20))
     cancelled: CUDAFuture[int] = CUDAFuture()
     cancelled.cancel()
     keep.append(cancelled)
+
+
+def silence_the_log() -> None:
+    logging.getLogger("cudafuture").addHandler(logging.NullHandler())
+    logging.getLogger("cudafuture").propagate = False
 
 
 def callbacks_in_flight() -> None:
@@ -224,8 +230,7 @@ def sends_just_done() -> None:
 
 def failing_threads() -> None:
     """Leave daemon threads that make errors, log them and drop failures all the time."""
-    logging.getLogger("cudafuture").addHandler(logging.NullHandler())
-    logging.getLogger("cudafuture").propagate = False
+    silence_the_log()
 
     def loop(step: Callable[[], object]) -> None:
         while True:

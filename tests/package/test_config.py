@@ -18,8 +18,10 @@ def test_defaults_hold_where_nothing_is_set() -> None:
     assert settings.watcher_first_pause == pytest.approx(5e-6)
     assert settings.watcher_longest_pause == pytest.approx(5000e-6)
     assert 1 <= settings.submit_threads <= 32
+    assert settings.submit_exit_seconds == 30
     assert not settings.debug_order
     assert not settings.debug_ownership
+    assert not settings.debug_origin
     assert settings.rpc_secret_file is None
     assert settings.rpc_transports is None
 
@@ -62,7 +64,7 @@ def test_debug_is_a_list_of_words(text: str, on: tuple[bool, bool]) -> None:
 
 @pytest.mark.parametrize("text", ["orders", "ORDER", "order,all", "1"])
 def test_a_word_that_debug_does_not_know_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match=rf"CUDAFUTURE_DEBUG='{text}': use order, ownership, or leave it empty"):
+    with pytest.raises(ValueError, match=rf"CUDAFUTURE_DEBUG='{text}': use order, origin, ownership, or leave it empty"):
         config.read({"CUDAFUTURE_DEBUG": text})
 
 

@@ -77,9 +77,9 @@ DOCTORED = {
         "released is a property in the stub but a property that can be set",
     ),
     "a method is a property": (
-        "    def cancel(self)",
-        "    @property\n    def cancel(self)",
-        "CUDAFuture.cancel is a prop",
+        "    def cancelled(self)",
+        "    @property\n    def cancelled(self)",
+        "CUDAFuture.cancelled is a prop",
     ),
     "a property is a method": (
         "    @property\n    def priority",

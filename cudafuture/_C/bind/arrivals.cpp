@@ -11,16 +11,31 @@
 namespace cudafuture::bind {
 namespace {
 
+// The futures that next() has not returned yet.
+struct Outstanding final : Producer {
+  int visit(ForeignVisitor visitor) const override {
+    for (const Foreign& future : futures) {
+      if (const int stop = visitor(future.get())) return stop;
+    }
+    return 0;
+  }
+
+  std::vector<Foreign> futures;  // null: returned
+};
+
 // Keeps the futures' Python objects, and shows them to the cyclic collector.
 class PyArrivals {
  public:
-  explicit PyArrivals(nb::tuple futures) : futures_(std::move(futures)) {
+  explicit PyArrivals(const nb::iterable& futures) {
     std::vector<Future*> cores;
-    for (nb::handle future : futures_) cores.push_back(&expect_future(future, "waiting"));
+    for (nb::handle future : futures) {
+      cores.push_back(&expect_future(future, "waiting"));
+      outstanding_->futures.push_back(foreign(nb::borrow(future)));
+    }
     arrivals_ = std::make_unique<Arrivals>(std::move(cores));
   }
 
-  // Returns the next future that is done; None after the timeout, or after close().
+  // Returns the next future that is done, and keeps no reference to it; None after the timeout, or after close().
   nb::object next(nb::handle timeout) {
     const ParkingScope parking;
     refuse_after_fork();
@@ -28,10 +43,11 @@ class PyArrivals {
     while (arrivals_ != nullptr) {
       std::size_t position = 0;
       if (arrivals_->take(position)) {
-        join_host_time(core_of(futures_[position]).completed_at());
-        return futures_[position];
+        nb::object future = nb::steal(static_cast<PyObject*>(outstanding_->futures[position].take()));
+        join_host_time(core_of(future).completed_at());
+        return future;
       }
-      const FuturePtr signal = arrivals_->next();
+      const FuturePtr signal = arrivals_->next(outstanding_);
       if (!try_wait_until_done(*signal, deadline)) break;
     }
     return nb::none();
@@ -42,10 +58,10 @@ class PyArrivals {
     if (is_forked_child()) static_cast<void>(old.release());  // its locks may be held by threads that are gone
   }
 
-  int visit(visitproc visit, void* arg) const { return futures_.is_valid() ? visit(futures_.ptr(), arg) : 0; }
+  int visit(ForeignVisitor visitor) const { return outstanding_->visit(visitor); }
   void clear() {
     close();
-    futures_ = nb::steal<nb::tuple>(PyTuple_New(0));
+    outstanding_ = std::make_shared<Outstanding>();
   }
 
   ~PyArrivals() { close(); }
@@ -53,13 +69,14 @@ class PyArrivals {
   PyArrivals& operator=(const PyArrivals&) = delete;
 
  private:
-  nb::tuple futures_;
+  std::shared_ptr<Outstanding> outstanding_ = std::make_shared<Outstanding>();
   std::unique_ptr<Arrivals> arrivals_;
 };
 
 int traverse_arrivals(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
-  return nb::inst_ready(self) ? nb::inst_ptr<PyArrivals>(self)->visit(visit, arg) : 0;
+  if (!nb::inst_ready(self)) return 0;
+  return nb::inst_ptr<PyArrivals>(self)->visit({reinterpret_cast<int (*)(void*, void*)>(visit), arg});
 }
 
 int clear_arrivals(PyObject* self) {
@@ -77,7 +94,7 @@ PyType_Slot arrivals_slots[] = {
 
 void bind_arrivals(nb::module_& m) {
   nb::class_<PyArrivals>(m, "Arrivals", nb::type_slots(arrivals_slots))
-      .def(nb::init<nb::tuple>(), nb::arg("futures"))
+      .def(nb::init<const nb::iterable&>(), nb::arg("futures"))
       .def("next", &PyArrivals::next, nb::arg("timeout").none())
       .def("close", &PyArrivals::close);
 }

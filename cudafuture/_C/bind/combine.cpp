@@ -22,8 +22,6 @@
 namespace cudafuture::bind {
 namespace {
 
-enum class How { gather, all, any };
-
 class Combined;
 
 class Link final : public Continuation {
@@ -41,8 +39,8 @@ class Link final : public Continuation {
 };
 
 // Cancels futures without deep recursion. Parts that are gathers call this again; beyond a depth, they add theirs to
-// the list of the outermost call.
-void cancel_in_turn(std::vector<nb::object> futures) {
+// the list of the outermost call. `reason`: the error that their callers get; null: made on request.
+void cancel_in_turn(std::vector<nb::object> futures, nb::handle reason) {
   constexpr int kMaxDepth = 100;
   static thread_local std::vector<nb::object>* outermost = nullptr;
   static thread_local int depth = 0;
@@ -54,14 +52,14 @@ void cancel_in_turn(std::vector<nb::object> futures) {
   while (!futures.empty()) {
     const nb::object future = std::move(futures.back());
     futures.pop_back();
-    core_of(future).cancel();
+    core_of(future).cancel(reason.is_valid() ? Value::of_error(foreign(nb::borrow(reason)), {}) : Value());
   }
   if (--depth == 0) outermost = above;
 }
 
 class Combined final : public Producer, public std::enable_shared_from_this<Combined> {
  public:
-  Combined(How how, std::vector<PyObject*> parts, bool cancel_parts)
+  Combined(Operation how, std::vector<PyObject*> parts, bool cancel_parts)
       : links(parts.size()), how_(how), cancel_parts_(cancel_parts), parts_(std::move(parts)), left_(parts_.size()) {}
 
   ~Combined() override { release_parts(); }
@@ -73,7 +71,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     if (cancel_parts_ && whole.state() == State::cancelled) {
       std::vector<nb::object> parts;
       for (PyObject* part : parts_) parts.push_back(nb::borrow(nb::handle(part)));
-      cancel_in_turn(std::move(parts));
+      cancel_in_turn(std::move(parts), static_cast<PyObject*>(whole.value().object.get()));
     }
     release_parts();
   }
@@ -90,12 +88,12 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
   bool part_done(Future& whole, std::size_t index, Future& part) noexcept {
     const bool last = left_.fetch_sub(1, std::memory_order_acq_rel) == 1;
     const bool completed = part.state() == State::completed;
-    if (how_ == How::gather && completed) {
+    if (how_ == Operation::gather && completed) {
       if (!last || whole.done()) return true;
       return foreign_runtime().inside() && finish_whole(whole, index, part);
     }
-    if (how_ == How::all && !last) return true;
-    if (how_ == How::any && !completed && !last) return true;
+    if (how_ == Operation::collect_all && !last) return true;
+    if (how_ == Operation::collect_any && !completed && !last) return true;
     if (whole.done()) return true;
     return foreign_runtime().inside() && finish_whole(whole, index, part);
   }
@@ -105,15 +103,14 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     const std::shared_ptr<Combined> alive = shared_from_this();  // completing the combined future drops its producer
     try {
       switch (how_) {
-        case How::gather:
+        case Operation::gather:
           finish_gather(whole, part);
           break;
-        case How::all:
+        case Operation::collect_all:
           finish_all(whole);
           break;
-        case How::any:
+        default:
           finish_any(whole, index, part);
-          break;
       }
     } catch (...) {
       fail(whole, exception_of(std::current_exception()));
@@ -140,6 +137,13 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     for (PyObject* part : std::exchange(parts_, {})) release_foreign(part);
   }
 
+  // The outcome is decided: callers drop the parts, and of those that have failed, or will, one failure is reported.
+  void share_failure_report(Future& whole) const {
+    for (PyObject* part : parts_) {
+      if (core_of(part).state() != State::completed) Future::share_failure_report(whole, core_of(part));
+    }
+  }
+
   EventSet joined(int priority) const {
     std::vector<const EventSet*> sets;
     for (PyObject* part : parts_) {
@@ -160,6 +164,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
   void finish_gather(Future& whole, Future& part) {
     if (part.state() != State::completed) {
       whole.inherit_host_time(part);
+      share_failure_report(whole);
       fail_after(whole, exception_of(part), kept(part.events(), SyncEdge::gather_failure_events));
       return;
     }
@@ -198,6 +203,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
 
   void finish_any(Future& whole, std::size_t index, Future& part) {
     if (part.state() == State::completed) {
+      share_failure_report(whole);
       whole.inherit_async_errors(part);
       whole.inherit_host_time(part);
       Value value = Value::of_object(foreign(nb::make_tuple(index, result_of(part))));
@@ -214,7 +220,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     fail_after(whole, call(type, message, errors), kept(joined(whole.priority()), SyncEdge::any_failure_events));
   }
 
-  How how_;
+  Operation how_;
   bool cancel_parts_;
   std::vector<PyObject*> parts_;  // owned
   std::atomic<std::size_t> left_;
@@ -281,7 +287,7 @@ OrderedExecutor* order_of(const std::vector<PyObject*>& parts) {
   return order;
 }
 
-nb::object combine(How how, nb::handle futures, bool cancel_parts) {
+nb::object combine(Operation how, nb::handle futures, bool cancel_parts) {
   const ParkingScope parking;
   refuse_after_fork();
   std::vector<PyObject*> parts;
@@ -299,12 +305,13 @@ nb::object combine(How how, nb::handle futures, bool cancel_parts) {
 
   auto core = c10::make_intrusive<Future>(priority);
   Future& whole = *core;
+  whole.set_operation(how);
   if (OrderedExecutor* order = order_of(parts)) whole.set_default_executor(order);
   const nb::object wrapper = wrap(core);
   core.reset();
   auto combined = std::make_shared<Combined>(how, parts, cancel_parts);
   if (parts.empty()) {
-    if (how == How::any) throw nb::value_error("collect_any() needs at least one future: none can be the first");
+    if (how == Operation::collect_any) throw nb::value_error("collect_any() needs at least one future: none can be the first");
     whole.complete(Value::of_object(foreign(nb::list())));
     return wrapper;
   }
@@ -330,10 +337,10 @@ nb::object combine(How how, nb::handle futures, bool cancel_parts) {
 
 void bind_combine(nb::module_& m) {
   m.def(
-      "gather", [](nb::handle f, bool cancel_parts) { return combine(How::gather, f, cancel_parts); },
+      "gather", [](nb::handle f, bool cancel_parts) { return combine(Operation::gather, f, cancel_parts); },
       nb::arg("futures"), nb::arg("cancel_parts") = false);
-  m.def("collect_all", [](nb::handle f) { return combine(How::all, f, false); }, nb::arg("futures"));
-  m.def("collect_any", [](nb::handle f) { return combine(How::any, f, false); }, nb::arg("futures"));
+  m.def("collect_all", [](nb::handle f) { return combine(Operation::collect_all, f, false); }, nb::arg("futures"));
+  m.def("collect_any", [](nb::handle f) { return combine(Operation::collect_any, f, false); }, nb::arg("futures"));
 }
 
 }  // namespace cudafuture::bind

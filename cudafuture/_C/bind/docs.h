@@ -121,7 +121,8 @@ Raises:
     InvalidStateError: a callback that waits for its own result, or a blocking wait inside a stream capture.
     any exception: the exception object with which the future failed, or its late error.
 
-Ctrl-C interrupts the wait within 100 ms.
+Ctrl-C interrupts the wait within 100 ms. A wait that blocks inside a running event loop issues a RuntimeWarning: use
+`await` there.
 
 >>> from cudafuture import CUDAFuture
 >>> future = CUDAFuture(name="slow")
@@ -172,6 +173,7 @@ inline constexpr const char* then =
 
 Args:
     fn: called with this future. The child completes with its return value, or fails with the exception that it raises.
+        It fails with TypeError if `fn` returns a coroutine or a future of any library: see `then_async`.
     priority: of the child and of the pool streams on which `fn` runs. None (default): this future's.
     stream: "pool" (default): a pool stream for each device of the future. "caller": the streams that are current now.
         Or a torch.Stream, or several; devices without one get a pool stream. They wait for this future's events and are
@@ -202,7 +204,8 @@ Raises:
 inline constexpr const char* then_async =
     R"(Call `fn(self)` as `then` does, and return a future that takes the outcome of the future that `fn` returns.
 
-Args and errors are those of `then`. If the callback returns anything but a CUDAFuture, the child fails with TypeError.
+Args and errors are those of `then`. If the callback returns anything but a CUDAFuture, the child fails with TypeError:
+convert torch's handles with `from_torch`.
 Cancelling the child while it waits for the returned future does not cancel that future.
 
 >>> from cudafuture import CUDAFuture
@@ -217,10 +220,11 @@ inline constexpr const char* add_done_callback = R"(Call `fn(self)` when this fu
 
 Args:
     fn: called with this future. Its return value is dropped; an exception that it raises is logged.
-    executor: as for `then`.
+    executor: as for `then`. But with None (default) inside a running event loop of asyncio, that loop calls `fn`, in
+        the context variables of the caller, when the device work has finished as well.
 
-Unlike `then`, this carries no context. Callbacks run in the order in which they were added, after the waiters are
-released.
+Unlike `then`, this carries no context elsewhere. Callbacks run in the order in which they were added, after the waiters
+are released.
 
 Raises:
     TypeError: `fn` is not callable, or `executor` has no `submit`.
@@ -230,8 +234,21 @@ Raises:
 got 5
 )";
 
+inline constexpr const char* remove_done_callback =
+    R"(Remove every callback of `add_done_callback` that equals `fn` and has not begun. Return the number removed.
+
+>>> from cudafuture import CUDAFuture
+>>> future = CUDAFuture()
+>>> future.add_done_callback(print)
+>>> future.remove_done_callback(print), future.remove_done_callback(print)
+(1, 0)
+)";
+
 inline constexpr const char* cancel =
     R"(Cancel the future, unless it is done or its producer can no longer stop. Return True if it is cancelled now.
+
+Args:
+    msg: argument of the CancelledError that waiting raises. None (default): a text with the future's name.
 
 The result is False once an engine or a device owns the user's memory (a started collective, submitted I/O), or once the
 callback that will complete the future has begun: the future then completes as if `cancel` had not been called. A
@@ -248,6 +265,15 @@ inline constexpr const char* cancelled = R"(Return True if the future was cancel
 >>> from cudafuture import CUDAFuture
 >>> CUDAFuture.completed(1).cancelled()
 False
+)";
+
+inline constexpr const char* running =
+    R"(Return True if the future is pending and can no longer be cancelled, because its work has begun.
+
+>>> from cudafuture import CUDAFuture
+>>> future = CUDAFuture()
+>>> future.set_running_or_notify_cancel(), future.running()
+(True, True)
 )";
 
 inline constexpr const char* set_running_or_notify_cancel =
@@ -293,14 +319,18 @@ cudafuture.errors.InvalidStateError: set_result(): the future is completed alrea
 )";
 
 inline constexpr const char* set_exception =
-    R"(Fail the future with `exc`, which may be any BaseException, release its waiters and run its callbacks.
+    R"(Fail the future with `exc`, release its waiters and run its callbacks.
+
+Args:
+    exc: any BaseException, or a class of one, which is called. No StopIteration: it would end a generator or a
+        coroutine that waits.
 
 `wait` raises the same object, with a note that names the future. If the exception is never retrieved, it is logged when
 the future is destroyed.
 
 Raises:
     InvalidStateError: the future is done already.
-    TypeError: `exc` is not an exception.
+    TypeError: `exc` is not an exception, or is a StopIteration.
 
 >>> from cudafuture import CUDAFuture
 >>> future = CUDAFuture()

@@ -41,7 +41,8 @@ class Forward final : public Continuation {
     child.inherit_host_time(inner);
     if (inner.state() == State::cancelled) {
       inner.mark_seen();
-      child.cancel();
+      auto* const reason = static_cast<PyObject*>(inner.value().object.get());
+      child.cancel(reason == nullptr ? Value() : Value::of_error(bind::foreign(nb::borrow(reason)), {}));
       return;
     }
     if (inner.state() == State::failed) {

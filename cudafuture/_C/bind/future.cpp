@@ -3,8 +3,6 @@
 
 #include <nanobind/typing.h>
 
-#include <cstdio>
-
 #include "bind/docs.h"
 #include "bind/errors.h"
 #include "bind/executors.h"
@@ -15,17 +13,6 @@ namespace cudafuture::bind {
 namespace {
 
 PyTypeObject* future_type = nullptr;
-
-void log_unseen_failure(Future& future) noexcept {
-  if (is_finalizing() || is_forked_child()) return;
-  const nb::error_scope raised_already;
-  try {
-    log_error("the exception of CUDAFuture %r was never retrieved", nb::str(future.name().c_str()),
-              exception_of(future));
-  } catch (nb::python_error& e) {
-    e.discard_as_unraisable("cudafuture");
-  }
-}
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
@@ -49,7 +36,7 @@ void finalize(PyObject* self) {
   const ParkingScope parking;
   PyFuture* const future = nb::inst_ptr<PyFuture>(self);
   future->is_garbage = true;
-  if (future->core.use_count() == 1 && future->core->is_unseen_failure()) log_unseen_failure(*future->core);
+  if (future->core.use_count() == 1 && future->core->claim_failure_report()) log_unseen_failure(*future->core);
 }
 
 PyType_Slot future_slots[] = {
@@ -84,13 +71,23 @@ void init(nb::pointer_and_handle<PyFuture> self, nb::handle devices, int priorit
     }
     core->set_default_executor(host->executor);
   }
+  if (keeps_sites) keep_site(*core);
   new (self.p) PyFuture(std::move(core), self.h.ptr());
 }
 
-void expect_exception(nb::handle exc, const char* who) {
-  if (PyExceptionInstance_Check(exc.ptr())) return;
-  const std::string message = std::string(who) + " takes an exception object, not " + nb::repr(exc).c_str();
-  throw nb::type_error(message.c_str());
+// Returns the exception that fails a future: `exc`, or an instance of it if it is a class.
+nb::object expect_exception(nb::object exc, const char* who) {
+  if (PyExceptionClass_Check(exc.ptr()) != 0) exc = call(exc);
+  if (!PyExceptionInstance_Check(exc.ptr())) {
+    const std::string message = std::string(who) + " takes an exception, not " + nb::repr(exc).c_str();
+    throw nb::type_error(message.c_str());
+  }
+  if (PyErr_GivenExceptionMatches(exc.ptr(), PyExc_StopIteration) != 0) {
+    const std::string message =
+        std::string(who) + " takes no StopIteration: it would end a generator or a coroutine that waits, without an error";
+    throw nb::type_error(message.c_str());
+  }
+  return exc;
 }
 
 nb::object completed(nb::object value) {
@@ -105,7 +102,7 @@ nb::object completed(nb::object value) {
 nb::object failed(nb::object exc) {
   const ParkingScope parking;
   refuse_after_fork();
-  expect_exception(exc, "failed()");
+  exc = expect_exception(std::move(exc), "failed()");
   nb::object future = wrap(c10::make_intrusive<Future>());
   fail(core_of(future), std::move(exc));
   return future;
@@ -166,11 +163,18 @@ bool wait_done(PyFuture& self, nb::handle timeout) {
   return try_wait_until_done(*future, deadline_in(timeout));
 }
 
-bool cancel(PyFuture& self) {
+bool cancel(PyFuture& self, nb::handle msg) {
   const ParkingScope parking;
   refuse_after_fork();
   const FuturePtr future = self.core;
-  const bool cancelled = future->cancel();
+  Value reason;
+  if (!msg.is_none()) {
+    static Imported cancelled_error{"cudafuture.errors", "CancelledError"};
+    nb::object error = call(cancelled_error(), msg);
+    add_note(error, future->name());
+    reason = Value::of_error(foreign(std::move(error)), {});
+  }
+  const bool cancelled = future->cancel(std::move(reason));
   raise_kept_interrupt();
   return cancelled;
 }
@@ -203,7 +207,7 @@ void set_result(PyFuture& self, nb::object value, nb::handle stream, nb::handle 
 void set_exception(PyFuture& self, nb::object exc) {
   const ParkingScope parking;
   refuse_after_fork();
-  expect_exception(exc, "set_exception()");
+  exc = expect_exception(std::move(exc), "set_exception()");
   const FuturePtr future = self.core;
   if (!fail(*future, std::move(exc))) raise_done_already(*future, "set_exception()");
   raise_kept_interrupt();
@@ -228,55 +232,6 @@ nb::object released(PyFuture& self) {
   return released == nullptr ? nb::none() : wrap(std::move(released));
 }
 
-std::string repr(PyFuture& self) {
-  const Future& future = *self.core;
-  char age[32];
-  std::snprintf(age, sizeof age, "%.3gs", std::chrono::duration<double>(future.age()).count());
-  std::string text = "<CUDAFuture";
-  if (!future.name().empty()) text += " '" + future.name() + "'";
-  text += std::string(" ") + name_of(future.state());
-  const std::vector<c10::Device> devices = future.devices();
-  if (!devices.empty()) text += " on " + device_set(devices);
-  return text + ", " + age + " old>";
-}
-
-void report_unseen_failure(Value&& error, const std::string& name, Foreign&& origin) {
-  if (is_finalizing() || is_forked_child()) return;
-  // Reports the error where Python runs: a future destroyed on an engine's thread passes it to the callback thread.
-  class UnseenFailureReport final : public Continuation {
-   public:
-    UnseenFailureReport(Value&& error, std::string name, Foreign&& origin)
-        : Continuation(foreign), error_(std::move(error)), name_(std::move(name)), origin_(std::move(origin)) {}
-    void run(Future&) noexcept override { report(); }
-    void abandon() noexcept override { delete this; }
-    void report() noexcept {
-      PyObject *type, *value, *traceback;  // this may run inside the destructor of any object
-      PyErr_Fetch(&type, &value, &traceback);
-      try {
-        const nb::object exception = error_.object ? nb::borrow(nb::handle(static_cast<PyObject*>(error_.object.get())))
-                                                   : as_origin_says(origin_.get(), exception_of(error_.error));
-        log_error("the exception of CUDAFuture %r was never retrieved", nb::str(name_.c_str()), exception);
-      } catch (nb::python_error& e) {
-        e.discard_as_unraisable("cudafuture");
-      }
-      PyErr_Restore(type, value, traceback);
-      delete this;
-    }
-
-   private:
-    Value error_;
-    std::string name_;
-    Foreign origin_;
-  };
-  auto* report = new UnseenFailureReport(std::move(error), name, std::move(origin));
-  if (foreign_runtime().inside()) {
-    report->report();
-    return;
-  }
-  report->parent = c10::make_intrusive<Future>();
-  InlineExecutor::get().post(report);
-}
-
 }  // namespace
 
 // ---- identity
@@ -284,6 +239,7 @@ void report_unseen_failure(Value&& error, const std::string& name, Foreign&& ori
 nb::object wrap(FuturePtr core) {
   auto* known = static_cast<PyObject*>(core->wrapper);
   if (known != nullptr && Py_REFCNT(known) > 0) return nb::borrow(nb::handle(known));
+  if (keeps_sites) keep_site(*core);
   nb::object object = nb::inst_alloc(reinterpret_cast<PyObject*>(future_type));
   new (nb::inst_ptr<PyFuture>(object)) PyFuture(std::move(core), object.ptr());
   nb::inst_mark_ready(object);
@@ -306,7 +262,6 @@ Future& expect_future(nb::handle object, const char* who) {
 }
 
 void bind_future(nb::module_& m) {
-  set_unseen_failure_hook(report_unseen_failure);
   auto c = nb::class_<PyFuture>(m, "CUDAFuture", nb::type_slots(future_slots), nb::is_generic(), nb::is_final(),
                                 nb::is_weak_referenceable(), docs::future);
   future_type = reinterpret_cast<PyTypeObject*>(c.ptr());
@@ -338,7 +293,11 @@ void bind_future(nb::module_& m) {
       "add_done_callback",
       [](nb::handle self, nb::object fn, nb::handle executor) { add_done_callback(self, std::move(fn), executor); },
       nb::arg("fn").none(), nb::kw_only(), nb::arg("executor") = nb::none(), docs::add_done_callback);
-  c.def("cancel", cancel, docs::cancel);
+  c.def(
+      "remove_done_callback", [](nb::handle self, nb::handle fn) { return remove_done_callback(self, fn); },
+      nb::arg("fn").none(), docs::remove_done_callback);
+  c.def("cancel", cancel, nb::arg("msg") = nb::none(), docs::cancel);
+  c.def("running", [](PyFuture& self) { return self.core->running(); }, docs::running);
   c.def("cancelled", [](PyFuture& self) { return self.core->state() == State::cancelled; }, docs::cancelled);
 
   c.def(
@@ -356,7 +315,7 @@ void bind_future(nb::module_& m) {
   c.def_prop_rw(
       "released", released, [](PyFuture& self, const PyFuture& released) { self.core->set_released(released.core); },
       docs::released);
-  c.def("__repr__", repr);
+  c.def("__repr__", [](PyFuture& self) { return repr(*self.core); });
 
   m.def("state", [](const PyFuture& future) { return name_of(future.core->state()); }, nb::arg("future"));
   c.def("wait", [](nb::handle, const nb::args&, const nb::kwargs&) -> nb::object {
@@ -367,7 +326,6 @@ void bind_future(nb::module_& m) {
   m.def(
       "add_ready_callback", [](nb::handle future, nb::object fn) { add_ready_callback(future, std::move(fn)); },
       nb::arg("future"), nb::arg("fn"));
-  m.def("remove_done_callback", remove_done_callback, nb::arg("future"), nb::arg("fn"));
   m.def("submit", submit, nb::arg("call"), nb::arg("executor").none(), nb::arg("priority"), nb::arg("name"));
 }
 

@@ -38,6 +38,8 @@ Future& expect_future(nb::handle object, const char* who);  // TypeError if it i
 // ---- once done
 nb::object result_of(Future& future);     // of a completed future
 nb::object exception_of(Future& future);  // of a failed or cancelled future; marks it seen
+nb::object unseen_exception_of(Future& future);  // the same, without marking it seen
+void add_note(nb::handle exception, const std::string& name);  // adds the name of the failed operation, once
 [[noreturn]] void raise_outcome(Future& future);
 nb::object value_or_raise(Future& future);
 
@@ -109,7 +111,7 @@ c10::IValue searches_of(c10::ArrayRef<PyObject*> parts);  // for a list of the v
 std::vector<at::Tensor> tensors_of(Future& future);
 std::vector<DeviceMemory> memory_of(Future& future);
 
-// ---- other functions of the binding, each in the file of its name
+// ---- other functions of the binding
 nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, nb::handle stream, nb::handle executor,
                 bool non_blocking, bool async);
 nb::object submit(nb::object call, nb::handle executor, int priority, const std::string& name);
@@ -117,14 +119,28 @@ nb::object submit(nb::object call, nb::handle executor, int priority, const std:
 nb::object as_origin_says(void* origin, nb::object exception);
 // Returns the late error as the Python object that waiting raises; None: there is no late error.
 nb::object late_error_of(Future& future);
+// Without an executor, and inside a running event loop, that loop calls `fn`.
 void add_done_callback(nb::handle future, nb::object fn, nb::handle executor);
 // Runs `fn` when the device work has finished, unordered with the future's other callbacks. Waits use it, because they
 // take no place in a serial queue.
 void add_ready_callback(nb::handle future, nb::object fn);
+// Removes the callbacks that equal `fn` and have not been dispatched. Returns their number.
 int remove_done_callback(nb::handle future, nb::handle fn);
+// Returns the event loop of asyncio that runs in this thread, or None. Throws nothing.
+nb::object running_loop();
 PyObject* await_slot(PyObject* self) noexcept;
 
 // Creates a continuation that gives `child` the outcome of the future it is attached to.
+std::string repr(Future& future);
+
+// Logs the failures that no caller has retrieved of the futures that are alive; called at exit.
+void log_unseen_failures();
+void log_unseen_failure(Future& future) noexcept;  // after claim_failure_report()
+
+// Keeps the line of code that makes the future, if CUDAFUTURE_DEBUG asks for it.
+inline bool keeps_sites = false;
+void keep_site(Future& future);
+
 Continuation* make_forward(nb::object child);
 
 // Fails `child`, which would stay pending: the future that it depends on was dropped while pending, or the process is
@@ -134,6 +150,7 @@ void break_promise(const nb::object& child) noexcept;
 nb::object events_of(const Future& future);  // a read-only mapping from torch.device to EventView
 
 void bind_future(nb::module_& m);
+void bind_unseen_failure(nb::module_& m);
 void bind_events(nb::module_& m);
 void bind_streams(nb::module_& m);
 void bind_executors(nb::module_& m);

@@ -5,6 +5,7 @@
 
 #include "bind/errors.h"
 #include "bind/future.h"
+#include "core/error.h"
 
 namespace cudafuture::bind {
 namespace {
@@ -21,6 +22,7 @@ class Job {
     if (callback == nullptr) return;
     callback->execute(*parent_);
     callback->dispose();
+    raise_kept_interrupt();
   }
 
   // Called when the executor's own handle is done. If the job was never called, the handle gives the reason.
@@ -68,11 +70,14 @@ PyType_Slot job_slots[] = {
     {0, nullptr},
 };
 
-// Converts the bare RuntimeError with which concurrent.futures executors refuse work after they, or Python, have shut
-// down.
-nb::object shut_down_error(const nb::object& error) {
-  nb::object typed = make_error("InvalidStateError",
-                                "the executor no longer accepts callbacks: " + std::string(nb::str(error).c_str()));
+// Converts the bare RuntimeError with which concurrent.futures executors refuse work: they, or Python, have shut down,
+// or no thread could be started.
+nb::object refusal_from(const nb::object& error) {
+  const std::string text = nb::str(error).c_str();
+  nb::object typed =
+      text.find("can't start new thread") != std::string::npos
+          ? exception_of(std::make_exception_ptr(no_thread("the executor")))
+          : make_error("InvalidStateError", "the executor no longer accepts callbacks: " + text);
   typed.attr("__cause__") = error;
   return typed;
 }
@@ -95,7 +100,7 @@ void hand_over(nb::object executor, Deferred* callback, Future& parent) noexcept
       if (nb::hasattr(handle, "add_done_callback")) handle.attr("add_done_callback")(job.attr("settle"));
     } catch (nb::python_error& e) {
       const nb::object error = nb::borrow(e.value());
-      nb::inst_ptr<Job>(job)->refuse(error.type().is(PyExc_RuntimeError) ? shut_down_error(error) : error);
+      nb::inst_ptr<Job>(job)->refuse(error.type().is(PyExc_RuntimeError) ? refusal_from(error) : error);
     }
   } catch (nb::python_error& e) {
     e.discard_as_unraisable("cudafuture");

@@ -29,6 +29,7 @@ nb::dict statistics() {
 PyObject* interrupt = nullptr;  // Ctrl-C during the last callbacks
 
 void shut_down_at_exit() {
+  log_unseen_failures();
   keep_threads_from_unwinding();
   {
     const WithoutGil released;  // the threads may need it to finish
@@ -53,6 +54,7 @@ NB_MODULE(_C, m) {
   install_runtime();
   install_translators();
   bind_future(m);
+  bind_unseen_failure(m);
   bind_events(m);
   bind_streams(m);
   bind_executors(m);

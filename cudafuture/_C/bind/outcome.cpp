@@ -11,22 +11,6 @@
 namespace cudafuture::bind {
 namespace {
 
-// Adds the name of the failed operation to the exception itself, once.
-void add_note(nb::handle exception, const std::string& name) {
-  if (name.empty()) return;
-  const nb::str note(("in CUDAFuture '" + name + "'").c_str());
-  try {
-    if (!nb::hasattr(exception, "__notes__")) {
-      exception.attr("__notes__") = nb::list();
-    } else if (nb::cast<bool>(exception.attr("__notes__").attr("__contains__")(note))) {
-      return;
-    }
-    exception.attr("__notes__").attr("append")(note);
-  } catch (...) {
-    park_if_unwinding();  // some exception classes accept no attributes: they get no note
-  }
-}
-
 nb::object list_of_values(nb::handle parts) {
   const Py_ssize_t count = PyTuple_GET_SIZE(parts.ptr());
   nb::object values = nb::steal(PyList_New(count));
@@ -70,6 +54,21 @@ thread_local PyObject* kept_interrupt = nullptr;
 
 }  // namespace
 
+void add_note(nb::handle exception, const std::string& name) {
+  if (name.empty()) return;
+  const nb::str note(("in CUDAFuture '" + name + "'").c_str());
+  try {
+    if (!nb::hasattr(exception, "__notes__")) {
+      exception.attr("__notes__") = nb::list();
+    } else if (nb::cast<bool>(exception.attr("__notes__").attr("__contains__")(note))) {
+      return;
+    }
+    exception.attr("__notes__").attr("append")(note);
+  } catch (...) {
+    park_if_unwinding();  // some exception classes accept no attributes: they get no note
+  }
+}
+
 nb::object result_of(Future& future) {
   Value& value = future.value();
   if (value.form == Value::Form::parts) {
@@ -101,6 +100,10 @@ nb::object late_error_of(Future& future) {
 
 nb::object exception_of(Future& future) {
   future.mark_seen();
+  return unseen_exception_of(future);
+}
+
+nb::object unseen_exception_of(Future& future) {
   Value& value = future.value();
   if (!value.object) {
     nb::object made =

@@ -7,6 +7,7 @@
 
 #include "bind/errors.h"
 #include "bind/future.h"
+#include "bind/submit_pool.h"
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
 #include "core/error.h"
@@ -34,13 +35,25 @@ bool expired(const Deadline& deadline) { return deadline && Clock::now() >= *dea
 
 [[noreturn]] void raise_timeout(const Future& future, const char* what) {
   const std::string who = future.name().empty() ? "the future" : "'" + future.name() + "'";
-  const std::string message = "timeout: " + who + what + "; it stays valid, so wait() may be called again";
+  std::string message = "timeout: " + who + what + "; it stays valid, so wait() may be called again";
+  if (const std::string reason = exhausted_pool(future); !reason.empty()) message += ". Now " + reason;
   PyErr_SetString(PyExc_TimeoutError, message.c_str());
   throw nb::python_error();
 }
 
 void check_signals() {
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+bool may_be_in_event_loop() {
+  static PyObject* const trio = PyUnicode_InternFromString("trio");
+  return !running_loop().is_none() || PyDict_Contains(PyImport_GetModuleDict(), trio) > 0;
+}
+
+// Warns of a thread that is about to block: it would stop its event loop, with every task of the loop.
+void warn_in_event_loop() {
+  static Imported warn_if_in_loop{"cudafuture._await", "warn_if_in_loop"};
+  if (may_be_in_event_loop()) call(warn_if_in_loop());
 }
 
 // Raises an error for a wait that would never end because this thread itself blocks the completion.
@@ -54,6 +67,8 @@ void refuse_deadlock(const Future& future) {
 // Blocks until the future is done. Threads that cannot be interrupted sleep until they are woken. The main thread
 // checks for signals from time to time, and the library's own threads for the exit of the process.
 bool block(Future& future, const Deadline& deadline) {
+  warn_in_event_loop();
+  const PoolWait pool_wait(future, deadline.has_value());
   const bool library_thread = CallbackThread::get().is_current() || ThreadCache::is_current();
   if (!is_main_thread() && !library_thread) {
     WithoutGil released;
@@ -114,6 +129,7 @@ void poll_devices(Future& future, const Deadline& deadline) {
   Clock::time_point signals_seen = begin;
   std::optional<PollingPauses> pauses;
   bool finished = false;
+  if (may_be_in_event_loop() && !expired(deadline) && !future.device_work_finished()) warn_in_event_loop();
   while (!finished) {
     {
       WithoutGil released;

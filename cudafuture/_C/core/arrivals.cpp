@@ -47,15 +47,20 @@ void Arrivals::arrive(std::size_t position) noexcept {
 }
 
 bool Arrivals::take(std::size_t& position) {
-  std::lock_guard lock(mutex_);
-  if (arrived_.empty()) return false;
-  position = arrived_.front();
-  arrived_.pop_front();
+  {
+    std::lock_guard lock(mutex_);
+    if (arrived_.empty()) return false;
+    position = arrived_.front();
+    arrived_.pop_front();
+  }
+  if (const std::unique_ptr<One> waiter = std::move(waiters_[position])) futures_[position]->remove(*waiter);
   return true;
 }
 
-FuturePtr Arrivals::next() {
+FuturePtr Arrivals::next(std::shared_ptr<Producer> outstanding) {
   auto signal = c10::make_intrusive<Future>();
+  signal->set_operation(Operation::collect_any);
+  if (outstanding != nullptr) signal->set_producer(std::move(outstanding));
   {
     std::lock_guard lock(mutex_);
     if (arrived_.empty()) {

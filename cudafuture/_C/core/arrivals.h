@@ -26,11 +26,12 @@ class Arrivals {
   Arrivals(const Arrivals&) = delete;
   Arrivals& operator=(const Arrivals&) = delete;
 
-  // Takes the position of the next arrival out of the list. False: the list is empty.
+  // Takes the position of the next arrival out of the list. False: the list is empty. The future at that position is
+  // not used any more.
   bool take(std::size_t& position);
 
-  // Returns a future that is done once an arrival has not been taken yet.
-  FuturePtr next();
+  // Returns a future that is done once an arrival has not been taken yet. `outstanding` visits the other futures.
+  FuturePtr next(std::shared_ptr<Producer> outstanding = {});
 
  private:
   class One;
@@ -38,7 +39,7 @@ class Arrivals {
   void arrive(std::size_t position) noexcept;
 
   const std::vector<Future*> futures_;
-  std::vector<std::unique_ptr<One>> waiters_;  // by position; null: it was already done
+  std::vector<std::unique_ptr<One>> waiters_;  // by position; null: it was already done, or has been taken
   std::mutex mutex_;
   std::deque<std::size_t> arrived_;
   FuturePtr signal_;  // null: no caller waits

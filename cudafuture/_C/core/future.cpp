@@ -7,6 +7,7 @@
 
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
+#include "core/facts.h"
 #include "core/process.h"
 #include "core/reaper.h"
 
@@ -14,6 +15,7 @@ namespace cudafuture {
 namespace {
 
 UnseenFailureHook unseen_failure = nullptr;
+std::atomic<bool> has_failed{false};
 
 std::uint64_t coarse_now() noexcept {
   timespec t;
@@ -45,33 +47,6 @@ void release_all(Waiter* waiters) noexcept {
 
 }  // namespace
 
-// Fields that most futures do not need.
-struct Future::Rare {
-  std::unique_ptr<std::vector<c10::Device>> bounding_set;  // null: unbounded
-  Executor* executor = nullptr;
-  std::shared_ptr<Producer> producer;
-  Foreign origin;
-  Foreign kept;
-  AsyncErrors async_errors;
-  std::exception_ptr late_error;
-  FuturePtr released;
-  std::unique_ptr<std::vector<at::Tensor>> named_tensors;  // null: none
-};
-
-const char* name_of(State state) noexcept {
-  switch (state) {
-    case State::pending:
-      return "pending";
-    case State::completed:
-      return "completed";
-    case State::failed:
-      return "failed";
-    case State::cancelled:
-      return "cancelled";
-  }
-  return "?";
-}
-
 void set_unseen_failure_hook(UnseenFailureHook hook) noexcept { unseen_failure = hook; }
 
 Future::Future(int priority, Lifetime lifetime) noexcept
@@ -81,9 +56,9 @@ Future::Future(int priority, Lifetime lifetime) noexcept
 }
 
 Future::~Future() {
-  if (state() == State::failed && !seen_.load(std::memory_order_relaxed) && unseen_failure != nullptr) {
+  if (unseen_failure != nullptr && claim_failure_report()) {
     Rare* const rare = find_rare();
-    unseen_failure(std::move(value_), name(), rare == nullptr ? Foreign() : std::move(rare->origin));
+    unseen_failure(*this, std::move(value_), rare == nullptr ? Foreign() : std::move(rare->origin));
   }
   if (is_shut_down()) leak_tensors();
   abandon_all(continuations_.take_all());
@@ -98,88 +73,14 @@ void Future::leak_tensors() noexcept {
   if (rare != nullptr) static_cast<void>(rare->named_tensors.release());
 }
 
-Future::Rare& Future::rare() {
-  if (rare_.load(std::memory_order_relaxed) == nullptr) rare_.store(new Rare, std::memory_order_release);
-  return *rare_.load(std::memory_order_relaxed);
-}
-
-// ---- facts
-
-bool Future::is_bounded() const noexcept {
-  const Rare* rare = find_rare();
-  return rare != nullptr && rare->bounding_set != nullptr;
-}
-
-const std::vector<c10::Device>& Future::bounding_set() const noexcept {
-  static const std::vector<c10::Device> none;
-  const Rare* rare = find_rare();
-  return rare == nullptr || rare->bounding_set == nullptr ? none : *rare->bounding_set;
-}
-
-void Future::set_bounding_set(std::vector<c10::Device> devices) {
-  const auto key = [](c10::Device d) { return std::pair(static_cast<int>(d.type()), d.index()); };
-  std::sort(devices.begin(), devices.end(), [&](auto a, auto b) { return key(a) < key(b); });
-  devices.erase(std::unique(devices.begin(), devices.end()), devices.end());
-  rare().bounding_set = std::make_unique<std::vector<c10::Device>>(std::move(devices));
-}
-
-Executor* Future::default_executor() const noexcept {
-  const Rare* rare = find_rare();
-  return rare == nullptr ? nullptr : rare->executor;
-}
-void Future::set_default_executor(Executor* executor) { rare().executor = executor; }
-void* Future::origin() const noexcept {
-  const Rare* rare = find_rare();
-  return rare == nullptr ? nullptr : rare->origin.get();
-}
-void Future::set_origin(Foreign origin) { rare().origin = std::move(origin); }
-
-void Future::keep(Foreign owner) { rare().kept = std::move(owner); }
-void Future::add_async_errors(std::shared_ptr<AsyncErrorSource> source) {
-  std::lock_guard lock(mutex_);
-  if (!done()) rare().async_errors.add(std::move(source));
-}
-void Future::inherit_async_errors(const Future& parent) {
-  const AsyncErrors* const inherited = parent.async_errors();
-  if (inherited == nullptr) return;
-  const AsyncErrors undecided = inherited->undecided();
-  std::lock_guard lock(mutex_);
-  if (!done() && !undecided.empty()) rare().async_errors.add(undecided);
-}
-void Future::inherit_host_time(const Future& parent) noexcept {
-  if (parent.completed_at_.generation == 0) return;
-  std::lock_guard lock(mutex_);
-  if (!done()) completed_at_ = later_of(completed_at_, parent.completed_at_);
-}
-void Future::set_producer(std::shared_ptr<Producer> producer) { rare().producer = std::move(producer); }
-FuturePtr Future::released() {
-  FuturePtr released;
-  bool is_over;
-  {
-    std::lock_guard lock(mutex_);
-    if (find_rare() == nullptr && !releases_) return nullptr;
-    if (releases_ && rare().released == nullptr) rare().released = c10::make_intrusive<Future>(priority_);
-    released = rare().released;
-    is_over = is_released_;
-  }
-  if (is_over) released->complete(Value());
-  return released;
-}
-void Future::set_released(FuturePtr released) { rare().released = std::move(released); }
-void Future::promise_release() { releases_ = true; }
-void Future::release() noexcept {
-  FuturePtr released;
-  {
-    std::lock_guard lock(mutex_);
-    if (!releases_ || std::exchange(is_released_, true)) return;
-    if (Rare* const rare = find_rare()) released = rare->released;
-  }
-  if (released != nullptr) released->complete(Value());
-}
-
 std::chrono::nanoseconds Future::age() const noexcept { return std::chrono::nanoseconds(coarse_now() - born_); }
 
 // ---- consumer
+
+bool Future::running() const noexcept {
+  std::lock_guard lock(mutex_);
+  return started_ && !done();
+}
 
 bool Future::wait_until(const Clock::time_point* deadline) {
   if (done()) return true;
@@ -301,6 +202,8 @@ void Future::set_late_error(std::exception_ptr error) noexcept {
   has_late_error_.store(true, std::memory_order_release);
 }
 
+bool Future::any_has_failed() noexcept { return has_failed.load(std::memory_order_relaxed); }
+
 // ---- producer
 
 bool Future::finish(State outcome, Value&& value, EventSet&& events, std::vector<at::Tensor>&& named) {
@@ -332,6 +235,7 @@ bool Future::complete(Value&& value, EventSet&& events, std::vector<at::Tensor>&
 }
 
 bool Future::fail(Value&& error, EventSet&& events) {
+  has_failed.store(true, std::memory_order_relaxed);
   return finish(State::failed, std::move(error), std::move(events), {});
 }
 
@@ -347,7 +251,7 @@ void Future::give_back() noexcept {
   started_ = false;
 }
 
-bool Future::cancel() {
+bool Future::cancel(Value&& reason) {
   std::shared_ptr<Producer> producer;
   {
     std::lock_guard lock(mutex_);
@@ -355,7 +259,7 @@ bool Future::cancel() {
     if (Rare* rare = find_rare()) producer = rare->producer;
   }
   if (producer != nullptr && !producer->cancel(*this)) return false;
-  return finish(State::cancelled, {}, {}, {}) || state() == State::cancelled;
+  return finish(State::cancelled, std::move(reason), {}, {}) || state() == State::cancelled;
 }
 
 // ---- for the binding
@@ -373,6 +277,12 @@ int Future::visit(ForeignVisitor visitor) {
   if (const int stop = visitor(origin())) return stop;
   if (const int stop = visitor(value_.object.get())) return stop;
   return visitor(value_.traceback.get());
+}
+
+int Future::visit_parts(ForeignVisitor visitor) const {
+  std::lock_guard lock(mutex_);
+  const Rare* rare = find_rare();
+  return rare == nullptr || rare->producer == nullptr ? 0 : rare->producer->visit(visitor);
 }
 
 void Future::clear() noexcept {

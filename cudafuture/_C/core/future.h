@@ -64,6 +64,10 @@ inline void trace(TraceEvent event, const Future& future) {
 enum class State : std::uint8_t { pending, completed, failed, cancelled };
 const char* name_of(State state) noexcept;
 
+// The function that made a future, for messages.
+enum class Operation : std::uint8_t { none, submit, then, then_async, gather, collect_all, collect_any };
+const char* name_of(Operation operation) noexcept;  // empty: none
+
 // Protection of the memory during a wait: a call of the allocator's `record_stream`, or the future, which holds it.
 enum class Lifetime : std::uint8_t { record, hold };
 
@@ -89,6 +93,14 @@ class Future final : public c10::intrusive_ptr_target {
   Lifetime lifetime() const noexcept { return lifetime_; }
   const std::string& name() const noexcept { return name_; }
   void set_name(std::string name) { name_ = std::move(name); }
+  Operation operation() const noexcept { return operation_; }
+  void set_operation(Operation operation) noexcept { operation_ = operation; }
+  // True if a function on the pool of submit completes the future. Guarded by the interpreter's lock.
+  bool is_pooled() const noexcept { return is_pooled_; }
+  void set_pooled(bool is_pooled) noexcept { is_pooled_ = is_pooled; }
+  // The line of code that made the future; kept for messages if CUDAFUTURE_DEBUG asks for it. Only the first one stays.
+  std::string site() const;
+  void set_site(std::string site);
   // The bounding set: sorted, without duplicates. An unbounded future takes its devices from the value.
   bool is_bounded() const noexcept;
   const std::vector<c10::Device>& bounding_set() const noexcept;
@@ -124,6 +136,7 @@ class Future final : public c10::intrusive_ptr_target {
   // ---- consumer
   State state() const noexcept { return state_.load(std::memory_order_acquire); }
   bool done() const noexcept { return state() != State::pending; }
+  bool running() const noexcept;  // started, and pending: cancel() is refused
 
   // Blocks until the future is done or the deadline (null: none) is reached. Returns done().
   bool wait_until(const Clock::time_point* deadline);
@@ -163,8 +176,13 @@ class Future final : public c10::intrusive_ptr_target {
   // Tells the engines behind this future's value that the calling thread's current streams are ordered after it.
   void consumed() const;
   void set_late_error(std::exception_ptr error) noexcept;
-  // A failure that no caller has seen is reported when the future is destroyed.
-  bool is_unseen_failure() const noexcept { return state() == State::failed && !seen_.load(std::memory_order_relaxed); }
+  // A failure that no caller has seen is reported when the future is destroyed, or at exit. Returns true if the caller
+  // has to report it now; the failure counts as seen afterwards.
+  bool claim_failure_report() noexcept;
+  // Lets the failures of both futures, and of those that share a report with them, count as one: one is reported.
+  static void share_failure_report(Future& one, Future& other);
+  bool shares_failure_report() const;
+  static bool any_has_failed() noexcept;  // since the process began
   void mark_seen() noexcept { seen_.store(true, std::memory_order_relaxed); }
 
   // ---- producer
@@ -174,13 +192,16 @@ class Future final : public c10::intrusive_ptr_target {
   // Makes cancel() refuse from now on. False: the future is done (usually cancelled), and the producer must not begin.
   bool start() noexcept;
   void give_back() noexcept;  // undoes start()
-  bool cancel();              // true if this call cancelled the future
+  // True if this call cancelled the future. `reason`: the error that callers get; empty: made on request.
+  bool cancel(Value&& reason = {});
 
   // ---- for the binding
   // The foreign object that represents this future, not owned; guarded by the interpreter's lock.
   void* wrapper = nullptr;
   // Visits every foreign reference that this future owns.
   int visit(ForeignVisitor visitor);
+  // Visits the parts of a pending combination, under the lock.
+  int visit_parts(ForeignVisitor visitor) const;
   // Drops everything that can keep reference cycles alive: continuations (abandoned without a report), producer, value.
   void clear() noexcept;
 
@@ -190,6 +211,7 @@ class Future final : public c10::intrusive_ptr_target {
 
   bool finish(State outcome, Value&& value, EventSet&& events, std::vector<at::Tensor>&& named);
   Rare& rare();
+  Rare& locked_rare();
   Rare* find_rare() const noexcept { return rare_.load(std::memory_order_acquire); }
   void leak_tensors() noexcept;
   const AsyncErrors* async_errors() const noexcept;
@@ -203,6 +225,8 @@ class Future final : public c10::intrusive_ptr_target {
   bool started_ = false;
   bool releases_ = false;  // release() will be called
   bool is_released_ = false;
+  bool is_pooled_ = false;
+  Operation operation_ = Operation::none;
   Lifetime lifetime_;
   std::int32_t priority_;
   ContinuationList continuations_;
@@ -217,8 +241,8 @@ class Future final : public c10::intrusive_ptr_target {
   HostTime completed_at_;             // while pending: the lower bound
 };
 
-// Called with the remains of a failed future that is destroyed before any caller has seen its error.
-using UnseenFailureHook = void (*)(Value&& error, const std::string& name, Foreign&& origin);
+// Called with a failed future that is being destroyed before any caller has seen its error, and with its error.
+using UnseenFailureHook = void (*)(const Future& future, Value&& error, Foreign&& origin);
 void set_unseen_failure_hook(UnseenFailureHook hook) noexcept;
 
 }  // namespace cudafuture

@@ -1,0 +1,91 @@
+// The text that shows a future: its state, its error, the operation and the futures that it was made from.
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "bind/future.h"
+
+namespace cudafuture::bind {
+namespace {
+
+constexpr std::size_t kMaxParts = 4;
+constexpr std::size_t kMaxError = 200;  // characters
+
+std::string quoted(const std::string& name) { return name.empty() ? "an unnamed future" : "'" + name + "'"; }
+
+// Returns the names of the parts of a combination that is pending, or whose value has not been retrieved.
+std::vector<std::string> parts_of(const Future& future) {
+  std::vector<std::string> names;
+  const auto add = [](void* part, void* list) {
+    static_cast<std::vector<std::string>*>(list)->push_back(core_of(static_cast<PyObject*>(part)).name());
+    return 0;
+  };
+  if (!future.done()) {
+    future.visit_parts({add, &names});
+  } else if (future.value().form == Value::Form::parts) {
+    const auto parts = nb::borrow<nb::tuple>(static_cast<PyObject*>(future.value().object.get()));
+    for (nb::handle part : parts) add(part.ptr(), &names);
+  }
+  return names;
+}
+
+std::string operation_of(const Future& future) {
+  const Operation operation = future.operation();
+  if (operation == Operation::none) return {};
+  std::string text = std::string(", ") + name_of(operation);
+  if (operation == Operation::submit) return text;
+  if (operation < Operation::gather) return text + " of " + quoted(future.name());  // a child has its parent's name
+  const std::vector<std::string> parts = parts_of(future);
+  const std::size_t shown = std::min(parts.size(), kMaxParts);
+  for (std::size_t i = 0; i < shown; ++i) text += (i == 0 ? " of " : ", ") + quoted(parts[i]);
+  if (parts.size() > shown) text += " and " + std::to_string(parts.size() - shown) + " more";
+  return text;
+}
+
+// Returns the error of a failed future as text, without marking it seen. Its own repr may raise, or show the future.
+std::string error_of(Future& future) {
+  const Value& value = future.value();
+  if (future.state() != State::failed || (!value.object && value.error == nullptr)) return {};
+  const nb::object error = unseen_exception_of(future);
+  const std::string type = nb::str(error.type().attr("__name__")).c_str();
+  if (Py_ReprEnter(error.ptr()) != 0) {
+    PyErr_Clear();
+    return " with " + type;
+  }
+  std::string text = type;
+  try {
+    text = nb::repr(error).c_str();
+  } catch (nb::python_error&) {
+    park_if_unwinding();
+  }
+  Py_ReprLeave(error.ptr());
+  if (text.size() > kMaxError) {
+    std::size_t end = kMaxError;
+    while ((static_cast<unsigned char>(text[end]) & 0xC0U) == 0x80U) --end;  // between two characters of UTF-8
+    text = text.substr(0, end) + "...";
+  }
+  return " with " + text;
+}
+
+}  // namespace
+
+std::string repr(Future& future) {
+  char age[32];
+  std::snprintf(age, sizeof age, "%.3gs", std::chrono::duration<double>(future.age()).count());
+  std::string text = "<CUDAFuture";
+  if (!future.name().empty()) text += " '" + future.name() + "'";
+  text += std::string(" ") + name_of(future.state()) + error_of(future);
+  const std::vector<c10::Device> devices = future.devices();
+  if (!devices.empty()) text += " on " + device_set(devices);
+  text += operation_of(future);
+  if (const std::string site = future.site(); !site.empty()) text += ", made at " + site;
+  return text + ", " + age + " old>";
+}
+
+void keep_site(Future& future) {
+  static Imported call_site{"cudafuture._frames", "call_site"};
+  future.set_site(nb::cast<std::string>(call(call_site())));
+}
+
+}  // namespace cudafuture::bind

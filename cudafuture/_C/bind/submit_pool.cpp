@@ -1,0 +1,85 @@
+#include "bind/submit_pool.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "bind/errors.h"
+#include "core/capture.h"
+
+namespace cudafuture::bind {
+namespace {
+
+constexpr int kMaxDepth = 50;  // of combinations in combinations
+
+PyObject* pool = nullptr;      // not owned: it lives as long as the process
+std::size_t pool_threads = 0;  // the most that it has
+thread_local bool is_pool_thread = false;
+
+std::vector<const PoolWait*> waits_of_pool;  // of the threads of the pool, one each; guarded by the GIL, like the rest
+
+bool waits_for_pool(const Future& future, int depth) {
+  if (future.done() || depth == kMaxDepth) return false;
+  if (future.is_pooled()) return true;
+  if (future.operation() < Operation::gather) return false;
+  std::vector<const Future*> parts;  // the combination, or the callback thread with the GIL, drops them later
+  const auto add = [](void* part, void* list) {
+    static_cast<std::vector<const Future*>*>(list)->push_back(&core_of(nb::handle(static_cast<PyObject*>(part))));
+    return 0;
+  };
+  future.visit_parts({add, &parts});
+  const auto waits = [depth](const Future* part) { return waits_for_pool(*part, depth + 1); };
+  if (future.operation() != Operation::collect_any) return std::any_of(parts.begin(), parts.end(), waits);
+  const auto is_over = [&](const Future* part) { return part->done() || waits(part); };
+  return !parts.empty() && std::all_of(parts.begin(), parts.end(), is_over);
+}
+
+// Returns true if every thread waits for the pool: those of the list, and `more` that are not in it.
+bool is_exhausted(std::size_t more, bool for_good) {
+  return pool_threads != 0 && waits_of_pool.size() + more >= pool_threads &&
+         std::all_of(waits_of_pool.begin(), waits_of_pool.end(),
+                     [&](const PoolWait* wait) { return !(for_good && wait->has_timeout()) && wait->is_for_pool(); });
+}
+
+std::string exhaustion() {
+  return "all " + std::to_string(pool_threads) +
+         " threads of submit wait for functions of submit, which need one of these threads; give the inner submit() "
+         "an executor of its own, attach with then_async() instead of waiting, or raise CUDAFUTURE_SUBMIT_THREADS";
+}
+
+}  // namespace
+
+bool is_submit_pool(nb::handle executor) noexcept { return pool != nullptr && executor.ptr() == pool; }
+
+bool waits_for_pool(const Future& future) { return waits_for_pool(future, 0); }
+
+std::string exhausted_pool(const Future& future) {
+  return waits_for_pool(future) && is_exhausted(is_pool_thread ? 1 : 0, false) ? exhaustion() : std::string();
+}
+
+PoolWait::PoolWait(const Future& future, bool has_timeout) : future_(future), has_timeout_(has_timeout) {
+  if (!is_pool_thread) return;
+  if (!has_timeout && waits_for_pool(future) && is_exhausted(1, true)) {
+    raise_error("InvalidStateError", "this wait would never end: " + exhaustion());
+  }
+  waits_of_pool.push_back(this);
+}
+
+PoolWait::~PoolWait() {
+  if (is_pool_thread) waits_of_pool.erase(std::find(waits_of_pool.begin(), waits_of_pool.end(), this));
+}
+
+void bind_submit_pool(nb::module_& m) {
+  m.def(
+      "set_submit_pool",
+      [](nb::handle executor, std::size_t threads) {
+        pool = executor.ptr();
+        pool_threads = threads;
+      },
+      nb::arg("executor"), nb::arg("threads"));
+  m.def("begin_submit_thread", [] {
+    is_pool_thread = true;
+    mark_library_thread();
+  });
+}
+
+}  // namespace cudafuture::bind

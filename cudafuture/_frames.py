@@ -1,0 +1,35 @@
+"""The frames of the program that calls the library: for the line that makes a future, and for warnings."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["call_site", "warn"]
+
+_HERE = Path(__file__).parent
+_LIBRARY = (str(_HERE) + os.sep, str(_HERE.parent / "rpc_ext") + os.sep)
+
+
+def call_site() -> str:
+    """Return the innermost line outside of the library, with its file and function."""
+    frame, _ = _caller()
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}()"
+
+
+def warn(message: str) -> None:
+    """Issue a RuntimeWarning for the innermost line outside of the library."""
+    warnings.warn(message, RuntimeWarning, stacklevel=_caller()[1])
+
+
+def _caller() -> tuple[FrameType | None, int]:
+    """Return the innermost frame outside of the library, and its level above the function that calls this one."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+        frame = frame.f_back
+        level += 1
+    return frame, level

@@ -1,0 +1,245 @@
+"""The pool of `submit`: its threads, waits that fill it, and the end of a process whose functions block."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import textwrap
+import threading
+from typing import Any
+
+import pytest
+
+from cudafuture import CUDAFuture, executors, submit
+from cudafuture._submit_pool import SubmitPool
+from support.child import Child, run_script
+
+PROLOGUE = """
+import threading
+from cudafuture import *
+from cudafuture import executors
+
+def expect_exhaustion(outer):
+    try:
+        outer.wait(timeout=60)
+    except InvalidStateError as e:
+        assert "this wait would never end: all 2 threads of submit wait for functions of submit" in str(e), e
+        assert "CUDAFUTURE_SUBMIT_THREADS" in str(e), e
+    else:
+        raise AssertionError("it did not fail")
+
+both = threading.Barrier(2)  # each thread of the pool has begun
+
+def nested(wait):
+    both.wait()
+    return wait()
+
+def run(*waits):
+    return [submit(nested, wait) for wait in waits]
+"""
+
+
+def expect_success(program: str) -> None:
+    done = run_script(PROLOGUE + textwrap.dedent(program), environment={"CUDAFUTURE_SUBMIT_THREADS": "2"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+
+
+def test_waits_that_fill_the_pool_are_an_error_and_the_pool_goes_on() -> None:
+    expect_success(
+        """
+        for blocks in (
+            lambda: submit(int).wait(),
+            lambda: submit(int).result(),
+            lambda: submit(int).then(lambda f: f.value()).wait(),
+            lambda: submit(int).then_async(lambda f: CUDAFuture.completed(f.value())).wait(),
+            lambda: gather(submit(int), submit(int)).wait()[0],
+            lambda: gather(submit(int), submit(int)).then(lambda f: 0).wait(),
+            lambda: collect_any([submit(int), submit(int)]).wait()[1],
+            lambda: wait_all([submit(int)])[0],
+            lambda: wait([submit(int)])[0].pop().value(),
+            lambda: wait([submit(int)], return_when="FIRST_COMPLETED")[0].pop().value(),
+            lambda: next(as_completed([submit(int), submit(int)])).value(),
+        ):
+            failed, other = as_completed(run(blocks, blocks), timeout=60)
+            expect_exhaustion(failed)
+            assert other.wait() == 0  # the thread of the one that failed has run its function
+        """
+    )
+
+
+def test_two_functions_that_wait_for_each_other_are_an_error() -> None:
+    expect_success(
+        """
+        futures = []
+        begun = threading.Event()
+        def other(i):
+            begun.wait()
+            return nested(futures[1 - i].wait)
+        futures += [submit(other, 0), submit(other, 1)]
+        begun.set()
+        for future in futures:
+            expect_exhaustion(future)  # the one that sees it, and the one that waits for that one
+        """
+    )
+
+
+def test_a_timeout_says_that_the_pool_is_full() -> None:
+    expect_success(
+        """
+        waiting = threading.Barrier(3)
+        never = submit(nested, lambda: [inner := submit(int), waiting.wait(), inner.wait(timeout=1)][-1])
+        other = submit(nested, lambda: [inner := submit(int), waiting.wait(), inner.wait(timeout=1)][-1])
+        waiting.wait()
+        errors = [str(future.exception(timeout=60)) for future in (never, other)]
+        assert any("still pending" in e and "Now all 2 threads of submit wait" in e for e in errors), errors
+        """
+    )
+
+
+def test_waits_that_others_can_end_are_no_error() -> None:
+    expect_success(
+        """
+        ends = [CUDAFuture() for _ in range(4)]
+        outer = run(
+            lambda: gather(submit(int, executor=executors.callback_thread), ends[0]).wait()[1],
+            lambda: collect_any([submit(int), ends[1]]).wait()[1],
+        )
+        more = [submit(int) for _ in range(3)]  # nothing runs them meanwhile
+        for i, end in enumerate(ends):
+            end.set_result(i)
+        assert wait_all(outer, timeout=60) == [0, 1]
+        assert wait_all(more, timeout=60) == [0, 0, 0]
+        inside = run(
+            lambda: submit(int).then_async(lambda f: ends[2]).wait(),
+            lambda: 5,
+        )
+        assert wait_all(inside, timeout=60) == [2, 5]
+        """
+    )
+
+
+def test_a_process_ends_without_the_functions_that_block_and_says_where() -> None:
+    script = """
+from cudafuture import CUDAFuture, submit
+import threading
+def block():
+    begun.set()
+    threading.Event().wait()
+begun = threading.Event()
+submit(block)
+begun.wait()
+"""
+    done = run_script(script, environment={"CUDAFUTURE_SUBMIT_EXIT_SECONDS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "the process ends while functions of submit block" in done.stderr
+    assert "in block" in done.stderr
+
+
+def test_ctrl_c_ends_an_exit_that_waits_for_a_function() -> None:
+    script = """
+import atexit, signal, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from cudafuture import submit
+begun = threading.Event()
+submit(lambda: begun.set() or threading.Event().wait())
+begun.wait()
+atexit.register(say, "exiting")  # runs before the pool's own
+"""
+    with Child(script) as process:
+        assert process.hear() == "exiting"
+        ended = False
+        while not ended:  # again and again: the first ones may reach handlers that run before the pool's
+            process.send(signal.SIGINT)
+            with contextlib.suppress(TimeoutError):
+                process.end(patience=0.1)
+                ended = True
+        assert "KeyboardInterrupt" in process.errors()
+
+
+def test_a_process_runs_the_functions_that_it_has_before_it_ends() -> None:
+    script = """
+from cudafuture import submit
+import time
+for i in range(20): submit(lambda: print("ran", flush=True))
+"""
+    done = run_script(script, environment={"CUDAFUTURE_SUBMIT_THREADS": "2"})
+    assert done.stdout == "ran\n" * 20
+    assert done.stderr == ""
+
+
+def test_a_failed_future_that_is_alive_at_the_end_is_logged_once() -> None:
+    script = """
+from cudafuture import CUDAFuture, gather
+failed = CUDAFuture(name="kept")
+failed.set_exception(ValueError("unseen"))
+seen = CUDAFuture.failed(ValueError("seen"))
+seen.exception()
+class Holder: pass
+holder = Holder(); holder.self = holder; holder.future = gather(*[CUDAFuture.failed(KeyError(i)) for i in range(9)])
+"""
+    done = run_script(script)
+    assert done.returncode == 0
+    assert done.stderr.count("the exception of CUDAFuture 'kept' was never retrieved\n") == 1
+    assert done.stderr.count("never retrieved") == 2
+    assert "seen')" not in done.stderr.replace("unseen", "")
+
+
+def test_the_pool_is_an_executor_of_concurrent_futures() -> None:
+    pool = SubmitPool(2, 30)
+    assert pool.submit(divmod, 7, 2).result() == (3, 1)
+    assert list(pool.map(abs, [-1, -2])) == [1, 2]
+    assert isinstance(pool.submit(int, "x").exception(), ValueError)
+    begun, end = threading.Event(), threading.Event()
+    running = [pool.submit(lambda: begun.set() or end.wait()) for _ in range(2)]  # type: ignore[func-returns-value]
+    queued = pool.submit(int)
+    begun.wait()
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert queued.cancelled()
+    end.set()
+    pool.shutdown()
+    assert [f.result() for f in running] == [True, True]
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.submit(int)
+
+
+def test_the_pool_has_a_thread_only_for_functions_that_would_wait() -> None:
+    pool = SubmitPool(3, 30)
+    names: set[str] = set()
+    for _ in range(20):
+        names.add(pool.submit(lambda: threading.current_thread().name).result())
+        with pool._ended:
+            pool._ended.wait_for(lambda: pool._left == 0)
+    assert names == {"cudafuture-submit_0"}
+    pool.shutdown()
+
+
+def test_a_blocking_wait_inside_a_loop_warns_at_the_line_of_the_program() -> None:
+    import asyncio
+
+    from cudafuture import as_completed, wait, wait_all
+
+    pending: CUDAFuture[Any] = CUDAFuture()
+
+    async def main() -> None:
+        for blocks in (
+            lambda: pending.wait(timeout=0.001),
+            lambda: pending.result(0.001),
+            lambda: pending.exception(0.001),
+            lambda: wait_all([pending], timeout=0.001),
+            lambda: next(as_completed([pending], timeout=0.001)),
+            lambda: wait([pending], timeout=0.001),
+        ):
+            with pytest.warns(RuntimeWarning, match="use `await future`") as warned:
+                try:
+                    blocks()
+                except TimeoutError:
+                    pass
+            assert {w.filename for w in warned} == {__file__}
+        for does_not_block in (lambda: pending.wait(timeout=0), lambda: wait_all([pending], timeout=0)):
+            with pytest.raises(TimeoutError):
+                does_not_block()
+        await asyncio.get_running_loop().run_in_executor(None, CUDAFuture.completed(1).wait)
+        assert await submit(lambda: submit(int, executor=executors.callback_thread).wait()) == 0
+
+    asyncio.run(main())

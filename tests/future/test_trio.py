@@ -1,0 +1,140 @@
+"""`await future` and `async for` under trio, and under anyio on both of its backends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cudafuture import CancelledError, CUDAFuture, as_completed
+
+anyio = pytest.importorskip("anyio")
+trio = pytest.importorskip("trio")
+
+Future = CUDAFuture[Any]
+Run = Callable[[Callable[[], Any]], Any]
+
+
+@pytest.fixture(params=["trio", "anyio on trio", "anyio on asyncio"])
+def run(request: pytest.FixtureRequest) -> Run:
+    if request.param == "trio":
+        return trio.run
+    return lambda main: anyio.run(main, backend=request.param.removeprefix("anyio on "))
+
+
+def in_a_thread(step: Callable[[], object]) -> None:
+    threading.Thread(target=step).start()
+
+
+def test_await_returns_the_value_and_raises_the_exception_itself(run: Run) -> None:
+    async def main() -> None:
+        done, failing, early = CUDAFuture[int](), CUDAFuture[int](), CUDAFuture.completed(2)
+        in_a_thread(lambda: done.set_result(1))
+        error = OSError("disk")
+        in_a_thread(lambda: failing.set_exception(error))
+        assert (await done, await early) == (1, 2)
+        with pytest.raises(OSError, match="disk") as raised:
+            await failing
+        assert raised.value is error
+
+    run(main)
+
+
+def test_tasks_run_while_others_await_the_same_future(run: Run) -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture()
+        values: list[int] = []
+
+        async def wait() -> None:
+            values.append(await future)
+
+        async with anyio.create_task_group() as group:
+            for _ in range(10):
+                group.start_soon(wait)
+            await anyio.sleep(0)
+            assert values == []
+            future.set_result(3)
+        assert values == [3] * 10
+
+    run(main)
+
+
+def test_a_timeout_detaches_the_task_and_the_future_stays_valid(run: Run) -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture()
+        with anyio.move_on_after(0.01) as scope:
+            await future
+        assert scope.cancelled_caught
+        assert not future.done()
+        assert future.remove_done_callback(print) == 0
+        future.set_result(5)
+        assert await future == 5
+
+    run(main)
+
+
+def test_a_future_that_completes_while_its_task_is_cancelled_wakes_no_other_wait() -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture()
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+
+                async def end_both() -> None:
+                    future.set_result(1)  # the wake-up is on its way to the task
+                    scope.cancel()
+
+                nursery.start_soon(end_both)
+                await future
+        with trio.move_on_after(0.01) as pause:
+            await trio.sleep_forever()
+        assert pause.cancelled_caught
+
+    trio.run(main)
+
+
+def test_async_for_yields_futures_as_they_are_done_and_times_out(run: Run) -> None:
+    async def main() -> None:
+        futures: list[Future] = [CUDAFuture() for _ in range(3)]
+        order = []
+        in_a_thread(lambda: futures[1].set_result(None))
+        iterator = as_completed(futures, timeout=0.05).__aiter__()
+        order.append(futures.index(await iterator.__anext__()))
+        in_a_thread(futures[0].cancel)
+        order.append(futures.index(await iterator.__anext__()))
+        assert order == [1, 0]
+        with pytest.raises(TimeoutError, match=r"1 \(of 3\) futures unfinished"):
+            await iterator.__anext__()
+
+    run(main)
+
+
+def test_the_cancellation_of_a_future_is_no_cancellation_of_the_task() -> None:
+    async def main() -> None:
+        future: Future = CUDAFuture(name="job")
+        in_a_thread(future.cancel)
+        with pytest.raises(CancelledError, match="'job' was cancelled"):
+            await future
+
+    trio.run(main)
+
+
+def test_a_run_may_end_before_the_future_is_done() -> None:
+    future: Future = CUDAFuture()
+
+    async def main() -> None:
+        with trio.move_on_after(0):
+            await future
+
+    trio.run(main)
+    future.set_result(1)
+    assert future.value() == 1
+
+
+def test_a_blocking_wait_in_a_task_warns() -> None:
+    async def main() -> None:
+        with pytest.warns(RuntimeWarning, match="use `await future`"), pytest.raises(TimeoutError):
+            CUDAFuture().wait(timeout=0.001)
+
+    trio.run(main)
