@@ -52,7 +52,7 @@ async def await_within(future: _C.CUDAFuture[T], timeout: float | None) -> T:
 
 
 def warn_if_in_loop() -> None:
-    """Warn of a blocking wait if the caller runs in an event loop."""
+    """Issue a RuntimeWarning about a blocking wait if the caller runs in an event loop."""
     if asyncio._get_running_loop() is not None or _trio_of_task() is not None:
         _frames.warn(
             "a blocking wait for a CUDAFuture stops the event loop that runs in this thread, and all its tasks: use "

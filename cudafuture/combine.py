@@ -144,8 +144,8 @@ def wait(
     elif return_when == "FIRST_EXCEPTION" or not any(f.done() for f in waiting):
         arrivals = _C.Arrivals(waiting)
         for _ in waiting:
-            future = arrivals.next(left())
-            if future is None or return_when == "FIRST_COMPLETED" or not _succeeded(future):
+            first = arrivals.next(left())
+            if first is None or return_when == "FIRST_COMPLETED" or not _succeeded(first):
                 break
         arrivals.close()
     done = {future for future in waiting if future.done()}

@@ -8,8 +8,8 @@ variable                                 default   what it sets
 ``CUDAFUTURE_WATCHER_LONGEST_PAUSE_US``  5000      microseconds to which that pause grows while no event completes
 ``CUDAFUTURE_SUBMIT_THREADS``            cores+4,  threads of the executor that ``submit`` uses by default
                                          max. 32
-``CUDAFUTURE_SUBMIT_EXIT_SECONDS``       30        seconds that the end of the process waits for functions of ``submit``;
-                                                   they count anew whenever one ends
+``CUDAFUTURE_SUBMIT_EXIT_SECONDS``       30        seconds that the process's end waits for functions of ``submit``,
+                                                   counted anew whenever one ends
 ``CUDAFUTURE_DEBUG``                     (none)    words with commas between them. ``order``: compare the
                                                    collectives that the ranks issue, one by one. ``origin``: repr and
                                                    logs show the line that made a future. ``ownership``: fail

@@ -60,9 +60,9 @@ def serial(name: str) -> HostExecutor:
 def default_executor() -> Executor:
     """Return the thread pool that ``submit`` uses.
 
-    The first call creates it, with CUDAFUTURE_SUBMIT_THREADS threads. The end of the process waits for its functions. If
-    none of them ends for CUDAFUTURE_SUBMIT_EXIT_SECONDS, or Ctrl-C interrupts, the process ends without them, and logs
-    where they block.
+    The first call creates it, with CUDAFUTURE_SUBMIT_THREADS threads. The end of the process waits for its functions.
+    If none of them ends for CUDAFUTURE_SUBMIT_EXIT_SECONDS, or Ctrl-C interrupts, the process ends without them, and
+    logs where they block.
 
     >>> default_executor().submit(divmod, 7, 2).result()
     (3, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import gc
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from cudafuture import CUDAFuture, as_completed, executors
+from cudafuture import CUDAFuture, as_completed, executors, submit, wait, wait_all
 
 Future = CUDAFuture[Any]
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -433,3 +434,28 @@ def test_async_for_a_second_time_yields_nothing(run: Run) -> None:
         assert [f async for f in each] == []
 
     run(main())
+
+
+def test_a_blocking_wait_inside_a_loop_warns_at_the_line_of_the_program() -> None:
+    pending: Future = CUDAFuture()
+
+    async def main() -> None:
+        blocking: list[Callable[[], object]] = [
+            lambda: pending.wait(timeout=0.001),
+            lambda: pending.result(0.001),
+            lambda: pending.exception(0.001),
+            lambda: wait_all([pending], timeout=0.001),
+            lambda: next(as_completed([pending], timeout=0.001)),
+            lambda: wait([pending], timeout=0.001),
+        ]
+        for blocks in blocking:
+            with pytest.warns(RuntimeWarning, match="use `await future`") as warned, contextlib.suppress(TimeoutError):
+                blocks()
+            assert {w.filename for w in warned} == {__file__}
+        for does_not_block in (lambda: pending.wait(timeout=0), lambda: wait_all([pending], timeout=0)):
+            with pytest.raises(TimeoutError):
+                does_not_block()
+        await asyncio.get_running_loop().run_in_executor(None, CUDAFuture.completed(1).wait)
+        assert await submit(lambda: submit(int, executor=executors.callback_thread).wait()) == 0
+
+    asyncio.run(main())

@@ -245,7 +245,7 @@ def test_repr_shows_the_error_and_does_not_retrieve_it(caplog: pytest.LogCapture
     native: CUDAFuture[Any] = CUDAFuture()
     child = native.then(lambda f: f)
     del native
-    assert "failed with InvalidStateError(\"the future that this one waits for was dropped" in repr(child)
+    assert 'failed with InvalidStateError("the future that this one waits for was dropped' in repr(child)
     umlauts = CUDAFuture.failed(ValueError("\u00fc" * 300))
     assert "\u00fc..." in repr(umlauts)
     umlauts.exception()

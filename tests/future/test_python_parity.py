@@ -7,6 +7,7 @@ import concurrent.futures
 import contextvars
 import inspect
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -97,16 +98,19 @@ def test_the_callbacks_of_then_are_not_removed() -> None:
 # ---- callbacks inside a loop
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.wait() of Python 3.10 makes tasks of the futures")
 def test_wait_of_asyncio_takes_futures(run: Run) -> None:
+    wait: Any = asyncio.wait
+
     async def main() -> None:
         futures: list[Future] = [CUDAFuture() for _ in range(3)]
         in_a_thread(lambda: futures[0].set_result(0))
-        assert await asyncio.wait(futures, return_when="FIRST_COMPLETED") == ({futures[0]}, set(futures[1:]))
-        assert await asyncio.wait(futures[1:], timeout=0) == (set(), set(futures[1:]))
+        assert await wait(futures, return_when="FIRST_COMPLETED") == ({futures[0]}, set(futures[1:]))
+        assert await wait(futures[1:], timeout=0) == (set(), set(futures[1:]))
         asyncio.get_running_loop().call_soon(in_a_thread, lambda: futures[1].set_exception(ValueError("part")))
-        assert await asyncio.wait(futures, return_when="FIRST_EXCEPTION") == (set(futures[:2]), {futures[2]})
+        assert await wait(futures, return_when="FIRST_EXCEPTION") == (set(futures[:2]), {futures[2]})
         asyncio.get_running_loop().call_soon(in_a_thread, futures[2].cancel)
-        assert await asyncio.wait(futures) == (set(futures), set())
+        assert await wait(futures) == (set(futures), set())
         assert not any(future.remove_done_callback(mock.ANY) for future in futures)
 
     run(main())
@@ -286,7 +290,7 @@ def test_stop_iteration_is_refused_and_that_of_a_function_does_not_end_a_corouti
     assert not future.done()
     with pytest.raises(TypeError, match="no StopIteration"):
         CUDAFuture.failed(StopIteration)
-    child = submit(next, iter([]))
+    child: Future = submit(next, iter([]))
 
     async def main() -> None:
         with pytest.raises(RuntimeError, match="StopIteration"):

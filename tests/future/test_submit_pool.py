@@ -6,11 +6,9 @@ import contextlib
 import signal
 import textwrap
 import threading
-from typing import Any
 
 import pytest
 
-from cudafuture import CUDAFuture, executors, submit
 from cudafuture._submit_pool import SubmitPool
 from support.child import Child, run_script
 
@@ -212,34 +210,3 @@ def test_the_pool_has_a_thread_only_for_functions_that_would_wait() -> None:
             pool._ended.wait_for(lambda: pool._left == 0)
     assert names == {"cudafuture-submit_0"}
     pool.shutdown()
-
-
-def test_a_blocking_wait_inside_a_loop_warns_at_the_line_of_the_program() -> None:
-    import asyncio
-
-    from cudafuture import as_completed, wait, wait_all
-
-    pending: CUDAFuture[Any] = CUDAFuture()
-
-    async def main() -> None:
-        for blocks in (
-            lambda: pending.wait(timeout=0.001),
-            lambda: pending.result(0.001),
-            lambda: pending.exception(0.001),
-            lambda: wait_all([pending], timeout=0.001),
-            lambda: next(as_completed([pending], timeout=0.001)),
-            lambda: wait([pending], timeout=0.001),
-        ):
-            with pytest.warns(RuntimeWarning, match="use `await future`") as warned:
-                try:
-                    blocks()
-                except TimeoutError:
-                    pass
-            assert {w.filename for w in warned} == {__file__}
-        for does_not_block in (lambda: pending.wait(timeout=0), lambda: wait_all([pending], timeout=0)):
-            with pytest.raises(TimeoutError):
-                does_not_block()
-        await asyncio.get_running_loop().run_in_executor(None, CUDAFuture.completed(1).wait)
-        assert await submit(lambda: submit(int, executor=executors.callback_thread).wait()) == 0
-
-    asyncio.run(main())

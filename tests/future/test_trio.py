@@ -20,7 +20,7 @@ Run = Callable[[Callable[[], Any]], Any]
 @pytest.fixture(params=["trio", "anyio on trio", "anyio on asyncio"])
 def run(request: pytest.FixtureRequest) -> Run:
     if request.param == "trio":
-        return trio.run
+        return lambda main: trio.run(main)
     return lambda main: anyio.run(main, backend=request.param.removeprefix("anyio on "))
 
 

@@ -13,9 +13,10 @@ from layout.tree import PACKAGE, ROOT, cpp_files, imports, is_module, module_nam
 
 # Lowest first. The modules of one row do not import each other.
 CUDAFUTURE = (
-    ("errors", "config", "_arguments", "_build_info", "_log", "_path"),
+    ("errors", "config", "_arguments", "_build_info", "_frames", "_log", "_path"),
     ("_native", "_tensors", "_modes"),
     ("_C",),
+    ("_submit_pool",),
     ("streams", "executors", "_await", "_work", "_staging", "_xxhash"),
     ("_transfer", "ownership"),
     ("future",),
@@ -49,7 +50,7 @@ PACKAGES = {"cudafuture": CUDAFUTURE, "rpc_ext": RPC_EXT}
 ROW_OF = {f"{p}.{name}": row for p, rows in PACKAGES.items() for row, names in enumerate(rows) for name in names}
 
 # What the native module imports by name while it runs. No arrow, as long as these know nothing of what is above.
-CALLED_BY_NATIVE = {"errors", "_log", "_tensors", "_await", "_work"}
+CALLED_BY_NATIVE = {"errors", "_frames", "_log", "_tensors", "_await", "_work"}
 
 FILES = python_files(*PACKAGES)
 BELOW_THE_FRONT_DOOR = [f for f in FILES if module_name(f) not in PACKAGES]

@@ -58,7 +58,7 @@ def making(i: int) -> None:
     two: CUDAFuture[int, str] = CUDAFuture()  # E: type-arg
     CUDAFuture.completed()  # E: call-arg
     CUDAFuture.failed("no exception")  # E: arg-type
-    CUDAFuture.failed(ValueError)  # E: arg-type
+    CUDAFuture.failed(int)  # E: arg-type
     CUDAFuture.from_torch(i)  # E: arg-type
 
 

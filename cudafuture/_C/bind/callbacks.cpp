@@ -30,7 +30,7 @@ FuturePtr make_child(const Future& parent, int priority) {
   auto child = c10::make_intrusive<Future>(priority);
   if (parent.is_bounded()) child->set_bounding_set(parent.bounding_set());
   if (!parent.name().empty()) child->set_name(parent.name());
-  if (parent.is_pooled() || parent.operation() >= Operation::gather) child->set_pooled(waits_for_pool(parent));
+  if (parent.is_pooled() || parent.maker() >= Maker::gather) child->set_pooled(waits_for_pool(parent));
   return child;
 }
 
@@ -101,7 +101,7 @@ nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, n
   auto then = std::make_unique<Then>(nb::borrow(fn), child);
   then->choice = stream_choice_from(parent, stream);
   then->async = async;
-  core_of(child).set_operation(async ? Operation::then_async : Operation::then);
+  core_of(child).set_maker(async ? Maker::then_async : Maker::then);
   then->choose_executor(executor, parent.default_executor());
   if (Executor* usual = usual_executor(parent, *then)) core_of(child).set_default_executor(usual);
   then->capture_context();
@@ -118,7 +118,7 @@ nb::object submit(nb::object call, nb::handle executor, int priority, const std:
   auto parent = c10::make_intrusive<Future>(expect_priority(priority));
   auto core = c10::make_intrusive<Future>(priority);
   core->set_name(name);
-  core->set_operation(Operation::submit);
+  core->set_maker(Maker::submit);
   nb::object child = wrap(std::move(core));
   auto then = std::make_unique<Then>(std::move(call), child);
   then->plain_call = true;

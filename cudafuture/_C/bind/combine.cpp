@@ -59,7 +59,7 @@ void cancel_in_turn(std::vector<nb::object> futures, nb::handle reason) {
 
 class Combined final : public Producer, public std::enable_shared_from_this<Combined> {
  public:
-  Combined(Operation how, std::vector<PyObject*> parts, bool cancel_parts)
+  Combined(Maker how, std::vector<PyObject*> parts, bool cancel_parts)
       : links(parts.size()), how_(how), cancel_parts_(cancel_parts), parts_(std::move(parts)), left_(parts_.size()) {}
 
   ~Combined() override { release_parts(); }
@@ -88,12 +88,12 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
   bool part_done(Future& whole, std::size_t index, Future& part) noexcept {
     const bool last = left_.fetch_sub(1, std::memory_order_acq_rel) == 1;
     const bool completed = part.state() == State::completed;
-    if (how_ == Operation::gather && completed) {
+    if (how_ == Maker::gather && completed) {
       if (!last || whole.done()) return true;
       return foreign_runtime().inside() && finish_whole(whole, index, part);
     }
-    if (how_ == Operation::collect_all && !last) return true;
-    if (how_ == Operation::collect_any && !completed && !last) return true;
+    if (how_ == Maker::collect_all && !last) return true;
+    if (how_ == Maker::collect_any && !completed && !last) return true;
     if (whole.done()) return true;
     return foreign_runtime().inside() && finish_whole(whole, index, part);
   }
@@ -103,10 +103,10 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     const std::shared_ptr<Combined> alive = shared_from_this();  // completing the combined future drops its producer
     try {
       switch (how_) {
-        case Operation::gather:
+        case Maker::gather:
           finish_gather(whole, part);
           break;
-        case Operation::collect_all:
+        case Maker::collect_all:
           finish_all(whole);
           break;
         default:
@@ -220,7 +220,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     fail_after(whole, call(type, message, errors), kept(joined(whole.priority()), SyncEdge::any_failure_events));
   }
 
-  Operation how_;
+  Maker how_;
   bool cancel_parts_;
   std::vector<PyObject*> parts_;  // owned
   std::atomic<std::size_t> left_;
@@ -287,7 +287,7 @@ OrderedExecutor* order_of(const std::vector<PyObject*>& parts) {
   return order;
 }
 
-nb::object combine(Operation how, nb::handle futures, bool cancel_parts) {
+nb::object combine(Maker how, nb::handle futures, bool cancel_parts) {
   const ParkingScope parking;
   refuse_after_fork();
   std::vector<PyObject*> parts;
@@ -305,13 +305,14 @@ nb::object combine(Operation how, nb::handle futures, bool cancel_parts) {
 
   auto core = c10::make_intrusive<Future>(priority);
   Future& whole = *core;
-  whole.set_operation(how);
+  whole.set_maker(how);
   if (OrderedExecutor* order = order_of(parts)) whole.set_default_executor(order);
   const nb::object wrapper = wrap(core);
   core.reset();
   auto combined = std::make_shared<Combined>(how, parts, cancel_parts);
   if (parts.empty()) {
-    if (how == Operation::collect_any) throw nb::value_error("collect_any() needs at least one future: none can be the first");
+    if (how == Maker::collect_any)
+      throw nb::value_error("collect_any() needs at least one future: none can be the first");
     whole.complete(Value::of_object(foreign(nb::list())));
     return wrapper;
   }
@@ -337,10 +338,10 @@ nb::object combine(Operation how, nb::handle futures, bool cancel_parts) {
 
 void bind_combine(nb::module_& m) {
   m.def(
-      "gather", [](nb::handle f, bool cancel_parts) { return combine(Operation::gather, f, cancel_parts); },
+      "gather", [](nb::handle f, bool cancel_parts) { return combine(Maker::gather, f, cancel_parts); },
       nb::arg("futures"), nb::arg("cancel_parts") = false);
-  m.def("collect_all", [](nb::handle f) { return combine(Operation::collect_all, f, false); }, nb::arg("futures"));
-  m.def("collect_any", [](nb::handle f) { return combine(Operation::collect_any, f, false); }, nb::arg("futures"));
+  m.def("collect_all", [](nb::handle f) { return combine(Maker::collect_all, f, false); }, nb::arg("futures"));
+  m.def("collect_any", [](nb::handle f) { return combine(Maker::collect_any, f, false); }, nb::arg("futures"));
 }
 
 }  // namespace cudafuture::bind

@@ -84,7 +84,8 @@ nb::object expect_exception(nb::object exc, const char* who) {
   }
   if (PyErr_GivenExceptionMatches(exc.ptr(), PyExc_StopIteration) != 0) {
     const std::string message =
-        std::string(who) + " takes no StopIteration: it would end a generator or a coroutine that waits, without an error";
+        std::string(who) +
+        " takes no StopIteration: it would end a generator or a coroutine that waits, without an error";
     throw nb::type_error(message.c_str());
   }
   return exc;

@@ -36,9 +36,9 @@ Future* core_of_or_null(nb::handle object) noexcept;        // null if it is not
 Future& expect_future(nb::handle object, const char* who);  // TypeError if it is not a CUDAFuture
 
 // ---- once done
-nb::object result_of(Future& future);     // of a completed future
-nb::object exception_of(Future& future);  // of a failed or cancelled future; marks it seen
-nb::object unseen_exception_of(Future& future);  // the same, without marking it seen
+nb::object result_of(Future& future);                          // of a completed future
+nb::object exception_of(Future& future);                       // of a failed or cancelled future; marks it seen
+nb::object unseen_exception_of(Future& future);                // the same, without marking it seen
 void add_note(nb::handle exception, const std::string& name);  // adds the name of the failed operation, once
 [[noreturn]] void raise_outcome(Future& future);
 nb::object value_or_raise(Future& future);

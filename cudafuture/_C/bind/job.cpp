@@ -74,10 +74,9 @@ PyType_Slot job_slots[] = {
 // or no thread could be started.
 nb::object refusal_from(const nb::object& error) {
   const std::string text = nb::str(error).c_str();
-  nb::object typed =
-      text.find("can't start new thread") != std::string::npos
-          ? exception_of(std::make_exception_ptr(no_thread("the executor")))
-          : make_error("InvalidStateError", "the executor no longer accepts callbacks: " + text);
+  nb::object typed = text.find("can't start new thread") != std::string::npos
+                         ? exception_of(std::make_exception_ptr(no_thread("the executor")))
+                         : make_error("InvalidStateError", "the executor no longer accepts callbacks: " + text);
   typed.attr("__cause__") = error;
   return typed;
 }

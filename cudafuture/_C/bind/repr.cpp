@@ -31,11 +31,11 @@ std::vector<std::string> parts_of(const Future& future) {
 }
 
 std::string operation_of(const Future& future) {
-  const Operation operation = future.operation();
-  if (operation == Operation::none) return {};
-  std::string text = std::string(", ") + name_of(operation);
-  if (operation == Operation::submit) return text;
-  if (operation < Operation::gather) return text + " of " + quoted(future.name());  // a child has its parent's name
+  const Maker maker = future.maker();
+  if (maker == Maker::none) return {};
+  std::string text = std::string(", ") + name_of(maker);
+  if (maker == Maker::submit) return text;
+  if (maker < Maker::gather) return text + " of " + quoted(future.name());  // a child has its parent's name
   const std::vector<std::string> parts = parts_of(future);
   const std::size_t shown = std::min(parts.size(), kMaxParts);
   for (std::size_t i = 0; i < shown; ++i) text += (i == 0 ? " of " : ", ") + quoted(parts[i]);

@@ -20,7 +20,7 @@ std::vector<const PoolWait*> waits_of_pool;  // of the threads of the pool, one 
 bool waits_for_pool(const Future& future, int depth) {
   if (future.done() || depth == kMaxDepth) return false;
   if (future.is_pooled()) return true;
-  if (future.operation() < Operation::gather) return false;
+  if (future.maker() < Maker::gather) return false;
   std::vector<const Future*> parts;  // the combination, or the callback thread with the GIL, drops them later
   const auto add = [](void* part, void* list) {
     static_cast<std::vector<const Future*>*>(list)->push_back(&core_of(nb::handle(static_cast<PyObject*>(part))));
@@ -28,7 +28,7 @@ bool waits_for_pool(const Future& future, int depth) {
   };
   future.visit_parts({add, &parts});
   const auto waits = [depth](const Future* part) { return waits_for_pool(*part, depth + 1); };
-  if (future.operation() != Operation::collect_any) return std::any_of(parts.begin(), parts.end(), waits);
+  if (future.maker() != Maker::collect_any) return std::any_of(parts.begin(), parts.end(), waits);
   const auto is_over = [&](const Future* part) { return part->done() || waits(part); };
   return !parts.empty() && std::all_of(parts.begin(), parts.end(), is_over);
 }

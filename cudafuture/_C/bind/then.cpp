@@ -64,14 +64,16 @@ bool is_deferred(nb::handle result) {
 nb::object unfit_result(nb::object result, const std::string& who) {
   std::string message = "the callback of " + who + " returned " + nb::repr(result).c_str() + ", ";
   if (PyCoro_CheckExact(result.ptr()) != 0) {
-    message += "a coroutine, which nothing would run: call asyncio.run() in a plain function, or await this future in a "
-               "coroutine; then_async() takes functions that return a CUDAFuture";
+    message +=
+        "a coroutine, which nothing would run: call asyncio.run() in a plain function, or await this future in a "
+        "coroutine; then_async() takes functions that return a CUDAFuture";
     result.attr("close")();
   } else if (who == "then_async()") {
     message += "which is no CUDAFuture; use then() for a plain value, and CUDAFuture.from_torch() for torch's handles";
   } else {
-    message += "which may not be done yet; wait for it in the callback, or use then_async(), whose child takes the "
-               "outcome of the CUDAFuture that its callback returns";
+    message +=
+        "which may not be done yet; wait for it in the callback, or use then_async(), whose child takes the "
+        "outcome of the CUDAFuture that its callback returns";
   }
   PyErr_SetString(PyExc_TypeError, message.c_str());
   return take_current_exception();
@@ -228,7 +230,8 @@ void Then::deliver(Future& parent, Future* child, nb::object result) {
   inner->attach(make_forward(child_));
 }
 
-void Then::failed(Future& parent, Future* child, nb::object exception, const std::vector<c10::Stream>& streams) noexcept {
+void Then::failed(Future& parent, Future* child, nb::object exception,
+                  const std::vector<c10::Stream>& streams) noexcept {
   try {
     const bool is_exit = keep_if_interrupt(exception);
     if (child != nullptr) {
@@ -243,6 +246,5 @@ void Then::failed(Future& parent, Future* child, nb::object exception, const std
     log_error("a failure could not be delivered to %r", child_, exception_of(std::current_exception()));
   }
 }
-
 
 }  // namespace cudafuture::bind

@@ -10,9 +10,9 @@
 namespace cudafuture::bind {
 namespace {
 
-// A record to come: what it says about the future, which may be gone by then.
-struct Record {
-  explicit Record(const Future& future)
+// The facts that the record names: the future may be gone by then.
+struct UnseenFailure {
+  explicit UnseenFailure(const Future& future)
       : name(future.name()), site(future.site()), is_shared(future.shares_failure_report()) {}
 
   void log(nb::handle exception) const {
@@ -33,7 +33,7 @@ struct Record {
 class Report final : public Continuation {
  public:
   Report(const Future& future, Value&& error, Foreign&& origin)
-      : Continuation(foreign), record_(future), error_(std::move(error)), origin_(std::move(origin)) {}
+      : Continuation(foreign), failure_(future), error_(std::move(error)), origin_(std::move(origin)) {}
   void run(Future&) noexcept override { report(); }
   void abandon() noexcept override { delete this; }
   void report() noexcept {
@@ -42,7 +42,7 @@ class Report final : public Continuation {
     try {
       const nb::object exception = error_.object ? nb::borrow(nb::handle(static_cast<PyObject*>(error_.object.get())))
                                                  : as_origin_says(origin_.get(), exception_of(error_.error));
-      record_.log(exception);
+      failure_.log(exception);
     } catch (nb::python_error& e) {
       e.discard_as_unraisable("cudafuture");
     }
@@ -51,7 +51,7 @@ class Report final : public Continuation {
   }
 
  private:
-  Record record_;
+  UnseenFailure failure_;
   Value error_;
   Foreign origin_;
 };
@@ -73,7 +73,7 @@ void log_unseen_failure(Future& future) noexcept {
   if (is_finalizing() || is_forked_child()) return;
   const nb::error_scope raised_already;
   try {
-    Record(future).log(exception_of(future));
+    UnseenFailure(future).log(exception_of(future));
   } catch (nb::python_error& e) {
     e.discard_as_unraisable("cudafuture");
   }

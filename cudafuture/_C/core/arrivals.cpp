@@ -59,7 +59,7 @@ bool Arrivals::take(std::size_t& position) {
 
 FuturePtr Arrivals::next(std::shared_ptr<Producer> outstanding) {
   auto signal = c10::make_intrusive<Future>();
-  signal->set_operation(Operation::collect_any);
+  signal->set_maker(Maker::collect_any);
   if (outstanding != nullptr) signal->set_producer(std::move(outstanding));
   {
     std::lock_guard lock(mutex_);

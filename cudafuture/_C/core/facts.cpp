@@ -29,21 +29,21 @@ const char* name_of(State state) noexcept {
   return "?";
 }
 
-const char* name_of(Operation operation) noexcept {
-  switch (operation) {
-    case Operation::none:
+const char* name_of(Maker maker) noexcept {
+  switch (maker) {
+    case Maker::none:
       return "";
-    case Operation::submit:
+    case Maker::submit:
       return "submit";
-    case Operation::then:
+    case Maker::then:
       return "then";
-    case Operation::then_async:
+    case Maker::then_async:
       return "then_async";
-    case Operation::gather:
+    case Maker::gather:
       return "gather";
-    case Operation::collect_all:
+    case Maker::collect_all:
       return "collect_all";
-    case Operation::collect_any:
+    case Maker::collect_any:
       return "collect_any";
   }
   return "?";

@@ -65,8 +65,8 @@ enum class State : std::uint8_t { pending, completed, failed, cancelled };
 const char* name_of(State state) noexcept;
 
 // The function that made a future, for messages.
-enum class Operation : std::uint8_t { none, submit, then, then_async, gather, collect_all, collect_any };
-const char* name_of(Operation operation) noexcept;  // empty: none
+enum class Maker : std::uint8_t { none, submit, then, then_async, gather, collect_all, collect_any };
+const char* name_of(Maker maker) noexcept;  // empty: none
 
 // Protection of the memory during a wait: a call of the allocator's `record_stream`, or the future, which holds it.
 enum class Lifetime : std::uint8_t { record, hold };
@@ -93,8 +93,8 @@ class Future final : public c10::intrusive_ptr_target {
   Lifetime lifetime() const noexcept { return lifetime_; }
   const std::string& name() const noexcept { return name_; }
   void set_name(std::string name) { name_ = std::move(name); }
-  Operation operation() const noexcept { return operation_; }
-  void set_operation(Operation operation) noexcept { operation_ = operation; }
+  Maker maker() const noexcept { return maker_; }
+  void set_maker(Maker maker) noexcept { maker_ = maker; }
   // True if a function on the pool of submit completes the future. Guarded by the interpreter's lock.
   bool is_pooled() const noexcept { return is_pooled_; }
   void set_pooled(bool is_pooled) noexcept { is_pooled_ = is_pooled; }
@@ -226,7 +226,7 @@ class Future final : public c10::intrusive_ptr_target {
   bool releases_ = false;  // release() will be called
   bool is_released_ = false;
   bool is_pooled_ = false;
-  Operation operation_ = Operation::none;
+  Maker maker_ = Maker::none;
   Lifetime lifetime_;
   std::int32_t priority_;
   ContinuationList continuations_;
