@@ -84,7 +84,7 @@ def producing(future: CUDAFuture[int], tensor: torch.Tensor) -> None:
     future.set_result(1, stream="cuda:0")  # E: arg-type
     future.set_result(1, tensors=3)  # E: arg-type
     future.set_exception("text")  # E: arg-type
-    future.set_exception(ValueError)  # E: arg-type
+    future.set_exception(int)  # E: arg-type
 
 
 def facts(future: CUDAFuture[int], event: EventView) -> None:
