@@ -96,6 +96,8 @@ def listed(name: str, values: Any, content: str) -> list[Any]:
     Raises:
         TypeError: it is not an iterable, or a single str or tensor, whose iteration gives characters or rows.
     """
+    if type(values) is list or type(values) is tuple:
+        return list(values)
     if isinstance(values, (str, bytes, torch.Tensor)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} is a list of {content}, not {shown(values)}: for a single one pass a list of one")
     return list(values)
