@@ -64,7 +64,9 @@ def test_debug_is_a_list_of_words(text: str, on: tuple[bool, bool]) -> None:
 
 @pytest.mark.parametrize("text", ["orders", "ORDER", "order,all", "1"])
 def test_a_word_that_debug_does_not_know_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match=rf"CUDAFUTURE_DEBUG='{text}': use order, origin, ownership, or leave it empty"):
+    with pytest.raises(
+        ValueError, match=rf"CUDAFUTURE_DEBUG='{text}': use order, origin, ownership, or leave it empty"
+    ):
         config.read({"CUDAFUTURE_DEBUG": text})
 
 
