@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
-import cudafuture
+from cudafuture import __version__
 from cudafuture.errors import AuthenticationError
 from cudafuture.storage import BufferPool
 from rpc_ext import _C, _engine, _listeners
@@ -106,7 +106,7 @@ def _find_workers(options: Options) -> tuple[Handshake, list[Any], bytes]:
         "address": address,
         "devices": local_devices(),
         "maps": options.device_maps,
-        "version": cudafuture.__version__,
+        "version": __version__,
         "seal": options.seal if options.secret is not None else "none",
         "transports": _by_priority(options.transports or ("shm", "uv")),
     }

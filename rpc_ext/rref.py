@@ -15,18 +15,17 @@ from cudafuture import CUDAFuture, executors, gather
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _batching, _engine, _failure
 from rpc_ext._codec import DeviceMap, Encoded, Kind, encode
+from rpc_ext._creation import Creation
 from rpc_ext._destination import Destination
 from rpc_ext._options import SHORTEST_TIMEOUT
 from rpc_ext._serve import async_execution, expect_free_thread, is_async
-from rpc_ext._timer import expire, schedule
+from rpc_ext._timer import expire
 from rpc_ext.calls import Args, Kwargs, Worker, expect_callable, name_of, rpc_async, rpc_sync
 from rpc_ext.session import current
 
 __all__ = ["RRef", "remote"]
 
 T = TypeVar("T")
-
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two polls of the message of ``remote``
 
 
 class RRef(Generic[T]):
@@ -45,10 +44,10 @@ class RRef(Generic[T]):
         current()
         self._rref: Any = _engine.RRef(_Kept(CUDAFuture.completed(value)))
         self._due = math.inf
-        self._creation: _Creation | None = None  # on the worker that has called ``remote``
+        self._creation: Creation | None = None  # on the worker that has called ``remote``
 
     @classmethod
-    def _of(cls, rref: Any, due: float = math.inf, creation: _Creation | None = None) -> RRef[Any]:
+    def _of(cls, rref: Any, due: float = math.inf, creation: Creation | None = None) -> RRef[Any]:
         """Return a reference from torch's; `due` is the deadline of its value on time.perf_counter()."""
         new = cls.__new__(cls)
         new._rref, new._due, new._creation = rref, due, creation
@@ -248,39 +247,11 @@ def _received(rref: Any, left: float) -> RRef[Any]:
     return RRef._of(rref, time.perf_counter() + left)
 
 
-class _Creation:
-    """The message of ``remote``, which is polled while requests for the value wait.
-
-    Requests at the owner would wait in vain if the owner has refused it. torch calls no callback after its own, which
-    raises the error.
-    """
-
-    __slots__ = ("_call", "_is_watched", "_pause", "_rref", "_worker")
-
-    def __init__(self, rref: Any, call: str, worker: str) -> None:
-        self._rref, self._call, self._worker = rref, call, worker
-        self._is_watched, self._pause = False, _FIRST_PAUSE
-
-    def watch(self) -> None:
-        """Poll the message until it is answered, and tell the owner if it has failed."""
-        if not self._is_watched:
-            self._is_watched = True
-            schedule(self, time.perf_counter() + self._pause)
-
-    def look(self, now: float) -> float | None:
-        """Tell the owner if the message has failed. Called by the timer thread."""
-        created = self._rref._get_future()
-        if not created.done():
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            return now + self._pause
-        try:
-            created.value()
-        except RuntimeError as e:
-            error = _failure.of_torch(e, self._call, self._worker)
-            with contextlib.suppress(InvalidStateError, BlockingIOError):  # RPC has ended here, or has no room
-                told = rpc_async(self._worker, _fail, (_Asked(RRef._of(self._rref)), error), non_blocking=True)
-                told.add_done_callback(CUDAFuture.exception, executor=executors.inline)
-        return None
+def _tell_owner(rref: Any, error: Exception) -> None:
+    """Fail the requests for a value at its owner, which has not taken the message of ``remote``."""
+    with contextlib.suppress(InvalidStateError, BlockingIOError):  # RPC has ended here, or has no room
+        told = rpc_async(rref.owner_name(), _fail, (_Asked(RRef._of(rref)), error), non_blocking=True)
+        told.add_done_callback(CUDAFuture.exception, executor=executors.inline)
 
 
 def _fail(rref: RRef[Any], error: BaseException) -> None:
@@ -363,7 +334,7 @@ def remote(
     seconds = session.timeout(timeout)
     due = time.perf_counter() + seconds if seconds else math.inf
     rref = _kept_there(destination, name_of(fn), encoded)
-    return RRef._of(rref, due, _Creation(rref, name_of(fn), destination.name))
+    return RRef._of(rref, due, Creation(rref, name_of(fn), _tell_owner))
 
 
 def _kept_there(destination: Destination, name: str, encoded: Encoded) -> Any:

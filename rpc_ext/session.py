@@ -265,10 +265,9 @@ def init_rpc(
         max_in_flight: most calls in flight to one worker; default: 4,096.
         max_bytes_in_flight: most bytes in flight to one worker; default: 1 GiB.
         start_timeout: seconds in which all workers have to arrive; default: 300. inf: no limit.
-        transports: transports of TensorPipe: "shm" (memory shared within a machine), "uv" (sockets), "ibv"
-            (InfiniBand). Default: those of CUDAFUTURE_RPC_TRANSPORTS, or all. Two workers use the first that both have
-            in the order "shm", "ibv", "uv"; the last must be the same for all. "shm" has the least latency, but polls
-            and so takes a core of each process; with few cores, pass ``["uv"]``.
+        transports: "shm" (memory shared within a machine), "ibv" (InfiniBand), "uv" (sockets); default: those of
+            CUDAFUTURE_RPC_TRANSPORTS, or all. Two workers use the first in this order that both have; the last must be
+            the same for all. "shm" polls and so takes a core of each process; with few cores, pass ``["uv"]``.
         receive_memory: bytes of the pool for tensors of 1 to 16 MiB from other workers; default: 512 MiB. The kernel
             provides them when they are first used. While the pool is exhausted, such tensors have new memory
             (``Statistics.received_outside``). 0: no pool; torch allocates the memory of every tensor. A pool lives
