@@ -43,8 +43,9 @@ class Creation:
         if not created.done():
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             return now + self._pause
+        rref, self._rref = self._rref, None  # the timer may keep this object for a while
         try:
             created.value()
         except RuntimeError as e:
-            self._tell(self._rref, _failure.of_torch(e, self._call, self._rref.owner_name()))
+            self._tell(rref, _failure.of_torch(e, self._call, rref.owner_name()))
         return None
