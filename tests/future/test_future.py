@@ -119,7 +119,7 @@ def test_wait_times_out_and_the_future_stays_usable() -> None:
 
 @pytest.mark.parametrize("seconds", [5, 0.5, None, True])
 def test_a_timeout_that_is_not_named_is_told(seconds: object) -> None:
-    with pytest.raises(TypeError, match=r"(?s)wait\(self, \*, .*timeout: .*Invoked with types: .*CUDAFuture, "):
+    with pytest.raises(TypeError, match=r"wait\(\) takes its arguments by name: timeout.*Call wait\(timeout=5\)"):
         CUDAFuture.completed(1).wait(seconds)  # type: ignore[call-overload]
 
 
