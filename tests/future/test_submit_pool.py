@@ -188,8 +188,8 @@ def test_the_pool_is_an_executor_of_concurrent_futures() -> None:
     assert pool.submit(divmod, 7, 2).result() == (3, 1)
     assert list(pool.map(abs, [-1, -2])) == [1, 2]
     assert isinstance(pool.submit(int, "x").exception(), ValueError)
-    begun, end = threading.Event(), threading.Event()
-    running = [pool.submit(lambda: begun.set() or end.wait()) for _ in range(2)]  # type: ignore[func-returns-value]
+    begun, end = threading.Barrier(3), threading.Event()
+    running = [pool.submit(lambda: (begun.wait(), end.wait())[1]) for _ in range(2)]
     queued = pool.submit(int)
     begun.wait()
     pool.shutdown(wait=False, cancel_futures=True)

@@ -492,3 +492,8 @@ def test_then_async_refuses_a_coroutine() -> None:
 @pytest.mark.parametrize("value", [coroutine_function, [CUDAFuture[int]()], CUDAFuture, threading.Event()])
 def test_other_results_are_values(value: object) -> None:
     assert CUDAFuture.completed(1).then(lambda _: value).wait() is value
+
+
+def test_the_parent_itself_is_a_value_because_it_is_done() -> None:
+    parent = CUDAFuture.completed(1)
+    assert parent.then(lambda f: f).wait() is parent

@@ -173,7 +173,7 @@ inline constexpr const char* then =
 
 Args:
     fn: called with this future. The child completes with its return value, or fails with the exception that it raises.
-        It fails with TypeError if `fn` returns a coroutine or a future of any library: see `then_async`.
+        It fails with TypeError if `fn` returns a coroutine or another future, of any library: see `then_async`.
     priority: of the child and of the pool streams on which `fn` runs. None (default): this future's.
     stream: "pool" (default): a pool stream for each device of the future. "caller": the streams that are current now.
         Or a torch.Stream, or several; devices without one get a pool stream. They wait for this future's events and are

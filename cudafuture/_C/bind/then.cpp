@@ -205,7 +205,7 @@ void Then::deliver(Future& parent, Future* child, nb::object result) {
   if (child == nullptr) return;
   child->inherit_async_errors(parent);
   if (!async) {
-    if (is_deferred(result)) {
+    if (core_of_or_null(result) != &parent && is_deferred(result)) {  // the parent is done
       failed(parent, child, unfit_result(std::move(result), plain_call ? "submit()" : "then()"), {});
       return;
     }
