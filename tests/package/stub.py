@@ -186,8 +186,8 @@ def _is_native(found: Any) -> bool:
 
 
 def _lines_of_pybind(function: Any) -> list[str]:
-    """Return the lines in which pybind11 shows the signatures of a function, or none where it is another's."""
-    if type(function).__name__ not in ("builtin_function_or_method", "instancemethod"):
+    """Return the lines of a docstring in which pybind11 or nanobind shows the signatures of a native function."""
+    if type(function).__name__ not in ("builtin_function_or_method", "instancemethod", "method_descriptor"):
         return []
     return re.findall(rf"^(?:\d+\. )?({function.__name__}\(.*\) -> .*)$", function.__doc__ or "", re.MULTILINE)
 

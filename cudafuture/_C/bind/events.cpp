@@ -6,6 +6,7 @@
 
 #include "bind/errors.h"
 #include "bind/future.h"
+#include "bind/method_descriptors.h"
 #include "core/stream_pool.h"
 
 namespace cudafuture::bind {
@@ -53,10 +54,10 @@ nb::object events_of(const Future& future) {
 }
 
 void bind_events(nb::module_& m) {
-  nb::class_<EventView>(m, "EventView", "The device event of a future on one device; read-only.")
-      .def_prop_ro(
-          "device", [](const EventView& v) { return device_object(v.event->device()); },
-          "Device on which the event was recorded.")
+  auto c = nb::class_<EventView>(m, "EventView", "The device event of a future on one device; read-only.");
+  c.def_prop_ro(
+       "device", [](const EventView& v) { return device_object(v.event->device()); },
+       "Device on which the event was recorded.")
       .def(
           "query", [](const EventView& v) { return v.event->query(); },
           "Return True if the device has reached the event. Raises the error that the device reports instead.")
@@ -78,6 +79,7 @@ void bind_events(nb::module_& m) {
         const char* state = v.event->is_captured() ? "captured" : v.event->query() ? "reached" : "pending";
         return "<EventView of " + v.event->device().str() + ": " + state + ">";
       });
+  use_method_descriptors(c);
 }
 
 }  // namespace cudafuture::bind

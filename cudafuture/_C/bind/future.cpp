@@ -6,6 +6,7 @@
 #include "bind/docs.h"
 #include "bind/errors.h"
 #include "bind/executors.h"
+#include "bind/method_descriptors.h"
 #include "bind/torch_future.h"
 #include "core/process.h"
 
@@ -316,13 +317,14 @@ void bind_future(nb::module_& m) {
   c.def_prop_rw(
       "released", released, [](PyFuture& self, const PyFuture& released) { self.core->set_released(released.core); },
       docs::released);
-  c.def("__repr__", [](PyFuture& self) { return repr(*self.core); });
-
-  m.def("state", [](const PyFuture& future) { return name_of(future.core->state()); }, nb::arg("future"));
   c.def("wait", [](nb::handle, const nb::args&, const nb::kwargs&) -> nb::object {
     throw nb::type_error(
         "wait() takes its arguments by name: timeout, in seconds, and non_blocking, a bool. Call wait(timeout=5)");
   });
+  c.def("__repr__", [](PyFuture& self) { return repr(*self.core); });
+  use_method_descriptors(c);
+
+  m.def("state", [](const PyFuture& future) { return name_of(future.core->state()); }, nb::arg("future"));
   m.def("wait_done", wait_done, nb::arg("future"), nb::arg("timeout").none());
   m.def(
       "add_ready_callback", [](nb::handle future, nb::object fn) { add_ready_callback(future, std::move(fn)); },
