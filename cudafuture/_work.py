@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from cudafuture import _C
+from cudafuture._modes import Modes
 from cudafuture.errors import CUDAFutureError, InvalidStateError
 
 __all__ = ["follow"]
@@ -15,7 +16,8 @@ __all__ = ["follow"]
 def follow(work: Any, future: _C.CUDAFuture[Any]) -> None:
     """Complete `future` when `work` is done; a thread that blocks in ``work.wait()`` detects that."""
     try:
-        threading.Thread(target=_wait, args=(work, future), name="cudafuture-work", daemon=True).start()
+        wait = Modes().applied()(_wait)  # the caller's modes: wait() may copy into the caller's tensors
+        threading.Thread(target=wait, args=(work, future), name="cudafuture-work", daemon=True).start()
     except RuntimeError as e:  # the work continues, but nothing can detect its completion
         error = CUDAFutureError(f"no thread could be started to wait for {work!r}: {e}")
         error.__cause__ = e

@@ -19,6 +19,7 @@
 #include "bind/torch_future.h"
 #include "bind/work_errors.h"
 #include "core/capture.h"
+#include "core/context.h"
 #include "core/error.h"
 #include "core/stream_pool.h"
 
@@ -166,8 +167,9 @@ void wait_for(c10d::Work& work, Promise& promise) noexcept {
 // Each has its own thread, since a bounded pool would deadlock. The thread is detached, since nothing can wake it.
 void follow_by_waiting(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Promise> promise) {
   try {
-    std::thread([work = std::move(work), promise]() mutable {
-      const ParkingScope parking;  // the last owner of a tensor takes the GIL
+    std::thread([work = std::move(work), promise, context = CallerContext::capture()]() mutable {
+      const ParkingScope parking;                 // the last owner of a tensor takes the GIL
+      const CallerContext::Scope scope(context);  // wait() may copy into the caller's tensors
       wait_for(*work, *promise);
       promise.reset();
       work.reset();
