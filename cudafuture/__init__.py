@@ -5,7 +5,7 @@ from cudafuture import config as config
 from cudafuture import errors as errors
 from cudafuture import executors as executors
 from cudafuture._C import CUDAFuture, EventView
-from cudafuture.combine import as_completed, collect_all, collect_any, gather, wait, wait_all
+from cudafuture.combine import AsCompleted, as_completed, collect_all, collect_any, gather, wait, wait_all
 from cudafuture.errors import (
     AllFailedError,
     CancelledError,
@@ -15,6 +15,7 @@ from cudafuture.errors import (
     TensorSearchError,
 )
 from cudafuture.future import copy, packed_nbytes, submit
+from cudafuture.graph_breaks import break_graphs
 from cudafuture.prefetch import Prefetcher, prefetch
 from cudafuture.streams import current_streams, has_context, own_stream, pool_stream, use_streams
 
@@ -45,3 +46,5 @@ __all__ = [
     "wait",
     "wait_all",
 ]
+
+break_graphs(AsCompleted, executors.default_executor, executors.serial, *map(globals().get, __all__))

@@ -1,5 +1,6 @@
 """RPC calls that return CUDAFuture, on torch.distributed.rpc."""
 
+from cudafuture.graph_breaks import break_graphs
 from rpc_ext._batching import batch
 from rpc_ext._serve import async_execution
 from rpc_ext._statistics import DestinationStatistics, Statistics
@@ -13,7 +14,7 @@ from rpc_ext.offload import (
     serve_offload,
 )
 from rpc_ext.rref import RRef, remote
-from rpc_ext.session import Session, init_rpc, shutdown, statistics
+from rpc_ext.session import Session, call_at_end, current, init_rpc, shutdown, statistics
 from rpc_ext.watch import watch
 
 __all__ = [
@@ -39,3 +40,5 @@ __all__ = [
     "statistics",
     "watch",
 ]
+
+break_graphs(call_at_end, current, *map(globals().get, __all__))

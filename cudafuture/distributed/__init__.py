@@ -35,6 +35,7 @@ from cudafuture.distributed.objects import (
 from cudafuture.distributed.point_to_point import Received, batch_isend_irecv, irecv, isend, recv, send
 from cudafuture.distributed.process_group import ProcessGroup, new_group
 from cudafuture.errors import CollectiveError
+from cudafuture.graph_breaks import break_graphs
 
 __all__ = [
     "CollectiveError",
@@ -67,3 +68,5 @@ __all__ = [
     "scatter_object_list",
     "send",
 ]
+
+break_graphs(*map(globals().get, __all__))

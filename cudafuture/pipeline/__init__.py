@@ -1,6 +1,7 @@
 """Pipeline parallelism in one process: stages on devices, micro-batches between them, schedules as tables."""
 
-from cudafuture.pipeline import balance
+from cudafuture.graph_breaks import break_graphs
+from cudafuture.pipeline import balance, checkpoint, copy, dependency, microbatch, stream, worker
 from cudafuture.pipeline.analysis import Analysis, Costs
 from cudafuture.pipeline.gpipe import GPipe
 from cudafuture.pipeline.link import Link, LocalLink
@@ -24,3 +25,8 @@ __all__ = [
     "skippable",
     "stash",
 ]
+
+# Not stash, pop and skippable: they are in modules that a program may compile.
+break_graphs(Analysis, Costs, GPipe, LocalLink, Pipeline, Schedule, Workers)
+for module in (balance, checkpoint, copy, dependency, microbatch, stream, worker):
+    break_graphs(*map(vars(module).get, module.__all__))

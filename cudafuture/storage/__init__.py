@@ -1,5 +1,6 @@
 """I/O without the GIL in its path: files whose reads and writes are futures, their engine, buffers and digests."""
 
+from cudafuture.graph_breaks import break_graphs
 from cudafuture.storage._digests import Digest, digest, digests
 from cudafuture.storage.backends import BACKENDS, Backend
 from cudafuture.storage.buffer_pool import Buffer, BufferPool, empty
@@ -22,3 +23,5 @@ __all__ = [
     "digests",
     "empty",
 ]
+
+break_graphs(*map(globals().get, __all__))

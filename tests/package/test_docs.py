@@ -27,6 +27,8 @@ import rpc_ext
 from cudafuture import CUDAFuture, EventView, InvalidStateError, errors
 from cudafuture.distributed import point_to_point
 from cudafuture.testing import World, sim
+from package.compiled import compile_examples
+from support.soak import SOAK
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -102,11 +104,13 @@ def _a_folder_for_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
 
 
-def run_examples(text: str, name: str, names: dict[str, Any], line: int = 0) -> str:
-    """Run the ``>>>`` examples in a text; return what was wrong, or nothing."""
+def run_examples(text: str, name: str, names: dict[str, Any], line: int = 0, backend: str = "") -> str:
+    """Run the ``>>>`` examples in a text, compiled if there is a backend; return what was wrong, or nothing."""
     report = io.StringIO()
     test = doctest.DocTestParser().get_doctest(text, {}, name, name, line)
     test.globs = names  # not a copy: the next block of a page goes on with them
+    if backend:
+        compile_examples(test, backend)
     doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=report.write, clear_globs=False)
     return report.getvalue()
 
@@ -289,16 +293,44 @@ def names_for(name: str) -> dict[str, Any]:
     return {"torch": torch} | getattr(function, "__globals__", {})
 
 
+def report_on(name: str, rpc: Callable[[], object], backend: str = "") -> str:
+    """Run the examples of a public name; return what was wrong, or nothing."""
+    if name.startswith("rpc_ext.") and name.rpartition(".")[2] not in WITHOUT_A_SESSION:
+        rpc()
+    return run_examples(WITH_EXAMPLES[name].__doc__, name, names_for(name), backend=backend)
+
+
 # Examples that need fake devices of CUDA: tests/fakecuda runs them.
 OF_FAKECUDA = {name for name in WITH_EXAMPLES if name.startswith("cudafuture.testing.fakecuda.")}
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_EXAMPLES if name not in OF_TWO | OF_FAKECUDA])
+HERE = [name for name in WITH_EXAMPLES if name not in OF_TWO | OF_FAKECUDA]
+
+# Compiled examples show their values at their end, when the list that `call_at_end` shows has changed.
+NEEDS_GRADIENTS = re.compile("grad|backward")
+COMPILED = [
+    name for name in HERE if not name.startswith("cudafuture.testing.") and name != "rpc_ext.session.call_at_end"
+]
+
+
+@pytest.mark.parametrize("name", HERE)
 def test_the_examples_of_a_docstring_run(name: str, group: None, rpc: Callable[[], object]) -> None:
-    if name.startswith("rpc_ext.") and name.rpartition(".")[2] not in WITHOUT_A_SESSION:
-        rpc()
-    report = run_examples(WITH_EXAMPLES[name].__doc__, name, names_for(name))
-    assert not report, report
+    assert not report_on(name, rpc)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")  # of the compiler
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"] if SOAK else ["aot_eager"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_examples_of_a_docstring_run_in_compiled_functions(
+    name: str, backend: str, group: None, rpc: Callable[[], object]
+) -> None:
+    assert not report_on(name, rpc, backend)
+
+
+@pytest.mark.parametrize("name", [name for name in COMPILED if not NEEDS_GRADIENTS.search(WITH_EXAMPLES[name].__doc__)])
+def test_the_examples_of_a_docstring_run_in_inference_mode(name: str, group: None, rpc: Callable[[], object]) -> None:
+    with torch.inference_mode():
+        assert not report_on(name, rpc)
 
 
 @pytest.mark.slow
