@@ -161,10 +161,10 @@ def test_the_tree_of_errors_is_the_one_in_the_code() -> None:
 def test_the_tree_of_errors_is_true(name: str) -> None:
     error = getattr(errors, name)
     row = next(line for line in (errors.__doc__ or "").splitlines() if f"-- {name} " in line)
-    builtin = re.search(r"\((\S+)\)", row)
+    builtin = re.search(r"\(([^)]+)\)", row)
     bases = [base.__qualname__ for base in error.__bases__]
     assert error.__bases__[0].__module__ == "cudafuture.errors"
-    assert bases[1:] == ([builtin[1].rpartition(".")[2]] if builtin else [])
+    assert bases[1:] == ([each.rpartition(".")[2] for each in builtin[1].split(", ")] if builtin else [])
     assert ("|   " in row) == (bases[0] != "CUDAFutureError")
 
 
