@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ class Computation:
         self._pipeline, self._prefix, self._undo = pipeline, prefix, undo
         self.groups: dict[ParameterState, Group] = {}
         self.resident_bytes = 0
+        self._updated: list[ParameterState] = []  # in this step, without a note of the gradients
 
     def prepare(self, state: ParameterState, group: Group) -> bool:
         """Record the group of a parameter that is updated next; return whether its state is, or will be, in memory.
@@ -76,10 +78,7 @@ class Computation:
     # ---- updates
 
     def update_in_memory(self, states: Iterable[ParameterState]) -> None:
-        """Update parameters whose state is in memory; their gradients are, too.
-
-        After an exception, the parameters that were updated have noted their gradients.
-        """
+        """Update parameters whose state is in memory; their gradients are, too."""
         for batch in self._batches(Part(Chunk(state, 0), None, None, None) for state in states):
             parameters = [part.chunk.state.parameter for part in batch]
             versions = [parameter._version for parameter in parameters]
@@ -92,10 +91,25 @@ class Computation:
                         self._pipeline.start_write(Unit(chunks, device), tensors, [c.state.version for c in chunks])
             except BaseException:
                 if len(batch) > 1:
-                    for part, parameter, version in zip(batch, parameters, versions, strict=True):
-                        if parameter._version != version and parameter.grad is not None:
-                            part.chunk.state.note_applied(parameter.grad)
+                    self._updated += [
+                        part.chunk.state
+                        for part, version in zip(batch, versions, strict=True)
+                        if part.chunk.state.parameter._version != version
+                    ]
                 raise
+
+    @contextlib.contextmanager
+    def noting_updates(self, once: bool) -> Iterator[None]:
+        """Note the gradients of the parameters that the block updates: always, or only if it raises."""
+        is_noted = True
+        try:
+            yield
+            is_noted = once
+        finally:
+            for state in self._updated if is_noted else ():
+                if state.parameter.grad is not None:
+                    state.note_applied(state.parameter.grad)
+            self._updated.clear()
 
     def compute_unit(self, unit: Unit) -> None:
         """Update the chunks of a unit, and start to write their new state."""
@@ -152,9 +166,7 @@ class Computation:
         parameters = [part.chunk.state.parameter for part in batch]
         found: list[dict[str, torch.Tensor]] = []
         for part, new in zip(batch, self._update(self.groups[first.state], parameters, states), strict=True):
-            gradient = part.chunk.state.parameter.grad
-            assert gradient is not None
-            part.chunk.state.note_applied(gradient)
+            self._updated.append(part.chunk.state)
             found.append(self.keep(part.chunk, new))
         return found
 

@@ -35,7 +35,7 @@ from cudafuture.swap._update import Update
 __all__ = ["Swapper"]
 
 _UNIT = 32 << 20  # bytes of state that are read together, unless one parameter or chunk needs more
-_MOST_CHUNKS = 512  # of a unit: the garbage collector visits the objects of all chunks that are in flight
+_MOST_CHUNKS = 256  # of a unit: the garbage collector visits the objects of all chunks that are in flight
 _UNDO_SHARE = 8  # old values of a parameter take up to 1/8 of the bytes of the buffers, in addition
 
 
@@ -107,8 +107,13 @@ class Swapper:
 
     # ---- updates
 
-    def update(self, work: Iterable[tuple[torch.Tensor, Group]]) -> None:
+    def update(self, parameters: Iterable[torch.Tensor], group_of: Callable[[torch.Tensor], Group], once: bool) -> None:
         """Update parameters from their gradients, with the options of their groups.
+
+        Args:
+            parameters: which have gradients.
+            group_of: returns the group of a parameter.
+            once: note the gradients, so that no step uses them again. If False, only a step after an error skips them.
 
         Raises:
             SwapError: the state of a parameter cannot be read or written. Each parameter has its old value and its old
@@ -117,18 +122,19 @@ class Swapper:
         self._roll_back_what_is_left()
         in_memory: list[ParameterState] = []
         swapped: list[ParameterState] = []
-        for parameter, group in work:
+        for parameter in parameters:
             state = self.state(parameter)
-            (in_memory if self._computation.prepare(state, group) else swapped).append(state)
-        self._computation.update_in_memory(in_memory)
-        if swapped:
-            self.pipeline.drop_reads()
-        try:
-            self.pipeline.run(self._units(swapped), self._computation.compute_unit)
-        except BaseException as e:
-            self._roll_back(e)
-            raise
-        self.pipeline.drain()
+            (in_memory if self._computation.prepare(state, group_of(parameter)) else swapped).append(state)
+        with self._computation.noting_updates(once):
+            self._computation.update_in_memory(in_memory)
+            if swapped:
+                self.pipeline.drop_reads()
+            try:
+                self.pipeline.run(self._units(swapped), self._computation.compute_unit)
+            except BaseException as e:
+                self._roll_back(e)
+                raise
+            self.pipeline.drain()
 
     def update_now(self, parameter: torch.Tensor, group: Group) -> None:
         """Update one parameter, whose state may have been read ahead. Its writes are in flight on return.
@@ -138,18 +144,19 @@ class Swapper:
         """
         self._roll_back_what_is_left()
         state = self.state(parameter)
-        if self._computation.prepare(state, group):
-            self._computation.update_in_memory([state])
-            return
-        try:
-            if not self.pipeline.is_next(state):
-                self.pipeline.drop_reads()
-                self.start_read(parameter)
-            while self.pipeline.is_next(state):
-                self.pipeline.compute_next(self._computation.compute_unit)
-        except BaseException as e:
-            self._roll_back(e)
-            raise
+        with self._computation.noting_updates(True):
+            if self._computation.prepare(state, group):
+                self._computation.update_in_memory([state])
+                return
+            try:
+                if not self.pipeline.is_next(state):
+                    self.pipeline.drop_reads()
+                    self.start_read(parameter)
+                while self.pipeline.is_next(state):
+                    self.pipeline.compute_next(self._computation.compute_unit)
+            except BaseException as e:
+                self._roll_back(e)
+                raise
 
     def start_read(self, parameter: torch.Tensor) -> None:
         """Read the state of a parameter that will be updated after those that are being read."""

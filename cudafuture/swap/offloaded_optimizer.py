@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -134,13 +135,13 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             counters.steps += 1
             failed, self._failed_update = self._failed_update, None
             try:
-                due = [(parameter, group) for parameter, group in self._parameters() if self._is_due(parameter)]
+                due = [parameter for parameter, _ in self._parameters() if self._is_due(parameter)]
                 if failed is not None:
                     raise failed
                 if self._when == "backward":
                     self._end_backward(due)
                 else:
-                    swap.update(due)
+                    swap.update(due, partial(self._index.group_of, self.param_groups), once=self._swaps_gradients)
                 if self._when == "step" and not self._swaps_gradients:
                     for parameter, _ in self._parameters():
                         swap.state(parameter).applied = None
@@ -149,7 +150,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         return loss
 
     def _is_due(self, parameter: torch.Tensor) -> bool:
-        if self._has_swapped_gradient(parameter):
+        if self._swaps_gradients and self._has_swapped_gradient(parameter):
             return True
         gradient = parameter.grad
         if gradient is None or isinstance(gradient, GradientMark):
@@ -188,10 +189,10 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             except ValueError:  # the buffers have no room for it; its update raises the error
                 self._forget_reads()
 
-    def _end_backward(self, left: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+    def _end_backward(self, left: list[torch.Tensor]) -> None:
         """Update parameters that the hooks have not, and read ahead for the next backward; leave writes in flight."""
         if left:
-            self._swap.update(left)
+            self._swap.update(left, partial(self._index.group_of, self.param_groups), once=True)
         self._order.end()
         self._swap.pipeline.drop_reads()
         self._start_reads()
