@@ -100,7 +100,7 @@ class Computation:
 
     @contextlib.contextmanager
     def noting_updates(self, once: bool) -> Iterator[None]:
-        """Note the gradients of the parameters that the block updates: always, or only if it raises."""
+        """Record the gradients of the parameters that the block updates: always, or only if it raises."""
         is_noted = True
         try:
             yield
