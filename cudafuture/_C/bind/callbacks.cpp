@@ -62,7 +62,9 @@ nb::handle callback_of(const Continuation& c) noexcept {
 
 nb::object running_loop() {
   static Imported get_running_loop{"asyncio", "_get_running_loop"};
-  return nb::steal(PyObject_CallNoArgs(get_running_loop().ptr()));
+  PyObject* const get = get_running_loop().ptr();
+  if (PyCFunction_CheckExact(get) == 0) return nb::steal(PyObject_CallNoArgs(get));
+  return nb::steal(PyCFunction_GET_FUNCTION(get)(PyCFunction_GET_SELF(get), nullptr));  // a third of the time
 }
 
 void Then::choose_executor(nb::handle chosen, Executor* usual) {

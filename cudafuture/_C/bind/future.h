@@ -135,11 +135,11 @@ std::string repr(Future& future);
 
 // Logs the failures that no caller has retrieved of the futures that are alive; called at exit.
 void log_unseen_failures();
-void log_unseen_failure(Future& future) noexcept;  // after claim_failure_report()
+[[gnu::cold]] void log_unseen_failure(Future& future) noexcept;  // after claim_failure_report()
 
 // Keeps the line of code that makes the future, if CUDAFUTURE_DEBUG asks for it.
 inline bool keeps_sites = false;
-void keep_site(Future& future);
+[[gnu::cold]] void keep_site(Future& future);
 
 Continuation* make_forward(nb::object child);
 

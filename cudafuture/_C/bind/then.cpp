@@ -56,6 +56,7 @@ class EnteredContext {
 bool is_deferred(nb::handle result) {
   static PyObject* const add_done_callback = PyUnicode_InternFromString("add_done_callback");
   PyTypeObject* const type = Py_TYPE(result.ptr());
+  if (type->tp_as_async == nullptr) return false;  // static types of plain values; types made at run time have one
   return PyCoro_CheckExact(result.ptr()) != 0 || _PyType_Lookup(type, add_done_callback) != nullptr ||
          (PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) != 0 && is_work(result));
 }

@@ -141,8 +141,8 @@ void Future::release() noexcept {
   if (released != nullptr) released->complete(Value());
 }
 
-bool Future::claim_failure_report() noexcept {
-  if (state() != State::failed || seen_.exchange(true, std::memory_order_relaxed)) return false;
+bool Future::claim_report_of_failure() noexcept {
+  if (seen_.exchange(true, std::memory_order_relaxed)) return false;
   if (!shares_failure_report()) return true;
   std::lock_guard lock(reports);
   return !std::exchange(final_report(find_rare()->report)->is_made, true);

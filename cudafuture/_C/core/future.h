@@ -178,7 +178,7 @@ class Future final : public c10::intrusive_ptr_target {
   void set_late_error(std::exception_ptr error) noexcept;
   // A failure that no caller has seen is reported when the future is destroyed, or at exit. Returns true if the caller
   // has to report it now; the failure counts as seen afterwards.
-  bool claim_failure_report() noexcept;
+  bool claim_failure_report() noexcept { return state() == State::failed && claim_report_of_failure(); }
   // Lets the failures of both futures, and of those that share a report with them, count as one: one is reported.
   static void share_failure_report(Future& one, Future& other);
   bool shares_failure_report() const;
@@ -210,6 +210,7 @@ class Future final : public c10::intrusive_ptr_target {
   static constexpr std::uint32_t kFirstSweep = 64;
 
   bool finish(State outcome, Value&& value, EventSet&& events, std::vector<at::Tensor>&& named);
+  [[gnu::cold]] bool claim_report_of_failure() noexcept;
   Rare& rare();
   Rare& locked_rare();
   Rare* find_rare() const noexcept { return rare_.load(std::memory_order_acquire); }
