@@ -252,7 +252,7 @@ def test_a_callback_that_should_be_attached_by_then_async_is_named_in_backward(w
 
     def check() -> None:
         model = make_model(cfd.ddp_comm_hook(nested))
-        with pytest.raises(TypeError, match=r"attached by then_async\(\), not by then\(\)"):
+        with pytest.raises(TypeError, match=r"use then_async\(\)"):
             loss_of(model, 0).backward()
 
     world.run(check)
