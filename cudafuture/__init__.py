@@ -14,7 +14,7 @@ from cudafuture.errors import (
     InvalidStateError,
     TensorSearchError,
 )
-from cudafuture.future import copy, packed_nbytes, submit
+from cudafuture.future import copy, fail, packed_nbytes, submit
 from cudafuture.graph_breaks import break_graphs
 from cudafuture.prefetch import Prefetcher, prefetch
 from cudafuture.streams import current_streams, has_context, own_stream, pool_stream, use_streams
@@ -35,6 +35,7 @@ __all__ = [
     "collect_any",
     "copy",
     "current_streams",
+    "fail",
     "gather",
     "has_context",
     "own_stream",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any
 
 from cudafuture import _C
 from cudafuture._modes import Modes
-from cudafuture.errors import CUDAFutureError, InvalidStateError
+from cudafuture.errors import CUDAFutureError
 
 __all__ = ["follow"]
 
@@ -29,8 +28,7 @@ def _wait(work: Any, future: _C.CUDAFuture[Any]) -> None:
         work.wait()
         future.set_result(_result(work))
     except BaseException as e:  # also from set_result: the future must not stay pending
-        with contextlib.suppress(InvalidStateError):  # the user completed it, or the process is exiting
-            future.set_exception(e)
+        _C.fail(future, e)  # unless the user completed it
 
 
 def _result(work: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from cudafuture.config import config
 from cudafuture.executors import default_executor
 from cudafuture.ownership import owns, tensors_in
 
-__all__ = ["CUDAFuture", "copy", "packed_nbytes", "submit"]
+__all__ = ["CUDAFuture", "copy", "fail", "packed_nbytes", "submit"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -136,3 +136,27 @@ def packed_nbytes(value: object) -> int:
     """
     leaves = _pytree.tree_leaves(value)
     return _C.batch_nbytes([leaves[i] for i in _C.packable(leaves)])
+
+
+def fail(future: CUDAFuture[Any], exc: BaseException) -> bool:
+    """Fail a future with an exception that other code raised, whatever its type; return False if the future is done.
+
+    For producers that run a program's function. ``set_exception()`` refuses a StopIteration, and raises
+    InvalidStateError where a cancellation came first.
+
+    Args:
+        exc: the exception. Callers get this object; ``await`` raises a RuntimeError from a StopIteration.
+
+    Raises:
+        TypeError: `exc` is not an exception.
+
+    >>> future = CUDAFuture()
+    >>> try:
+    ...     future.set_result(next(iter([])))
+    ... except BaseException as error:
+    ...     fail(future, error)
+    True
+    >>> future.exception()
+    StopIteration()
+    """
+    return _C.fail(future, exc)

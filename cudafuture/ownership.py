@@ -128,7 +128,7 @@ def _guarded(
                 guard.value()
                 result.set_result(future.wait(non_blocking=True))
             except BaseException as e:
-                result.set_exception(e)
+                _C.fail(result, e)
 
     guard = (future.released or future).then(check, executor=callback_thread)
     if future.released is not None:

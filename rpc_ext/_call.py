@@ -11,7 +11,6 @@ Tensors on devices that the agent cannot carry go through the host, in the steps
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cudafuture import CUDAFuture, executors
+from cudafuture import CUDAFuture, executors, fail
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _failure, _staging
 from rpc_ext._codec import Kind, decode, kind_of, targets_of
@@ -159,8 +158,7 @@ class Call(Message):
                 return
             except BaseException as e:
                 error = e
-        with contextlib.suppress(InvalidStateError):  # the future was cancelled: drop the reply
-            self.future.set_exception(error)
+        fail(self.future, error)  # unless it was cancelled: the reply is dropped
 
 
 def _read(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, BaseException | None]:

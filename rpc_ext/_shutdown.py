@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cudafuture import CUDAFuture
+from cudafuture import CUDAFuture, fail
 from cudafuture.errors import InvalidStateError, WorkerLostError
 from rpc_ext import _C, _engine
 from rpc_ext._handshake import Handshake
@@ -81,7 +81,7 @@ def _ask(question: Callable[[], T], deadline: float) -> T:
             try:
                 answer.set_result(question())
             except BaseException as e:
-                answer.set_exception(e)
+                fail(answer, e)
 
     threading.Thread(target=run, name="rpc_ext-shutdown", daemon=True).start()
     try:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from cudafuture import CUDAFuture, InvalidStateError, copy, pool_stream, use_streams
+from cudafuture import CUDAFuture, InvalidStateError, copy, fail, pool_stream, use_streams
 from rpc_ext._timer import expire
 
 __all__ = ["Targets", "on_streams", "streams_after", "streams_for", "to_devices", "to_host"]
@@ -44,12 +44,12 @@ def to_host(
                 parts = copies.wait(timeout=0)  # raises the error of the device
                 ready.set_result(_replaced(tensors, places, parts))
             except BaseException as e:
-                ready.set_exception(e)
+                fail(ready, e)
 
     try:
         copies = copy([tensors[i] for i in places], "cpu", priority=priority)
     except Exception as e:  # for example of a lost device
-        ready.set_exception(e)
+        fail(ready, e)
         return ready
     copies.then(copied, non_blocking=False, executor=_thread)
     expire(ready, seconds, f"the tensors to be sent were not copied to the host within {seconds:g} s")

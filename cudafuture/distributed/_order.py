@@ -88,7 +88,7 @@ class _Entry:
                 cause = f"{error.__cause__ or error} (ranks {sorted(self.unseen)} have not issued it)"
                 self.result.set_exception(self.issue.error(RuntimeError(cause)))
             else:
-                self.result.set_exception(error)
+                _C.fail(self.result, error)
 
 
 class _Comparison:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cudafuture import _C
 from cudafuture._C import CUDAFuture, relax_library_thread
 from cudafuture.errors import CUDAFutureError, InvalidStateError
 from cudafuture.pipeline.stream import Device, current_stream, is_cuda, use_device, use_stream
@@ -76,7 +77,7 @@ class Task:
         except BaseException as error:
             self.outcome, _here.is_in_task = "failed", outer
             traceback = error.__traceback__  # without this frame, which would keep the task alive
-            fail(self.future, error.with_traceback(None if traceback is None else traceback.tb_next))
+            _C.fail(self.future, error.with_traceback(None if traceback is None else traceback.tb_next))
             return
         self.outcome, _here.is_in_task = "completed", outer
         if not self.future.done():
@@ -94,13 +95,6 @@ class Task:
         for slot in ("job", "compute", "finalize", "stream", "refusal"):
             with contextlib.suppress(AttributeError):  # dropped before
                 delattr(self, slot)
-
-
-def fail(future: CUDAFuture[Any], error: BaseException) -> None:
-    """Fail the future, unless it is done."""
-    if not future.done():
-        with contextlib.suppress(InvalidStateError):  # another thread completed it first
-            future.set_exception(error)
 
 
 class WorkerThread:
@@ -168,7 +162,7 @@ class WorkerThread:
         with self._lock:  # they stay in the heap, so that after Ctrl-C the thread handles the rest
             tasks = [task for _, _, task in sorted(self._waiting)]
             number = sum(not task.future.done() for task in tasks)
-            refusals = [task.future.cancel if error is None else partial(fail, task.future, error) for task in tasks]
+            refusals = [task.future.cancel if error is None else partial(_C.fail, task.future, error) for task in tasks]
             for task, refusal in zip(tasks, refusals, strict=True):
                 task.refusal = refusal
         for refusal in refusals:
@@ -322,7 +316,7 @@ class WorkerThread:
                 self._counts[task.outcome] += 1
             self._notify()
         for task in tasks:
-            fail(task.future, self._died())
+            _C.fail(task.future, self._died())
             self._drop(task)
 
 
@@ -387,7 +381,7 @@ class Deadlines:
             goes_on = bool(self._tasks) or not self._is_closed
         for task, (_, timeout, future, device) in overdue.items():
             message = f"task {task.name!r} on {device} did not end within {timeout:g} s:\n{table(self._workers)}"
-            fail(future, TimeoutError(message))
+            _C.fail(future, TimeoutError(message))
         return goes_on
 
 

@@ -270,7 +270,7 @@ class Reader:
             try:
                 batch.state = self.snapshot()
             except BaseException as error:
-                batch.future.set_exception(without_frame(error))
+                _C.fail(batch.future, without_frame(error))
         failed = batch.future.done() and not batch.is_end
         self.pending.append(_Place(batch.taken))
         with self._lock:
@@ -324,8 +324,7 @@ class Reader:
                     self._sender.keep_memory(batch)
             finally:
                 was_cancelled = batch.future.cancelled()  # by the program, which has it
-                if not batch.future.done():  # a device can also fail when the batch is complete
-                    batch.future.set_exception(at_batch(error))
+                _C.fail(batch.future, at_batch(error))  # unless it is done: a device can fail later
             return was_cancelled
         return True
 

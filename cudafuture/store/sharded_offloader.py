@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import Self
 
+from cudafuture import _C
 from cudafuture._arguments import expect_mapping, listed
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import collect_all
@@ -322,7 +323,7 @@ class ShardedOffloader(ShardedKeys):
             if error is None:
                 future.set_result(values[0])
             else:
-                future.set_exception(error)
+                _C.fail(future, error)
 
         parts = collect_all([share.future for share in shares])
         parts.then(ended, priority=priority, executor=callback_thread)  # on streams ordered after those of the parts

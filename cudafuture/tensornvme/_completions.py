@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.executors import inline
 from cudafuture.streams import pool_stream, use_streams
@@ -228,15 +229,14 @@ def _complete(operation: Operation) -> Exception | None:
     if future is None:
         return None
     if operation.error is not None:
-        future.set_exception(operation.error)
+        _C.fail(future, operation.error)
         return None
     try:
         with use_streams(*(pool_stream(device) for device in operation.transfer.devices)):
             operation.transfer.wait(non_blocking=True)
             future.set_result(operation.value())
     except BaseException as e:
-        if not future.done():
-            future.set_exception(e.with_traceback(None))  # its frames would keep the offloader
+        _C.fail(future, e.with_traceback(None))  # its frames would keep the offloader
         if not isinstance(e, Exception):
             raise
         return e

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from cudafuture import CUDAFuture, executors
+from cudafuture import CUDAFuture, executors, fail
 from cudafuture.storage import Buffer, BufferPool
 
 __all__ = ["SendBuffers", "offload_thread"]
@@ -49,7 +49,7 @@ def _pass_on(future: CUDAFuture[torch.Tensor], taken: CUDAFuture[Buffer]) -> Non
     try:
         tensor = _tensor_of(taken)
     except BaseException as e:
-        future.set_exception(e)
+        fail(future, e)
     else:
         future.set_result(tensor)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from cudafuture import CUDAFuture, executors
+from cudafuture import CUDAFuture, executors, fail
 from rpc_ext import _C
 from rpc_ext._staging import streams_after
 from rpc_ext.offload._errors import named
@@ -97,7 +97,7 @@ class Operation:
             error = error or e
         self._operations.count(self, nbytes, error)
         if error is not None:
-            self.future.set_exception(error)
+            fail(self.future, error)
         elif self._on_devices:
             with streams_after(self._on_devices, self._priority):
                 self.future.set_result(value)

@@ -26,6 +26,7 @@ from package.test_docs import CLASSES, METHODS, NAMES
 TRACED = (
     "cudafuture.config.",
     "cudafuture.graph_breaks.",
+    "cudafuture.ownership.",
     "cudafuture.pipeline.batchnorm.",
     "cudafuture.pipeline.skip.",
     "cudafuture.testing.",

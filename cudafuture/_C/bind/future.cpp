@@ -229,6 +229,20 @@ nb::object late_error(PyFuture& self) {
   return late_error_of(*self.core);
 }
 
+// Fails the future with an exception that other code raised, whatever its type. False: the future is done.
+bool fail_with(PyFuture& self, nb::object exc) {
+  const ParkingScope parking;
+  refuse_after_fork();
+  if (!PyExceptionInstance_Check(exc.ptr())) {
+    const std::string message = std::string("fail() takes an exception, not ") + nb::repr(exc).c_str();
+    throw nb::type_error(message.c_str());
+  }
+  const FuturePtr future = self.core;
+  const bool first = fail(*future, std::move(exc));
+  raise_kept_interrupt();
+  return first;
+}
+
 nb::object released(PyFuture& self) {
   FuturePtr released = self.core->released();
   return released == nullptr ? nb::none() : wrap(std::move(released));
@@ -324,6 +338,7 @@ void bind_future(nb::module_& m) {
   c.def("__repr__", [](PyFuture& self) { return repr(*self.core); });
   use_method_descriptors(c);
 
+  m.def("fail", fail_with, nb::arg("future"), nb::arg("exc"));
   m.def("state", [](const PyFuture& future) { return name_of(future.core->state()); }, nb::arg("future"));
   m.def("wait_done", wait_done, nb::arg("future"), nb::arg("timeout").none());
   m.def(

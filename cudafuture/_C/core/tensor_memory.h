@@ -39,8 +39,10 @@ inline std::optional<std::string> memory_fault(const at::Tensor& tensor) {
   if (tensor.is_nested()) return without_memory("a nested tensor", ": use its parts, from unbind()");
   if (keys.has(c10::DispatchKey::ZeroTensor)) return without_memory("an efficient zero tensor", ": clone() it first");
   if (keys.has(c10::DispatchKey::Functionalize)) return without_memory("a functional tensor", "");
-  if (tensor.layout() != at::kStrided || !tensor.has_storage() || tensor.storage().device_type() == c10::kMeta) {
-    return without_memory("a tensor of layout " + c10::str(tensor.layout()) + " on " + tensor.device().str(), "");
+  if (keys.has(c10::DispatchKey::FuncTorchBatched)) return without_memory("a tensor inside of vmap", "");
+  if (tensor.layout() != at::kStrided) return without_memory("a tensor of layout " + c10::str(tensor.layout()), "");
+  if (!tensor.has_storage() || tensor.storage().device_type() == c10::kMeta) {
+    return without_memory("a tensor on " + tensor.device().str(), "");
   }
   return storage_fault(tensor);
 }

@@ -159,6 +159,8 @@ Problem for_client(const std::string& key, const Problem& problem, std::optional
     }
     told.wanted = *nbytes;
   }
+  const std::string unnamed = "key '";  // a read of a snapshot names no key
+  if (message.starts_with(unnamed + "': its ")) message.insert(unnamed.size(), key);
   // The store knows the key by the prefix of its namespace.
   for (std::size_t at = message.find(key); at != std::string::npos; at = message.find(key, at + 1)) {
     if (at < kPrefix || message[at - kPrefix] != 'k') continue;
