@@ -26,8 +26,8 @@ _Job: TypeAlias = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...], Mapp
 class SubmitPool(Executor):
     """Pool of daemon threads, which are started on demand.
 
-    At exit it runs the functions that it has and takes no more, like a ThreadPoolExecutor. But if no function ends for
-    `exit_seconds`, the process ends without the rest.
+    At exit it runs the functions that it has and takes no more, like a ThreadPoolExecutor: before handlers of atexit,
+    which close what the functions use. But if no function ends for `exit_seconds`, the process ends without the rest.
     """
 
     def __init__(self, threads: int, exit_seconds: float) -> None:
@@ -39,7 +39,10 @@ class SubmitPool(Executor):
         self._threads: list[threading.Thread] = []
         self._left = 0  # functions that have not ended
         self._is_closed = False
-        atexit.register(self._end)
+        try:
+            threading._register_atexit(self._end)  # type: ignore[attr-defined]
+        except RuntimeError:  # the main thread has ended, and another thread makes the pool
+            atexit.register(self._end)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run ``fn(*args, **kwargs)`` on a thread of the pool.

@@ -136,18 +136,18 @@ begun.wait()
 
 def test_ctrl_c_ends_an_exit_that_waits_for_a_function() -> None:
     script = """
-import atexit, signal, threading
+import signal, threading
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from cudafuture import submit
 begun = threading.Event()
 submit(lambda: begun.set() or threading.Event().wait())
 begun.wait()
-atexit.register(say, "exiting")  # runs before the pool's own
+say("exiting")
 """
     with Child(script) as process:
         assert process.hear() == "exiting"
         ended = False
-        while not ended:  # again and again: the first ones may reach handlers that run before the pool's
+        while not ended:  # again and again: the first one may come before the exit waits
             process.send(signal.SIGINT)
             with contextlib.suppress(TimeoutError):
                 process.end(patience=0.1)
@@ -158,12 +158,45 @@ atexit.register(say, "exiting")  # runs before the pool's own
 def test_a_process_runs_the_functions_that_it_has_before_it_ends() -> None:
     script = """
 from cudafuture import submit
-import time
-for i in range(20): submit(lambda: print("ran", flush=True))
+import os
+for i in range(20): submit(os.write, 1, b"ran\\n")  # one call: print() writes the end of a line separately
 """
     done = run_script(script, environment={"CUDAFUTURE_SUBMIT_THREADS": "2"})
     assert done.stdout == "ran\n" * 20
     assert done.stderr == ""
+
+
+def test_functions_end_before_handlers_of_atexit_close_what_they_use() -> None:
+    script = """
+from cudafuture import submit
+import atexit, threading, torch
+submit(int).wait()
+from cudafuture.store import Offloader  # it closes its stores at exit
+store = Offloader("left")
+exiting = threading.Event()
+threading._register_atexit(exiting.set)
+atexit.register(say, "closed")
+submit(lambda: exiting.wait() and say(store.write("key", torch.ones(5)).wait()))
+"""
+    with Child(script) as process:
+        assert [process.hear(), process.hear()] == ["20", "closed"]
+        assert (process.end(), process.errors()) == (0, "")
+
+
+def test_a_thread_that_outlives_the_main_thread_can_make_the_pool() -> None:
+    script = """
+from cudafuture import submit
+import threading
+def use_pool():
+    exiting.wait()
+    submit(say, "ran")
+exiting = threading.Event()
+threading._register_atexit(exiting.set)
+threading.Thread(target=use_pool).start()
+"""
+    with Child(script) as process:
+        assert process.hear() == "ran"
+        assert (process.end(), process.errors()) == (0, "")
 
 
 def test_a_failed_future_that_is_alive_at_the_end_is_logged_once() -> None:
