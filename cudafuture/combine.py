@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Literal, TypeVar, overload
 
 from cudafuture import _C
-from cudafuture._arguments import expect_number
+from cudafuture._arguments import expect_number, listed, shown
 from cudafuture._await import await_within
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
@@ -61,13 +61,13 @@ def collect_all(futures: Iterable[CUDAFuture[T]]) -> CUDAFuture[list[CUDAFuture[
     """Return a future of the list of the given futures; it completes when all are done, for every outcome.
 
     Raises:
-        TypeError: an element is not a CUDAFuture.
+        TypeError: `futures` is a single future, or an element is not a CUDAFuture.
 
     >>> ok, bad = collect_all([CUDAFuture.completed(1), CUDAFuture.failed(ValueError("no"))]).wait()
     >>> ok.value(), bad.exception()
     (1, ValueError('no'))
     """
-    return _C.collect_all(futures)
+    return _C.collect_all(_listed(futures))
 
 
 def collect_any(futures: Iterable[CUDAFuture[T]]) -> CUDAFuture[tuple[int, T]]:
@@ -76,13 +76,13 @@ def collect_any(futures: Iterable[CUDAFuture[T]]) -> CUDAFuture[tuple[int, T]]:
     If all fail, it fails with AllFailedError, whose ``exceptions`` are in the order of `futures`.
 
     Raises:
-        TypeError: an element is not a CUDAFuture.
+        TypeError: `futures` is a single future, or an element is not a CUDAFuture.
         ValueError: `futures` is empty.
 
     >>> collect_any([CUDAFuture(), CUDAFuture.completed("second")]).wait()
     (1, 'second')
     """
-    return _C.collect_any(futures)
+    return _C.collect_any(_listed(futures))
 
 
 def wait_all(futures: Iterable[CUDAFuture[T]], timeout: float | None = None) -> list[T]:
@@ -94,13 +94,13 @@ def wait_all(futures: Iterable[CUDAFuture[T]], timeout: float | None = None) -> 
 
     Raises:
         TimeoutError: some futures were not done in time.
-        TypeError: an element is not a CUDAFuture.
+        TypeError: `futures` is a single future, or an element is not a CUDAFuture.
         any exception: that of the first future that failed.
 
     >>> wait_all([CUDAFuture.completed(1), CUDAFuture.completed(2)])
     [1, 2]
     """
-    parts = tuple(futures)
+    parts = _listed(futures)
     whole = gather(*parts)
     try:
         return whole.wait(timeout=timeout)
@@ -126,6 +126,7 @@ def wait(
             cancellation; if there is none, all).
 
     Raises:
+        TypeError: `futures` is a single future, or an element is not a CUDAFuture.
         ValueError: an unknown `return_when`, a negative timeout.
 
     >>> pending = CUDAFuture()
@@ -161,6 +162,7 @@ def as_completed(futures: Iterable[CUDAFuture[T]], timeout: float | None = None)
 
     Raises:
         TimeoutError: during iteration, after `timeout`. The futures stay usable.
+        TypeError: `futures` is a single future, or an element is not a CUDAFuture.
 
     The iterator keeps a future, and its value, only until it yields the future.
 
@@ -209,13 +211,13 @@ class AsCompleted(Iterator[CUDAFuture[T]]):
                 _C.add_ready_callback(future, arrive)
                 del future  # the loop keeps no future
             while self._count > 0:
-                if not arrived:
+                while not arrived:  # again if a future that was yielded meanwhile has completed `arrival`
                     arrival = CUDAFuture()
-                if not arrived:  # otherwise the last one has arrived before `arrival` was new
-                    try:
-                        await await_within(arrival, self._left())
-                    except TimeoutError:
-                        raise self._end_in_time() from None
+                    if not arrived:  # otherwise the last one has arrived before `arrival` was new
+                        try:
+                            await await_within(arrival, self._left())
+                        except TimeoutError:
+                            raise self._end_in_time() from None
                 self._count -= 1
                 yield arrived.popleft()
         finally:
@@ -249,13 +251,17 @@ class _Countdown:
 
 
 def _distinct(futures: Iterable[CUDAFuture[T]]) -> dict[CUDAFuture[T], None]:
-    distinct = dict.fromkeys(futures)
-    for future in distinct:
+    given = _listed(futures)
+    for future in given:
         if not isinstance(future, CUDAFuture):
             raise TypeError(
-                f"{future!r} is not a CUDAFuture; CUDAFuture.from_torch() converts torch's futures and works"
+                f"{shown(future)} is not a CUDAFuture; CUDAFuture.from_torch() converts torch's futures and works"
             )
-    return distinct
+    return dict.fromkeys(given)
+
+
+def _listed(futures: Iterable[CUDAFuture[T]]) -> list[CUDAFuture[T]]:
+    return listed("futures", futures, "CUDAFutures")
 
 
 def _timed_out(count: int, total: int) -> TimeoutError:

@@ -427,6 +427,42 @@ def test_a_signal_handler_that_completes_a_future_wakes_the_loop(run: Run) -> No
     assert run(main()) == "by the handler"
 
 
+def test_async_for_waits_again_after_a_late_wake_for_a_future_that_it_has_yielded(run: Run) -> None:
+    has_arrived, continues = threading.Event(), threading.Event()
+
+    def pause_after_arrival(_: object, event: str, call: Any) -> None:
+        if event == "c_return" and call.__name__ == "append":
+            has_arrived.set()
+            continues.wait()
+
+    def complete(future: CUDAFuture[None]) -> None:
+        sys.setprofile(pause_after_arrival)
+        future.set_result(None)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        first, paused, last = [CUDAFuture[None]() for _ in range(3)]
+        thread = threading.Thread(target=complete, args=(paused,))
+
+        def wake_late() -> None:
+            continues.set()
+            thread.join()
+            loop.call_soon(lambda: loop.call_soon(lambda: loop.call_soon(last.set_result, None)))  # the task runs first
+
+        loop.call_soon(first.set_result, None)
+        order = []
+        async for future in as_completed([first, paused, last]):
+            order.append(future)
+            if future is first:
+                thread.start()
+                has_arrived.wait()
+            elif future is paused:
+                loop.call_soon(wake_late)
+        assert order == [first, paused, last]
+
+    run(main())
+
+
 def test_async_for_a_second_time_yields_nothing(run: Run) -> None:
     async def main() -> None:
         each = as_completed([CUDAFuture.completed(1)])

@@ -341,6 +341,14 @@ def test_gather_of_a_list_says_how_to_give_one() -> None:
         gather([CUDAFuture()])  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("function", [wait, wait_all, as_completed, collect_all, collect_any])
+def test_a_single_future_in_place_of_several_is_named(function: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"futures is a list of CUDAFutures, not <CUDAFuture.*pass a list of one"):
+        function(CUDAFuture())
+    with pytest.raises(TypeError, match=r"\[<CUDAFuture.*\]"):
+        function([[CUDAFuture()]])
+
+
 def test_as_completed_that_is_never_begun_keeps_nothing_alive() -> None:
     future = CUDAFuture.completed([1])
     iterator = as_completed([future])
