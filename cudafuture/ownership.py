@@ -47,7 +47,11 @@ def owns(operation: str, tensors_of: Callable[..., Mapping[str, torch.Tensor]]) 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            return checked(function, operation, tensors_of(*args, **options), *args, **options)
+            try:
+                tensors = tensors_of(*args, **options)
+            except TypeError:  # an argument is missing: the function names it
+                tensors = {}
+            return checked(function, operation, tensors, *args, **options)
 
         return call if ENABLED else function  # type: ignore[return-value]
 
@@ -59,10 +63,17 @@ def tensors_in(value: object) -> dict[str, torch.Tensor]:
     return {f"tensor {i}": tensor for i, tensor in enumerate(find_tensors(value))}
 
 
+def tensors_by_key(tensors: object) -> dict[str, torch.Tensor]:
+    """Return the values of a mapping, named by their keys. Anything else is for the function that it was passed to."""
+    items = tensors.items() if isinstance(tensors, Mapping) else ()
+    return {f"the tensor of key {key!r}": tensor for key, tensor in items}
+
+
 def checked(
     function: Callable[..., _C.CUDAFuture[Any]],
     operation: str,
     tensors: Mapping[str, Any],
+    /,
     *args: Any,
     **options: Any,
 ) -> _C.CUDAFuture[Any]:
@@ -74,8 +85,12 @@ def checked(
 def checked_in_place(
     future: _C.CUDAFuture[Any], operation: str, tensors: list[torch.Tensor], result: _C.CUDAFuture[Any]
 ) -> _C.CUDAFuture[Any]:
-    """Give `result` the outcome of an operation that was begun, and that may fill tensors without counting it."""
-    loans = [_Loan("a tensor", tensor, is_filled=True) for tensor in tensors]
+    """Give `result` the outcome of a collective that was begun, and that may fill tensors without counting it.
+
+    Gloo counts that it fills the outputs of gathers and reduce-scatters, so their host tensors are not checked.
+    """
+    is_counted = "gather" in operation or "reduce_scatter" in operation
+    loans = [_Loan("a tensor", tensor, is_filled=True) for tensor in tensors if not (is_counted and tensor.is_cpu)]
     return _guarded(future, operation, loans, result)
 
 
@@ -85,15 +100,23 @@ class _Loan:
     def __init__(self, name: str, tensor: torch.Tensor, is_filled: bool = False) -> None:
         self.name, self._tensor = name, tensor
         self._digest = None if is_filled else _digest(tensor)
+        self._memory = None if self._digest is None else _memory(tensor)
         is_strided = tensor.layout is torch.strided and not tensor.is_nested
         is_whole = is_strided and tensor.nbytes == tensor.untyped_storage().nbytes()
         self._version = tensor._version if is_whole and not tensor.is_inference() else None
 
     def has_changed(self) -> bool:
         """Return whether the tensor has changed since the call."""
+        if self._memory is not None and _memory(self._tensor) != self._memory:  # it may be freed: do not hash it
+            return True
         if self._digest is not None and _digest(self._tensor) != self._digest:
             return True
         return self._version is not None and self._tensor._version != self._version
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _digest(tensor: torch.Tensor) -> int | None:
@@ -125,6 +148,7 @@ def _guarded(
     def settle(_: object) -> None:
         with contextlib.suppress(InvalidStateError):  # the program has cancelled it
             try:
+                future.exception()  # retrieves it, also if that of the guard replaces it
                 guard.value()
                 result.set_result(future.wait(non_blocking=True))
             except BaseException as e:

@@ -17,7 +17,7 @@ from cudafuture import _C, _xxhash
 from cudafuture._arguments import expect_bool, expect_int, expect_mapping, listed
 from cudafuture._C import CUDAFuture
 from cudafuture._path import path_text
-from cudafuture.ownership import owns
+from cudafuture.ownership import owns, tensors_by_key
 from cudafuture.storage.engine import Engine, engine_or_default
 from cudafuture.store._home import DurableHome, EphemeralHome, durable_home, is_direct, log_recovery
 from cudafuture.store._offloader_keys import OffloaderKeys
@@ -188,7 +188,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
             expect_writable({key: tensor}, priority)
             raise
 
-    @owns("writev", lambda _, tensors, **__: {f"the tensor of key {key!r}": t for key, t in dict(tensors).items()})
+    @owns("writev", lambda _, tensors, **__: tensors_by_key(tensors))
     def writev(
         self,
         tensors: Mapping[str, torch.Tensor],

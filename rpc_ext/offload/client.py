@@ -27,8 +27,9 @@ import torch
 from typing_extensions import Self
 
 from cudafuture import CUDAFuture, collect_all, executors
+from cudafuture._arguments import expect_mapping
 from cudafuture.errors import InvalidStateError
-from cudafuture.ownership import owns
+from cudafuture.ownership import owns, tensors_by_key
 from cudafuture.store.protocol import expect_one_for_each, expected_digests
 from rpc_ext import _C
 from rpc_ext._channel import channel
@@ -125,7 +126,7 @@ class RemoteOffloader(RemoteKeys):
         """
         return self.writev({key: tensor}, priority=priority)
 
-    @owns("writev", lambda _, tensors, **__: {f"the tensor of key {key!r}": t for key, t in dict(tensors).items()})
+    @owns("writev", lambda _, tensors, **__: tensors_by_key(tensors))
     def writev(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -144,6 +145,7 @@ class RemoteOffloader(RemoteKeys):
         ...     remote.writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
         """
+        expect_mapping("tensors", tensors, "{key: tensor}")
         expected = [None] * len(tensors) if digests is None else expected_digests(tensors, digests)
         if written is not None:
             expect_one_for_each(written, torch.bool, len(tensors), "written")

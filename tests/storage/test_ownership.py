@@ -52,10 +52,14 @@ faulty.append((both.write("sharded", changed), "'sharded'", line()))
 faulty.append((file.write(changed), "tensor 0", line()))
 faulty.append((file.writev([kept, part], 1 << 22), "tensor 1", line()))
 faulty.append((multipart.put(0, changed), "byte 0", line()))
+freed = empty(LARGE, torch.float32).fill_(1)
+plain = Offloader("c", engine=engine, checksum=False)  # only the kernel reads the freed memory
+faulty.append((plain.writev(tensors={"freed": freed}), "'freed'", line()))
 right.append(store.write("kept", kept))
 right.append(file.write(kept, 1 << 24))
 changed.add_(1)
 part.numpy()[5] = 7
+freed.untyped_storage().resize_(0)
 engine.release_held()
 for future, name, where in faulty:
     expect(future, name, where)
@@ -67,11 +71,22 @@ for _ in range(50):  # a tensor may change as soon as it is released
     changed.add_(1)
     future.wait()
 assert store.write("bad", torch.ones(3), priority=-1).wait() == 12
-try:
-    store.write("bad", [1.0])
-    raise AssertionError
-except TypeError:
-    pass
+for call, message in (
+    (lambda: store.write("bad", [1.0]), "expected a torch.Tensor"),
+    (lambda: store.write("bad"), "write() missing 1 required positional argument: 'tensor'"),
+    (lambda: store.writev(None), "tensors is a mapping, {key: tensor}, not None"),
+    (lambda: store.writev([changed]), "tensors is a mapping, {key: tensor}, not [tensor"),
+):
+    try:
+        call()
+        raise AssertionError
+    except TypeError as error:
+        assert message in str(error), error
+
+@owns("named", lambda tensor, **_: {"the tensor": tensor})
+def named(tensor, *, function, operation, tensors):
+    return CUDAFuture.completed((function, operation, tensors))
+assert named(torch.ones(3), function=1, operation=2, tensors=3).wait() == (1, 2, 3)
 
 # ---- an optimizer whose buffers are parts of one memory
 parameters = [torch.nn.Parameter(torch.ones(5000)) for _ in range(5)]
@@ -101,13 +116,21 @@ for future, name, where in faulty:
 assert right.wait().tolist() == [2, 2, 2]
 with rpc_ext.serve_offload("served"), rpc_ext.RemoteOffloader("me") as remote:
     assert remote.write("w", argument).wait() == 12
+    assert remote.writev(tensors={"w": argument}).wait() == 12
+    for wrong in (None, [argument]):
+        try:
+            remote.writev(wrong)
+            raise AssertionError
+        except TypeError as error:
+            assert "tensors is a mapping, {key: tensor}, not " in str(error), error
 rpc_ext.shutdown()
 source = torch.ones(3)
 assert torch.equal(cudafuture.copy([source, source[:2]], "cpu").wait()[0], source)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 reduced = torch.ones(3)
 assert cfd.all_reduce(reduced).then_async(lambda done: cfd.all_reduce(done.value())).wait() is reduced
-assert cfd.all_gather([torch.zeros(3)], reduced).wait()[0].tolist() == [1, 1, 1]
+for _ in range(50):  # a thread of gloo counts changes of the outputs
+    assert cfd.all_gather([torch.zeros(3)], reduced).wait()[0].tolist() == [1, 1, 1]
 print("checked")
 """
 
@@ -115,6 +138,7 @@ print("checked")
 def test_a_tensor_that_changes_too_early_fails_the_operation_that_owns_it(tmp_path: Path) -> None:
     done = run_script(CHECKED, str(tmp_path), environment={**os.environ, "CUDAFUTURE_DEBUG": "ownership"})
     assert (done.returncode, done.stdout) == (0, "checked\n"), done.stderr
+    assert "never retrieved" not in done.stderr
 
 
 @pytest.mark.skipif(ENABLED, reason="the checks are on")
