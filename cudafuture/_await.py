@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import sys
 from collections.abc import Callable, Generator
+from types import FrameType
 from typing import Any, TypeVar
 
 from cudafuture import _C, _frames
@@ -76,9 +77,21 @@ def _trio_of_task() -> Any:
     """Return the module trio if the caller runs in a task of trio, otherwise None."""
     trio: Any = sys.modules.get("trio")
     with contextlib.suppress(AttributeError, RuntimeError):  # not imported, or no task of trio runs
-        trio.lowlevel.current_task()
-        return trio
+        return trio if _is_innermost(trio.lowlevel.current_task().coro) else None
     return None
+
+
+def _is_innermost(coroutine: Any) -> bool:
+    """Return False if a task of asyncio runs inside of a running coroutine of trio, not the coroutine inside of it."""
+    loop = asyncio._get_running_loop()
+    task = None if loop is None else asyncio.current_task(loop)
+    if task is None:
+        return True
+    outermost = getattr(task.get_coro(), "cr_frame", None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not outermost and frame is not coroutine.cr_frame:
+        frame = frame.f_back
+    return frame is not outermost
 
 
 def _until_ready(future: _C.CUDAFuture[Any]) -> Generator[Any, None, None]:

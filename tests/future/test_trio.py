@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from cudafuture import CancelledError, CUDAFuture, as_completed
+from cudafuture import CancelledError, CUDAFuture, as_completed, executors
 
 anyio = pytest.importorskip("anyio")
 trio = pytest.importorskip("trio")
@@ -136,5 +137,39 @@ def test_a_blocking_wait_in_a_task_warns() -> None:
     async def main() -> None:
         with pytest.warns(RuntimeWarning, match="use `await future`"), pytest.raises(TimeoutError):
             CUDAFuture().wait(timeout=0.001)
+
+    trio.run(main)
+
+
+def run_in_asyncio(main: Callable[[], Any]) -> Any:
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(trio.run, run_in_asyncio), (run_in_asyncio, trio.run)])
+def test_a_loop_that_runs_inside_of_a_task_of_the_other_library_can_await(outer: Run, inner: Run) -> None:
+    future: Future = CUDAFuture()
+
+    async def main() -> None:
+        async def awaiting() -> Any:
+            assert [each.value() async for each in as_completed([future], timeout=60)] == [1]
+            return await CUDAFuture.completed(2).then(lambda done: done.value(), executor=executors.callback_thread)
+
+        in_a_thread(lambda: future.set_result(1))
+        assert inner(awaiting) == 2
+
+    outer(main)
+
+
+def test_both_sides_of_trio_asyncio_can_await() -> None:
+    trio_asyncio = pytest.importorskip("trio_asyncio")
+
+    async def awaited() -> Any:
+        future: Future = CUDAFuture()
+        in_a_thread(lambda: future.set_result(1))
+        return await future
+
+    async def main() -> None:
+        async with trio_asyncio.open_loop():
+            assert (await trio_asyncio.aio_as_trio(awaited)(), await awaited()) == (1, 1)
 
     trio.run(main)
