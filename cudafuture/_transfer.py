@@ -69,6 +69,10 @@ class Transfer:
         self.tensors = [leaf for leaf in self._other_leaves() if isinstance(leaf, torch.Tensor)]  # not packed
         if not self.to_meta and any(t.is_meta for t in self.tensors):
             raise RuntimeError("copy(): a tensor on the meta device has no data to copy")
+        if not self.to_meta:
+            for tensor in (*self.sources, *self.tensors):
+                for part in [tensor] if type(tensor) is torch.Tensor else find_tensors(tensor):
+                    _C.expect_storage(part)
         self.slab: torch.Tensor | None = None  # given by the caller, for the packed tensors
         self.targets: list[Any] = []  # given by the caller, one for each leaf, or empty
         self._expect_stream()

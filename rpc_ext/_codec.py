@@ -150,6 +150,7 @@ class _Pickler(pickle.Pickler):
             self.rrefs.append(obj)
             return _rref, (len(self.rrefs) - 1,)
         if isinstance(obj, torch.Tensor):
+            _C.expect_storage(obj)
             self.others.append(obj)
         return NotImplemented
 

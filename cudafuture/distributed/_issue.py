@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +25,7 @@ from cudafuture.distributed._group import Group, Issuer, group_of, groups, rank_
 from cudafuture.distributed._monitored_barrier import Deadline
 from cudafuture.distributed._operations import Layout, Operation
 from cudafuture.distributed._staging_buffers import each
-from cudafuture.errors import CollectiveError, InvalidStateError
+from cudafuture.errors import CollectiveError, InvalidStateError, TensorSearchError
 
 __all__ = [
     "Issue",
@@ -129,6 +130,16 @@ class Issue(NamedTuple):
             raise
         options[f"group_{operation.root}"] = root
         return root == process_group.rank()
+
+    def expect_storages(self, value: object) -> None:
+        """Raise TensorError, and undo the count, if the storage of a tensor in `value` was freed or shrunk."""
+        try:
+            with contextlib.suppress(TensorSearchError):  # a value that is too large to search
+                for tensor in find_tensors(value):
+                    _C.expect_storage(tensor)
+        except BaseException:
+            self.issuer.issued -= 1
+            raise
 
     def follow(self, process_group: dist.ProcessGroup, work: Any, value: T, tensors: object) -> _Future[T]:
         """Return the future of the issued Work, which keeps `tensors` while a device uses them."""

@@ -49,16 +49,26 @@ def _issue(
     operation: Operation,
     group: Any,
     arguments: tuple[Any, ...],
+    sent: object,
     rank: int | None = None,
     group_rank: int | None = None,
     **options: Any,
 ) -> CUDAFuture[Any]:
-    """Issue the object collective of a row of the table, with the given root and options for torch's function."""
+    """Issue the object collective of a row of the table, with the given root and options for torch's function.
+
+    Args:
+        sent: the argument that is pickled; where the root is a source, on that rank alone.
+
+    Raises:
+        TensorError: the storage of a tensor in `sent` was freed or shrunk.
+    """
     begun = begin_in_queue(operation, group)
     if begun is None:
         return nothing()
     issue, process_group = begun
     is_root = operation.root is None or issue.choose_root(process_group, rank, group_rank, options)
+    if is_root or operation.root != "src":
+        issue.expect_storages(sent)
     has_output = is_root or operation.root == "src"
     value = arguments[operation.output] if has_output and operation.output is not None else None
     return issue.run_in_queue(process_group, partial(operation.function, *arguments, **options), value)
@@ -81,7 +91,7 @@ def all_gather_object(
     >>> all_gather_object([None], {"loss": 0.5}).wait()
     [{'loss': 0.5}]
     """
-    return _issue(ALL_GATHER_OBJECT, group, (object_list, obj), **_safely(weights_only))
+    return _issue(ALL_GATHER_OBJECT, group, (object_list, obj), obj, **_safely(weights_only))
 
 
 def broadcast_object_list(
@@ -100,7 +110,7 @@ def broadcast_object_list(
     ['settings', 3]
     """
     safely = _safely(weights_only)
-    return _issue(BROADCAST_OBJECT_LIST, group, (object_list,), src, group_src, device=device, **safely)
+    return _issue(BROADCAST_OBJECT_LIST, group, (object_list,), object_list, src, group_src, device=device, **safely)
 
 
 def scatter_object_list(
@@ -117,7 +127,7 @@ def scatter_object_list(
     [{'shard': 0}]
     """
     lists = (scatter_object_output_list, scatter_object_input_list)
-    return _issue(SCATTER_OBJECT_LIST, group, lists, src, group_src, **_safely(weights_only))
+    return _issue(SCATTER_OBJECT_LIST, group, lists, lists[1], src, group_src, **_safely(weights_only))
 
 
 def gather_object(
@@ -134,7 +144,7 @@ def gather_object(
     [{'loss': 0.5}]
     """
     arguments = (obj, object_gather_list)
-    return _issue(GATHER_OBJECT, group, arguments, dst, group_dst, **_safely(weights_only))
+    return _issue(GATHER_OBJECT, group, arguments, obj, dst, group_dst, **_safely(weights_only))
 
 
 def monitored_barrier(

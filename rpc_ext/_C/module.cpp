@@ -308,6 +308,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("receive_into", receive_into_capsule, py::arg("allocator"), py::arg("smallest"), py::arg("largest"));
   m.def("memory", memory, py::arg("data"));
   m.def("expect_memory", expect_memory, py::arg("tensor"));
+  m.def("expect_storage", expect_storage, py::arg("tensor"));
   m.def("sendable", sendable, py::arg("tensor"));
   offload::bind(m);
   offload::client::bind(m);

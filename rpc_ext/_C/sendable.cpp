@@ -16,14 +16,26 @@ void expect_whole_elements(const at::Tensor& tensor) {
     throw TensorFault("a tensor of " + std::string(c10::toString(dtype)) +
                       ", with several elements in a byte, cannot be sent");
   }
+  c10::QScheme scheme{};
   try {
-    tensor.qscheme();
+    scheme = tensor.qscheme();
   } catch (const c10::Error&) {
     throw TensorFault("a quantized tensor without a scheme cannot be sent");
+  }
+  if (scheme == c10::kPerTensorAffine || scheme == c10::kPerTensorSymmetric) return;
+  for (const at::Tensor& part : {tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()}) {
+    expect_memory(part);
+    if (part.numel() == 0 && part.storage_offset() != 0) {
+      throw TensorFault("the scales of a quantized tensor have an offset beyond their storage");
+    }
   }
 }
 
 }  // namespace
+
+void expect_storage(const at::Tensor& tensor) {
+  if (const auto fault = cudafuture::storage_fault(tensor)) throw TensorFault(*fault);
+}
 
 void expect_memory(const at::Tensor& tensor) {
   if (const auto fault = cudafuture::memory_fault(tensor)) throw TensorFault(*fault);

@@ -17,6 +17,8 @@ class TensorFault final : public std::invalid_argument {
 
 // Throws TensorFault if a tensor is not strided data in a memory of its own, or if its storage was freed or shrunk.
 void expect_memory(const at::Tensor& tensor);
+// Throws TensorFault for a tensor whose storage was freed or shrunk.
+void expect_storage(const at::Tensor& tensor);
 
 // Returns a strided tensor as the engine can carry it; throws TensorFault if it cannot.
 //

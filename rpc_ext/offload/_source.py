@@ -89,6 +89,8 @@ def source_of(tensor: torch.Tensor, priority: int) -> Source:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor, in the order of its elements."""
     tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return tensor.new_empty(0, dtype=torch.uint8)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous().view(-1).view(torch.uint8)

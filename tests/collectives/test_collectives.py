@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.two_tensor import TwoTensor
 
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
@@ -180,6 +181,20 @@ def test_a_tensor_without_its_memory_is_refused_at_the_call(world: World) -> Non
         for f, *args in calls:
             with pytest.raises(TensorError, match="freed or shrunk"):
                 getattr(cfd, f)(*args)
+        objects: list[tuple[Any, ...]] = [
+            ("all_gather_object", [None, None], {"model": freed}),
+            ("broadcast_object_list", [values], dist.get_rank()),
+            ("scatter_object_list", [None], [t, [shrunk]], dist.get_rank()),
+            ("gather_object", freed, [None, None] if dist.get_rank() == 0 else None, 0),
+        ]
+        for f, *args in objects:
+            with pytest.raises(TensorError, match="freed or shrunk"):
+                getattr(cfd, f)(*args)
+        for wrong in (torch._efficientzerotensor((2,)), TwoTensor(t, t), torch.empty(2, device="meta")):
+            with pytest.raises(TensorError, match="no memory of its own"):
+                cfd.scatter(torch.ones(2), [wrong, wrong], dist.get_rank())
+            with pytest.raises(TensorError, match="no memory of its own"):
+                cfd.all_reduce(wrong)
         assert cfd.all_reduce(torch.empty(0, 5)[:, 4]).wait(timeout=TIMEOUT).numel() == 0
 
     world.run(run)

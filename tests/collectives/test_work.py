@@ -23,27 +23,6 @@ class Work:
         return [1]
 
 
-class Refusing:
-    """A future that cannot be completed with a value."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-        self.failed_with: list[BaseException] = []
-
-    def set_result(self, _: object) -> None:
-        raise self.error
-
-    def set_exception(self, error: BaseException) -> None:
-        self.failed_with.append(error)
-
-
-def test_a_value_that_the_future_refuses_fails_it() -> None:
-    error = MemoryError("no memory for a value")
-    future: Any = Refusing(error)
-    _work._wait(Work(), future)
-    assert future.failed_with == [error]
-
-
 @pytest.mark.parametrize("error", [KeyError("k"), SystemExit(1)])
 def test_a_result_that_raises_fails_the_future(error: BaseException) -> None:
     future: CUDAFuture[Any] = CUDAFuture()

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from cudafuture import CUDAFuture, copy, gather, use_streams
 from cudafuture._transfer import LARGE
+from cudafuture.errors import TensorError
 from support.harness import PRIORITIES, SIZE, Device
 
 Tensor = torch.Tensor
@@ -306,6 +308,17 @@ def test_a_device_that_is_not_there_is_refused(accelerator: Device) -> None:
 def test_nothing_is_copied_out_of_meta(device: Device) -> None:
     with pytest.raises(RuntimeError, match="meta"):
         copy([torch.ones(1, device="meta"), device.empty()], device.at())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+def test_a_tensor_whose_storage_was_freed_is_refused(device: Device) -> None:
+    shrunk, sparse = torch.ones(4), torch.eye(2).to_sparse_csr()
+    freed = TwoTensor(torch.ones(3), torch.ones(3))
+    for tensor in (shrunk, sparse.values(), freed.a):
+        tensor.untyped_storage().resize_(4)
+    for tensor in (shrunk, sparse, freed):
+        with pytest.raises(TensorError, match="freed or shrunk"):
+            copy([torch.ones(1), tensor], device.at())
 
 
 def test_everything_is_copied_to_meta(accelerator: Device) -> None:

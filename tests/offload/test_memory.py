@@ -95,12 +95,13 @@ def test_a_tensor_without_its_memory_is_refused_before_anything_is_sent(
         torch.ones(1).expand(20_000),
         cut_off(0, 0),
         torch.empty(0, 3),
+        torch.empty(0, 5)[:, 4],
         numbered(100)[:10],
         numbered(100)[3:50:7],
         numbered(60).reshape(3, 4, 5).permute(2, 0, 1),
         numbered(50).as_strided((20, 3), (2, 1)),
     ],
-    ids=["expanded", "empty", "of no rows", "a part", "strided", "permuted", "overlapping"],
+    ids=["expanded", "empty", "of no rows", "of no rows at an offset", "a part", "strided", "permuted", "overlapping"],
 )
 def test_a_storage_has_what_its_elements_need_and_no_more(remote: RemoteOffloader, tensor: torch.Tensor) -> None:
     sizes = zip(tensor.shape, tensor.stride(), strict=True)

@@ -141,6 +141,9 @@ def test_an_error_has_its_own_type_and_message(index: int) -> None:
     assert type(error) is type(KINDS[index][0]())
     assert KINDS[index][1] in str(error)
     assert len(str(error)) <= len(str(KINDS[index][0]()))
+    with pytest.raises(type(error)):
+        rpc_ext.remote(ME, raise_kind, (index,)).to_here(timeout=PATIENCE)
+
     (note,) = (note for note in error.__notes__ if note.startswith("raised on worker 'me':\nTraceback (most recent"))  # type: ignore[attr-defined]
     assert "raise_kind" in note
     if type(error) not in (Slotted, AboutAWorker):

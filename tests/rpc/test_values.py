@@ -220,7 +220,19 @@ def test_a_quantized_tensor_without_elements_arrives() -> None:
 def resized(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Resize the memory of a tensor, or of the values of a sparse one."""
     values = tensor._values() if tensor.layout is torch.sparse_coo else tensor
+    values = tensor.values() if tensor.layout is torch.sparse_csr else values
     values.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+class Marked(torch.Tensor):
+    """A class of tensors that torch pickles."""
+
+
+def without_scales() -> torch.Tensor:
+    scales, zeros = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.long)
+    tensor = torch.quantize_per_channel(torch.ones(2, 4), scales, zeros, 0, torch.qint8)
+    tensor.q_per_channel_scales().untyped_storage().resize_(0)
     return tensor
 
 
@@ -228,6 +240,9 @@ UNSENDABLE: dict[str, Callable[[], torch.Tensor]] = {
     "freed": lambda: resized(torch.ones(4), 0),
     "shrunk": lambda: resized(torch.ones(8), 8),
     "freed parameter": lambda: torch.nn.Parameter(resized(torch.ones(4), 0)),
+    "freed subclass": lambda: resized(torch.ones(4), 0).as_subclass(Marked),
+    "freed scales": lambda: without_scales(),
+    "freed values of CSR": lambda: resized(torch.eye(2).to_sparse_csr(), 0),
     "freed values": lambda: resized(torch.eye(2).to_sparse(), 0),
     "quint4x2": lambda: torch._empty_affine_quantized((2, 4), scale=0.5, zero_point=0, dtype=torch.quint4x2),
     "without a scheme": lambda: torch.empty(3, dtype=torch.qint8),

@@ -70,6 +70,7 @@ void bind_collective(nb::module_& m) {
         nb::arg("tensors").none() = nb::none());
   m.def("fail_overdue", fail_overdue, nb::arg("grace"), nb::arg("notice"));
   m.def("has_contiguous_memory", has_contiguous_memory, nb::arg("tensor"));
+  m.def("expect_storage", expect_storage, nb::arg("tensor"));
   m.def("issued", issued, nb::arg("name"), nb::arg("callbacks"), nb::arg("origin").none());
 }
 

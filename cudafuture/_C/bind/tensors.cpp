@@ -25,7 +25,7 @@ std::string described(const at::Tensor& tensor) {
 
 at::Tensor expect_tensor(nb::handle object) {
   if (THPVariable_Check(object.ptr())) return THPVariable_Unpack(object.ptr());
-  throw nb::type_error(("expected a torch.Tensor, not " + std::string(nb::repr(object).c_str())).c_str());
+  throw nb::type_error(("expected a torch.Tensor, not " + repr_of(object)).c_str());
 }
 
 void expect_memory(const at::Tensor& tensor, Direction direction) {
@@ -75,8 +75,13 @@ struct Owned {
 
 bool has_contiguous_memory(nb::handle object) {
   const at::Tensor tensor = expect_tensor(object);
-  if (const auto fault = storage_fault(tensor)) raise_error("TensorError", *fault);
-  return tensor.layout() == at::kStrided && tensor.is_contiguous();
+  const bool is_strided = tensor.layout() == at::kStrided && !tensor.is_nested();
+  if (const auto fault = is_strided ? memory_fault(tensor) : storage_fault(tensor)) raise_error("TensorError", *fault);
+  return is_strided && tensor.is_contiguous();
+}
+
+void expect_storage(nb::handle object) {
+  if (const auto fault = storage_fault(expect_tensor(object))) raise_error("TensorError", *fault);
 }
 
 at::Tensor take_on_host(nb::handle object) {

@@ -24,6 +24,8 @@ struct Tensors {
 
 // Returns true if a tensor is strided and contiguous. Throws TensorError if its storage was freed or shrunk.
 bool has_contiguous_memory(nb::handle object);
+// Throws TensorError for a tensor whose storage was freed or shrunk.
+void expect_storage(nb::handle object);
 
 // Returns a contiguous host tensor that owns its elements' memory. Throws TypeError and ValueError.
 at::Tensor take_on_host(nb::handle object);

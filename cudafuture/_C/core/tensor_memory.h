@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <initializer_list>
 #include <optional>
 #include <string>
 
@@ -15,9 +16,20 @@ namespace cudafuture {
 // Returns the fault of a tensor whose storage is smaller than its elements: it was freed or shrunk. Tensors
 // without a storage, or without data, have no such fault. A sparse tensor has that of its values and indices.
 inline std::optional<std::string> storage_fault(const at::Tensor& tensor) {
-  if (tensor.layout() == at::kSparse) {
-    auto fault = storage_fault(tensor._values());
-    return fault ? fault : storage_fault(tensor._indices());
+  const auto first_fault = [](std::initializer_list<at::Tensor> parts) {
+    std::optional<std::string> fault;
+    for (const at::Tensor& part : parts) {
+      if (!fault) fault = storage_fault(part);
+    }
+    return fault;
+  };
+  const c10::Layout layout = tensor.layout();
+  if (layout == at::kSparse) return first_fault({tensor._values(), tensor._indices()});
+  if (layout == at::kSparseCsr || layout == at::kSparseBsr) {
+    return first_fault({tensor.values(), tensor.crow_indices(), tensor.col_indices()});
+  }
+  if (layout == at::kSparseCsc || layout == at::kSparseBsc) {
+    return first_fault({tensor.values(), tensor.ccol_indices(), tensor.row_indices()});
   }
   if (tensor.layout() != at::kStrided || tensor.is_nested() || !tensor.has_storage()) return std::nullopt;
   if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || tensor.numel() == 0) return std::nullopt;
@@ -44,7 +56,10 @@ inline std::optional<std::string> memory_fault(const at::Tensor& tensor) {
   if (!tensor.has_storage() || tensor.storage().device_type() == c10::kMeta) {
     return without_memory("a tensor on " + tensor.device().str(), "");
   }
-  return storage_fault(tensor);
+  if (auto fault = storage_fault(tensor)) return fault;
+  const bool is_null = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() == nullptr;
+  return is_null && tensor.numel() != 0 ? std::optional(without_memory("a wrapper of other tensors", ": pass those"))
+                                        : std::nullopt;
 }
 
 }  // namespace cudafuture
