@@ -6,6 +6,7 @@ import gc
 import threading
 import traceback
 import weakref
+from collections.abc import Callable
 from typing import Any, get_origin
 
 import pytest
@@ -263,6 +264,31 @@ def test_repr_of_an_error_whose_repr_raises_or_shows_the_future() -> None:
     cyclic.set_exception(ValueError(cyclic))
     assert repr(cyclic).startswith("<CUDAFuture failed with ValueError(<CUDAFuture failed with ValueError, ")
     cyclic.exception()
+
+
+class Unencodable(Exception):
+    """An object whose text UTF-8 cannot encode."""
+
+    def __repr__(self) -> str:
+        return "lone \udcff"
+
+
+def test_text_that_utf_8_cannot_encode_is_escaped_in_messages() -> None:
+    failed: CUDAFuture[Any] = CUDAFuture.failed(Unencodable())
+    assert r"lone \udcff" in repr(failed)
+    failed.exception()
+    calls: list[Callable[[Any], object]] = [
+        CUDAFuture[Any]().set_exception,
+        CUDAFuture.failed,
+        gather,
+        CUDAFuture.completed(1).then,
+        lambda o: submit(int, executor=o),
+        lambda o: CUDAFuture.completed(1).then_async(lambda _: o).wait(),
+        lambda o: CUDAFuture(devices=[o]),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"lone \\udcff"):
+            call(type("Other", (), {"__repr__": Unencodable.__repr__})())
 
 
 def test_repr_shows_the_operation_and_the_parents() -> None:

@@ -50,6 +50,8 @@ def test_waits_that_fill_the_pool_are_an_error_and_the_pool_goes_on() -> None:
             lambda: submit(int).wait(),
             lambda: submit(int).result(),
             lambda: submit(int).then(lambda f: f.value()).wait(),
+            lambda: CUDAFuture.completed(0).then_async(lambda f: submit(int)).wait(),
+            lambda: CUDAFuture.completed(0).then(lambda f: 0, executor=executors.default_executor()).wait(),
             lambda: submit(int).then_async(lambda f: CUDAFuture.completed(f.value())).wait(),
             lambda: gather(submit(int), submit(int)).wait()[0],
             lambda: gather(submit(int), submit(int)).then(lambda f: 0).wait(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextvars
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -447,6 +448,24 @@ async def coroutine_function(*_: object) -> int:
     return 1
 
 
+@types.coroutine
+def generator_coroutine(*_: object) -> Any:
+    yield
+
+
+class Awaitable:
+    def __await__(self) -> Any:
+        yield
+
+
+def returns_an_awaitable(*_: object) -> object:
+    return Awaitable()
+
+
+async def async_generator(*_: object) -> Any:
+    yield 1
+
+
 def returns_a_torch_future(*_: object) -> object:
     return torch.futures.Future[int]()
 
@@ -465,6 +484,9 @@ def returns_a_work(*_: object) -> object:
 
 UNFIT = [
     coroutine_function,
+    generator_coroutine,
+    returns_an_awaitable,
+    async_generator,
     returns_a_torch_future,
     returns_a_future_of_an_executor,
     returns_a_future,

@@ -43,8 +43,7 @@ std::vector<at::Tensor> host_tensors(nb::handle tensors) {
   std::vector<at::Tensor> all;
   for (nb::handle object : tensors) {
     if (!is_packable(object)) {
-      throw nb::type_error(
-          ("expected a strided tensor on the host, not " + std::string(nb::repr(object.type()).c_str())).c_str());
+      throw nb::type_error(("expected a strided tensor on the host, not " + repr_of(object.type())).c_str());
     }
     all.push_back(THPVariable_Unpack(object.ptr()));
   }

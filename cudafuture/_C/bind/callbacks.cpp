@@ -20,7 +20,7 @@ namespace {
 
 void expect_callable(nb::handle fn, const char* who) {
   if (PyCallable_Check(fn.ptr()) != 0) return;
-  const std::string message = std::string(who) + " takes a callable that takes the future, not " + nb::repr(fn).c_str();
+  const std::string message = std::string(who) + " takes a callable that takes the future, not " + repr_of(fn);
   throw nb::type_error(message.c_str());
 }
 
@@ -81,7 +81,7 @@ void Then::choose_executor(nb::handle chosen, Executor* usual) {
     const std::string message =
         "executor is None, cudafuture.executors.inline or .callback_thread, or a "
         "concurrent.futures.Executor, not " +
-        std::string(nb::repr(chosen).c_str());
+        repr_of(chosen);
     throw nb::type_error(message.c_str());
   }
   if (nb::cast<std::string>(chosen.type().attr("__module__")) == "concurrent.futures.process") {
@@ -105,6 +105,7 @@ nb::object then(nb::handle future, nb::handle fn, std::optional<int> priority, n
   then->async = async;
   core_of(child).set_maker(async ? Maker::then_async : Maker::then);
   then->choose_executor(executor, parent.default_executor());
+  if (is_submit_pool(executor)) core_of(child).set_pooled(true);
   if (Executor* usual = usual_executor(parent, *then)) core_of(child).set_default_executor(usual);
   then->capture_context();
   then->after_devices = !non_blocking;
@@ -125,6 +126,7 @@ nb::object submit(nb::object call, nb::handle executor, int priority, const std:
   auto then = std::make_unique<Then>(std::move(call), child);
   then->plain_call = true;
   then->choose_executor(executor, nullptr);
+  core_of(child).set_pooled(is_submit_pool(executor));
   then->capture_context();
   parent->complete({});
   parent->attach(then.release());

@@ -27,7 +27,7 @@ c10::Device with_index(c10::Device device) {
 c10::Stream stream_from(nb::handle object) {
   static Imported stream_class{"torch", "Stream"};
   if (!nb::isinstance(object, stream_class())) {
-    const std::string message = "a stream is a torch.Stream, not " + std::string(nb::repr(object).c_str());
+    const std::string message = "a stream is a torch.Stream, not " + repr_of(object);
     throw nb::type_error(message.c_str());
   }
   return c10::Stream::unpack3(nb::cast<std::int64_t>(object.attr("stream_id")),
@@ -273,8 +273,7 @@ c10::Device device_from(nb::handle object) {
   static Imported device_class{"torch", "device"};
   if (THPDevice_Check(object.ptr())) return with_index(reinterpret_cast<THPDevice*>(object.ptr())->device);
   if (!nb::isinstance<nb::str>(object) && !nb::isinstance<nb::int_>(object)) {
-    const std::string message =
-        "a device is a torch.device, a str such as 'cuda:0' or an int, not " + std::string(nb::repr(object).c_str());
+    const std::string message = "a device is a torch.device, a str such as 'cuda:0' or an int, not " + repr_of(object);
     throw nb::type_error(message.c_str());
   }
   const nb::object made = device_class()(object);
@@ -299,7 +298,7 @@ std::vector<c10::Device> devices_of_streams(const std::vector<c10::Stream>& stre
 
 at::Tensor tensor_from(nb::handle object) {
   if (THPVariable_Check(object.ptr())) return THPVariable_Unpack(object.ptr());
-  const std::string message = "tensors= names torch.Tensors, not " + std::string(nb::repr(object).c_str());
+  const std::string message = "tensors= names torch.Tensors, not " + repr_of(object);
   throw nb::type_error(message.c_str());
 }
 

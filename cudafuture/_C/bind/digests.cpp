@@ -26,7 +26,7 @@ std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts, const s
   for (std::size_t i = 0; i < places.size(); ++i) {
     auto& [at, length] = places[i];
     if (!nb::try_cast(parts[i], places[i]) || at > size || length > size - at) {
-      const std::string what = nb::repr(parts[i]).c_str();
+      const std::string what = repr_of(parts[i]);
       throw nb::value_error(
           (what + " is not an offset and a length within a tensor of " + std::to_string(size) + " bytes").c_str());
     }

@@ -67,7 +67,7 @@ void init(nb::pointer_and_handle<PyFuture> self, nb::handle devices, int priorit
     if (host == nullptr) {
       const std::string message =
           std::string("CUDAFuture(executor=) is cudafuture.executors.inline, .callback_thread, or None, not ") +
-          nb::repr(executor).c_str();
+          repr_of(executor);
       throw nb::type_error(message.c_str());
     }
     core->set_default_executor(host->executor);
@@ -80,7 +80,7 @@ void init(nb::pointer_and_handle<PyFuture> self, nb::handle devices, int priorit
 nb::object expect_exception(nb::object exc, const char* who) {
   if (PyExceptionClass_Check(exc.ptr()) != 0) exc = call(exc);
   if (!PyExceptionInstance_Check(exc.ptr())) {
-    const std::string message = std::string(who) + " takes an exception, not " + nb::repr(exc).c_str();
+    const std::string message = std::string(who) + " takes an exception, not " + repr_of(exc);
     throw nb::type_error(message.c_str());
   }
   if (PyErr_GivenExceptionMatches(exc.ptr(), PyExc_StopIteration) != 0) {
@@ -234,7 +234,7 @@ bool fail_with(PyFuture& self, nb::object exc) {
   const ParkingScope parking;
   refuse_after_fork();
   if (!PyExceptionInstance_Check(exc.ptr())) {
-    const std::string message = std::string("fail() takes an exception, not ") + nb::repr(exc).c_str();
+    const std::string message = std::string("fail() takes an exception, not ") + repr_of(exc);
     throw nb::type_error(message.c_str());
   }
   const FuturePtr future = self.core;
@@ -271,7 +271,7 @@ Future* core_of_or_null(nb::handle object) noexcept {
 Future& expect_future(nb::handle object, const char* who) {
   if (Future* future = core_of_or_null(object)) return *future;
   const bool is_several = PyList_Check(object.ptr()) != 0 || PyTuple_Check(object.ptr()) != 0;
-  const std::string message = std::string(who) + " takes CUDAFutures, not " + nb::repr(object).c_str() +
+  const std::string message = std::string(who) + " takes CUDAFutures, not " + repr_of(object) +
                               (is_several ? "; gather() takes them one by one: gather(*futures)"
                                           : "; CUDAFuture.from_torch() makes one of torch's handles");
   throw nb::type_error(message.c_str());

@@ -41,7 +41,7 @@ struct MultipartHandle {
 
 storage::Shape shape_from(nb::handle dtype, nb::handle sizes) {
   if (!THPDtype_Check(dtype.ptr())) {
-    throw nb::type_error(("dtype is a torch.dtype, not " + std::string(nb::repr(dtype).c_str())).c_str());
+    throw nb::type_error(("dtype is a torch.dtype, not " + repr_of(dtype)).c_str());
   }
   storage::Shape shape;
   shape.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
@@ -50,8 +50,7 @@ storage::Shape shape_from(nb::handle dtype, nb::handle sizes) {
   }
   for (nb::handle size : sizes) {
     if (!nb::try_cast(size, shape.sizes.emplace_back()) || shape.sizes.back() < 0) {
-      throw nb::value_error(
-          ("a shape consists of sizes of at least 0, not " + std::string(nb::repr(size).c_str())).c_str());
+      throw nb::value_error(("a shape consists of sizes of at least 0, not " + repr_of(size)).c_str());
     }
   }
   if (shape.sizes.size() > store::kMostDims) {
@@ -75,7 +74,7 @@ std::optional<std::uint64_t> digest_from(nb::handle object) {
   if (object.is_none()) return std::nullopt;
   std::uint64_t digest = 0;
   if (nb::try_cast(object, digest)) return digest;
-  throw nb::value_error(("a digest is a number of 64 bits, not " + std::string(nb::repr(object).c_str())).c_str());
+  throw nb::value_error(("a digest is a number of 64 bits, not " + repr_of(object)).c_str());
 }
 
 MultipartHandle begin_write(const StorePtr& self, nb::handle key, nb::handle dtype, nb::handle sizes, int priority) {
@@ -95,8 +94,8 @@ std::uint64_t expect_part(nb::handle at, std::uint64_t bytes, std::uint64_t tota
   std::uint64_t begin = 0;
   const bool fits = nb::try_cast(at, begin) && begin <= total && bytes <= total - begin;
   if (fits && begin % kLeaf == 0 && ((begin + bytes) % kLeaf == 0 || begin + bytes == total)) return begin;
-  throw nb::value_error(("a part of " + std::to_string(bytes) + " bytes at byte " + nb::repr(at).c_str() +
-                         " of a tensor of " + std::to_string(total) +
+  throw nb::value_error(("a part of " + std::to_string(bytes) + " bytes at byte " + repr_of(at) + " of a tensor of " +
+                         std::to_string(total) +
                          " must lie in the tensor, begin at a multiple of 64 KiB, and end at one or with the tensor")
                             .c_str());
 }

@@ -84,6 +84,22 @@ void keep_threads_from_unwinding() noexcept {
   });
 }
 
+std::string utf8_of(nb::handle text) {
+  Py_ssize_t size = 0;
+  if (const char* const utf8 = PyUnicode_AsUTF8AndSize(text.ptr(), &size))
+    return {utf8, static_cast<std::size_t>(size)};
+  PyErr_Clear();
+  const auto bytes = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+  if (!bytes.is_valid()) throw nb::python_error();
+  return {PyBytes_AS_STRING(bytes.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(bytes.ptr()))};
+}
+
+std::string repr_of(nb::handle object) {
+  const auto text = nb::steal(PyObject_Repr(object.ptr()));
+  if (!text.is_valid()) throw nb::python_error();
+  return utf8_of(text);
+}
+
 PyObject* call_python(PyObject* callable, PyObject* argument) noexcept {
   return argument == nullptr ? PyObject_CallNoArgs(callable) : PyObject_CallOneArg(callable, argument);
 }
@@ -138,16 +154,14 @@ Deadline deadline_in(nb::handle timeout) {
     if (!is_number && PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw nb::python_error();
     PyErr_Clear();
     if (!is_number) {
-      const std::string message =
-          "timeout is None (no limit) or a number of seconds, not " + std::string(nb::repr(timeout).c_str());
+      const std::string message = "timeout is None (no limit) or a number of seconds, not " + repr_of(timeout);
       throw nb::type_error(message.c_str());
     }
     // an integer too large for a float: no deadline, or a negative one
     seconds = PyObject_RichCompareBool(timeout.ptr(), nb::int_(0).ptr(), Py_LT) != 0 ? -1.0 : 1e300;
   }
   if (std::isnan(seconds) || seconds < 0) {
-    const std::string message =
-        "timeout is None (no limit) or seconds >= 0, not " + std::string(nb::repr(timeout).c_str());
+    const std::string message = "timeout is None (no limit) or seconds >= 0, not " + repr_of(timeout);
     throw nb::value_error(message.c_str());
   }
   if (seconds > 1e9) return std::nullopt;

@@ -35,6 +35,11 @@ void take_gil(PyThreadState* state) noexcept;
 PyObject* call_python(PyObject* callable, PyObject* argument) noexcept;
 PyObject* call_python(PyObject* callable, PyObject* const* arguments, std::size_t count) noexcept;
 
+// Returns a str in UTF-8, and repr(object); what UTF-8 has no code for, such as a lone surrogate, is escaped. Throws
+// what the object's __repr__ raises.
+std::string utf8_of(nanobind::handle text);
+std::string repr_of(nanobind::handle object);
+
 // A scope in every function of this library that runs Python, directly or indirectly. It parks a thread that CPython
 // ends by unwinding while the interpreter finalizes.
 class ParkingScope {

@@ -55,7 +55,7 @@ std::string error_of(Future& future) {
   }
   std::string text = type;
   try {
-    text = nb::repr(error).c_str();
+    text = repr_of(error);
   } catch (nb::python_error&) {
     park_if_unwinding();
   }
@@ -85,7 +85,7 @@ std::string repr(Future& future) {
 
 void keep_site(Future& future) {
   static Imported call_site{"cudafuture._frames", "call_site"};
-  future.set_site(nb::cast<std::string>(call(call_site())));
+  future.set_site(utf8_of(call(call_site())));
 }
 
 }  // namespace cudafuture::bind

@@ -98,7 +98,7 @@ store::Read read_of(const StorePtr& self, const CallPtr& call, const Snapshot& s
   if (!nb::try_cast(at, begin) || begin % storage::Checksum::kLeaf != 0 || begin > total ||
       bytes.nbytes() > total - begin) {
     throw nb::value_error(("key '" + snapshot.key + "': " + std::to_string(bytes.nbytes()) + " bytes at byte " +
-                           nb::repr(at).c_str() + " of " + std::to_string(total) +
+                           repr_of(at) + " of " + std::to_string(total) +
                            " must begin at a multiple of 64 KiB and lie in the tensor")
                               .c_str());
   }
@@ -169,8 +169,8 @@ void bind_snapshots(nb::module_& m, nb::class_<Store>& store) {
       .def_prop_ro(
           "seed", [](const Snapshot& self) { return self.entry->seed; }, "The seed of `digest`.")
       .def("__repr__", [](const Snapshot& self) {
-        return "<Snapshot of " + std::string(nb::repr(nb::str(self.key.c_str())).c_str()) + ", version " +
-               std::to_string(self.version) + ", " + std::to_string(self.entry->size()) + " bytes>";
+        return "<Snapshot of " + repr_of(nb::str(self.key.c_str())) + ", version " + std::to_string(self.version) +
+               ", " + std::to_string(self.entry->size()) + " bytes>";
       });
   store.def("snapshots", snapshots, nb::arg("keys"))
       .def("read_parts", read_parts, nb::arg("parts"), nb::arg("digests").none(), nb::arg("priority"));

@@ -37,7 +37,7 @@ using store::CallPtr;
 
 std::string key_of(nb::handle object) {
   if (!PyUnicode_Check(object.ptr())) {
-    throw nb::type_error(("a key is a str, not " + std::string(nb::repr(object).c_str())).c_str());
+    throw nb::type_error(("a key is a str, not " + repr_of(object)).c_str());
   }
   Py_ssize_t size = 0;
   const char* const text = PyUnicode_AsUTF8AndSize(object.ptr(), &size);
@@ -103,7 +103,7 @@ std::vector<std::optional<std::uint64_t>> digests_from(nb::object digests, const
         "the number of digests differs from the number of keys: give one digest, or None, for each key");
   for (std::size_t i = 0; i < keys.size(); ++i) {
     if (!nb::try_cast(digests[i], found[i])) {
-      const std::string what = nb::repr(digests[i]).c_str();
+      const std::string what = repr_of(digests[i]);
       throw nb::value_error(("key '" + keys[i] + "': a digest is a number of 64 bits, not " + what).c_str());
     }
   }

@@ -52,18 +52,25 @@ class EnteredContext {
   PyObject* contextvars_;
 };
 
-// Returns true for results that stand for work which may not be done yet: coroutines, futures of any library, Works.
+// Returns true for a coroutine that is a generator, from a function with @types.coroutine.
+bool is_generator_coroutine(nb::handle result) {
+  if (PyGen_CheckExact(result.ptr()) == 0) return false;
+  return (nb::cast<int>(result.attr("gi_code").attr("co_flags")) & CO_ITERABLE_COROUTINE) != 0;
+}
+
+// Returns true for results that stand for work which may not be done yet: awaitables, futures of any library, Works.
 bool is_deferred(nb::handle result) {
   static PyObject* const add_done_callback = PyUnicode_InternFromString("add_done_callback");
   PyTypeObject* const type = Py_TYPE(result.ptr());
   if (type->tp_as_async == nullptr) return false;  // static types of plain values; types made at run time have one
-  return PyCoro_CheckExact(result.ptr()) != 0 || _PyType_Lookup(type, add_done_callback) != nullptr ||
+  if (type->tp_as_async->am_await != nullptr || PyAsyncGen_CheckExact(result.ptr()) != 0) return true;
+  return is_generator_coroutine(result) || _PyType_Lookup(type, add_done_callback) != nullptr ||
          (PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) != 0 && is_work(result));
 }
 
 // Returns the error of a child whose callback returned `result`, and closes a coroutine, which nothing will run.
 nb::object unfit_result(nb::object result, const std::string& who) {
-  std::string message = "the callback of " + who + " returned " + nb::repr(result).c_str() + ", ";
+  std::string message = "the callback of " + who + " returned " + repr_of(result) + ", ";
   if (PyCoro_CheckExact(result.ptr()) != 0) {
     message +=
         "a coroutine, which nothing would run: call asyncio.run() in a plain function, or await this future in a "

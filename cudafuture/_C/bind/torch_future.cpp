@@ -261,7 +261,7 @@ nb::object from_torch(nb::handle source) {
   }
   const std::string message =
       "from_torch() takes a torch.futures.Future or a c10d Work (which a collective with async_op=True returns), not " +
-      std::string(nb::repr(source).c_str());
+      repr_of(source);
   throw nb::type_error(message.c_str());
 }
 

@@ -16,7 +16,7 @@ struct UnseenFailure {
       : name(future.name()), site(future.site()), is_shared(future.shares_failure_report()) {}
 
   void log(nb::handle exception) const {
-    std::string subject = nb::repr(nb::str(name.c_str())).c_str();
+    std::string subject = repr_of(nb::str(name.c_str()));
     if (!site.empty()) subject += ", made at " + site + ",";
     log_error(is_shared ? "the exception of CUDAFuture %s was never retrieved; it was combined with futures whose "
                           "exceptions are not logged"

@@ -292,7 +292,7 @@ void follow(nb::handle work, FuturePtr future) {
 
 void follow_work(nb::handle work, FuturePtr future, nb::object value, nb::object tensors, const Group& group) {
   if (!is_work(work)) {
-    const std::string message = "expected a c10d Work, not " + std::string(nb::repr(work).c_str());
+    const std::string message = "expected a c10d Work, not " + repr_of(work);
     throw nb::type_error(message.c_str());
   }
   if (!is_python_work(work)) {
