@@ -40,6 +40,11 @@ class Part(NamedTuple):
     """its gradient, if that is in the store"""
 
 
+def _copied_state(part: Part) -> dict[str, Any]:
+    """Return the state to update; an error leaves the values that stay in memory as they are."""
+    return {**copied(part.chunk.state.values), **(part.tensors or {})}
+
+
 class Computation:
     """Updates of parameters, and the division of their new state between memory and the store."""
 
@@ -65,7 +70,7 @@ class Computation:
             return True
         if state.values or (state.is_chunked and self._options.swap_gradients):
             return False
-        dtypes = self._layout.dtypes(state.parameter, group)
+        state.new = dtypes = self._layout.dtypes(state.parameter, group)
         count = state.local.numel()
         nbytes = count * sum(dtype.itemsize for dtype in dtypes)
         if 0 < nbytes <= self._options.memory - self.resident_bytes:
@@ -80,23 +85,15 @@ class Computation:
     def update_in_memory(self, states: Iterable[ParameterState]) -> None:
         """Update parameters whose state is in memory; their gradients are, too."""
         for batch in self._batches(Part(Chunk(state, 0), None, None, None) for state in states):
-            parameters = [part.chunk.state.parameter for part in batch]
-            versions = [parameter._version for parameter in parameters]
-            try:
-                with interrupts_deferred():
-                    tensors = self._compute(batch)
-                    if any(tensors):  # an optimizer has enlarged its state
+            computed: list[dict[str, torch.Tensor]] = []
+            with interrupts_deferred():
+                try:
+                    self._compute(batch, computed)
+                finally:
+                    if any(computed):  # an optimizer has enlarged its state
                         chunks = [part.chunk for part in batch]
-                        device = self._layout.device(parameters[0])
-                        self._pipeline.start_write(Unit(chunks, device), tensors, [c.state.version for c in chunks])
-            except BaseException:
-                if len(batch) > 1:
-                    self._updated += [
-                        part.chunk.state
-                        for part, version in zip(batch, versions, strict=True)
-                        if part.chunk.state.parameter._version != version
-                    ]
-                raise
+                        unit = Unit(chunks, self._layout.device(chunks[0].state.parameter))
+                        self._start_write(unit, computed, [chunk.state.version for chunk in chunks])
 
     @contextlib.contextmanager
     def noting_updates(self, once: bool) -> Iterator[None]:
@@ -112,23 +109,33 @@ class Computation:
             self._updated.clear()
 
     def compute_unit(self, unit: Unit) -> None:
-        """Update the chunks of a unit, and start to write their new state."""
-        written: list[dict[str, torch.Tensor]] = []
+        """Update the chunks of a unit, and start to write their new state.
+
+        After an error, the new state of the chunks that were updated before it is written.
+        """
+        computed: list[dict[str, torch.Tensor]] = []
         versions: list[int] = []
-        for batch in self._batches(map(Part, unit.chunks, unit.tensors, unit.undo, unit.gradients)):
-            state = batch[0].chunk.state
-            with one_thread_less(self._layout.longest_chunk(state.parameter) is not None):
-                if state.is_chunked:
-                    versions.append(1 - state.version)
-                    computed = [self._compute_part(batch[0])]
-                else:
-                    versions += [part.chunk.state.version for part in batch]
-                    computed = self._compute(batch)
-            if unit.new:
-                computed = [unit.moved(part.chunk, new) for part, new in zip(batch, computed, strict=True)]
-            written += computed
-        self._pipeline.start_write(unit, written, versions)
+        try:
+            for batch in self._batches(map(Part, unit.chunks, unit.tensors, unit.undo, unit.gradients)):
+                state, count = batch[0].chunk.state, len(computed)
+                with one_thread_less(self._layout.longest_chunk(state.parameter) is not None):
+                    if state.is_chunked:
+                        versions.append(1 - state.version)
+                        computed.append(self._compute_part(batch[0]))
+                    else:
+                        versions += [part.chunk.state.version for part in batch]
+                        self._compute(batch, computed)
+                if unit.new:
+                    news = zip(batch, computed[count:], strict=True)
+                    computed[count:] = [unit.moved(part.chunk, new) for part, new in news]
+        finally:
+            self._start_write(unit, computed, versions)
         self._undo.release_memory()
+
+    def _start_write(self, unit: Unit, computed: list[dict[str, torch.Tensor]], versions: list[int]) -> None:
+        """Write the new state of the first chunks of a unit; an error has kept the others from being updated."""
+        del unit.chunks[len(computed) :]
+        self._pipeline.start_write(unit, computed, versions[: len(computed)])
 
     def _batches(self, parts: Iterable[Part]) -> Iterator[list[Part]]:
         """Divide parts into batches, each of parameters that one call of the optimizer can update, or of one part."""
@@ -144,6 +151,7 @@ class Computation:
             not self._update.is_elementwise
             or part.gradient is not None
             or part.chunk.state.is_chunked
+            or (part.chunk.state.new and self._update.assigns_new_state_last)
             or type(parameter) not in _WHOLE
             or gradient is None
             or gradient.dtype != parameter.dtype
@@ -153,22 +161,39 @@ class Computation:
             return part.chunk
         return id(self.groups[part.chunk.state]), parameter.dtype, parameter.device
 
-    def _compute(self, batch: list[Part]) -> list[dict[str, torch.Tensor]]:
-        """Update the parameters of a batch; return the parts of their new states that go to the store."""
+    def _compute(self, batch: list[Part], computed: list[dict[str, torch.Tensor]]) -> None:
+        """Update the parameters of a batch; add to `computed` the parts of their new states that go to the store.
+
+        After an error, `computed` has the states of the first parameters, whose updates are complete.
+        """
         first = batch[0].chunk
         if self._kind(batch[0]) is first:
-            values = {**first.state.values, **(batch[0].tensors or {})}
-            return [self.keep(first, self._compute_chunk(first, values, batch[0]))]
+            state = _copied_state(batch[0]) if batch[0].tensors is not None else dict(first.state.values)
+            computed.append(self.keep(first, self._compute_chunk(first, state, batch[0])))
+            return
+        group = self.groups[first.state]
         states = [
-            part.chunk.state.values if part.tensors is None else {**part.chunk.state.values, **part.tensors}
+            part.chunk.state.values if part.tensors is None and not part.chunk.state.new else _copied_state(part)
             for part in batch
         ]
+        # A fused optimizer counts the steps of all parameters before it updates them.
+        steps = [state["step"] for state in states if "step" in state] if group.get("fused") else []
+        old_steps = torch.stack(steps) if steps else ()
         parameters = [part.chunk.state.parameter for part in batch]
-        found: list[dict[str, torch.Tensor]] = []
-        for part, new in zip(batch, self._update(self.groups[first.state], parameters, states), strict=True):
-            self._updated.append(part.chunk.state)
-            found.append(self.keep(part.chunk, new))
-        return found
+        versions = [parameter._version for parameter in parameters]
+        try:
+            self._update(group, parameters, states)
+        except BaseException:
+            for step, old in zip(steps, old_steps, strict=True):
+                step.copy_(old)
+            changes = self._update.count_changes(group)
+            counts = (parameter._version - before for parameter, before in zip(parameters, versions, strict=True))
+            batch = batch[: sum(1 for _ in itertools.takewhile(lambda count: count == changes, counts))]
+            raise
+        finally:
+            for part, new in zip(batch, states, strict=False):
+                self._updated.append(part.chunk.state)
+                computed.append(self.keep(part.chunk, new))
 
     def _compute_part(self, part: Part) -> dict[str, torch.Tensor]:
         """Update one of several chunks of a parameter; the undo log keeps the old values until all are updated."""
@@ -176,7 +201,7 @@ class Computation:
         if chunk.index == 0:
             self._undo.begin(state)
         old = None if chunk.is_last else self._undo.save(chunk, part.undo)
-        new = self.keep(chunk, self._compute_chunk(chunk, {**copied(state.values), **(part.tensors or {})}, part))
+        new = self.keep(chunk, self._compute_chunk(chunk, _copied_state(part), part))
         if chunk.is_last:
             self._undo.clear()
         return new if old is None else {**new, UNDO: old}
@@ -234,6 +259,7 @@ class Computation:
             return tensors
         whole = state.local.shape
         old = {chunk.key(self._prefix, name, state.version) for chunk in state.chunks() for name in state.stored}
+        state.new = ()
         state.values = {name: value for name, value in new.items() if name not in tensors}
         state.stored = {
             name: StoredTensor(tensor.dtype, whole if tensor.shape == shape else tensor.shape)

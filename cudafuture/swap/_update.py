@@ -45,6 +45,8 @@ class Update:
         # Subclasses of torch's optimizers may override the update.
         self.is_elementwise = type(optimizer) in _ELEMENTWISE
         """True if the update of an element depends only on its own parameter, gradient and state"""
+        self.assigns_new_state_last = type(optimizer) is torch.optim.SGD
+        """True if the optimizer updates all parameters of a call before it assigns their first states"""
         step: Any = type(optimizer).step
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -81,15 +83,25 @@ class Update:
             self._counts[options] = max(self._count(group, (2,)), self._count(group, (2, 2)))
         return self._counts[options]
 
+    def count_changes(self, group: dict[str, Any]) -> int:
+        """Return how many times an update changes a parameter in place, with given options."""
+        tried = self._tried(group, (2,))
+        return 1 if tried is None else tried[0]._version
+
     def _count(self, group: dict[str, Any], shape: tuple[int, ...]) -> int:
+        tried = self._tried(group, shape)
+        return self._made if tried is None else _like(*tried)
+
+    def _tried(self, group: dict[str, Any], shape: tuple[int, ...]) -> tuple[torch.Tensor, dict[str, Any]] | None:
+        """Return a small parameter after its first update, and its state; None: the optimizer does not update it."""
         tried = torch.zeros(shape)
         tried.grad = torch.zeros(shape)
         try:
             with torch.no_grad():
                 (state,) = self({**group, "fused": None, "capturable": False}, [tried], [{}])
         except Exception:  # the optimizer is not for such parameters, or has its state already
-            return self._made
-        return _like(tried, state)
+            return None
+        return tried, state
 
 
 def _like(parameter: torch.Tensor, state: dict[str, Any]) -> int:
