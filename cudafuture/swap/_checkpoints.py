@@ -26,12 +26,12 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
+from cudafuture._arguments import expect_str
 from cudafuture._modes import outside_inference
 from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.store import Offloader, Store
 from cudafuture.swap._namespace import Namespace
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, cast, key_of
-from cudafuture.swap._pipeline import Pipeline
 
 __all__ = ["Checkpoints", "SwappedStates"]
 
@@ -43,8 +43,9 @@ _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 class SwappedStates(Protocol):
     """States that a checkpoint contains."""
 
-    pipeline: Pipeline
     optimizer_class: type[torch.optim.Optimizer]
+
+    def flush(self) -> None: ...
 
     def state(self, parameter: torch.Tensor) -> ParameterState: ...
 
@@ -80,7 +81,7 @@ class Checkpoints(ABC):
         Raises:
             SwapError: state of an earlier step cannot be written.
             StorageError: the checkpoint cannot be written; an older one of the name does not change.
-            TypeError: an option or a value of a state has a type that ``load()`` cannot read; nothing is written.
+            TypeError: the name, an option or a value of a state has a type ``load()`` cannot read; nothing is written.
             ValueError: the name is empty, or has a "/".
 
         >>> from cudafuture.store import Offloader
@@ -93,7 +94,7 @@ class Checkpoints(ABC):
         >>> optimizer.load("epoch 1")
         """
         with self._lock, outside_inference(), torch.no_grad():
-            self._swap.pipeline.drain()
+            self._swap.flush()
             self._settle()
             self._is_settled = False
             _save(self._namespace.store, self._namespace.name, checkpoint, self.param_groups, self._swap)
@@ -170,9 +171,8 @@ class _Listing:
     @classmethod
     def of(cls, store: Store, name: str) -> _Listing:
         listing = cls({}, {})
-        manifests, saved = f"{name}/checkpoints/", f"{name}/saved/"
         for key in store.list_keys().wait():
-            if key.startswith((manifests, saved)):
+            if key.startswith((f"{name}/checkpoints/", f"{name}/saved/")):
                 _, kind, checkpoint, number, *_ = key.split("/", 4)
                 listing.keys.setdefault((checkpoint, int(number)), []).append(key)
                 if kind == "checkpoints":
@@ -193,6 +193,7 @@ class _Listing:
         Raises:
             NotFoundError: the checkpoint does not exist.
         """
+        expect_str("checkpoint", checkpoint)
         if checkpoint not in self.numbers:
             known = ", ".join(map(repr, sorted(self.numbers))) or "none"
             raise NotFoundError(f"there is no checkpoint {checkpoint!r}; there are: {known}")
@@ -240,8 +241,9 @@ class _Contents:
 
 def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: SwappedStates) -> None:
     """Save the state of all parameters; none of them is being written."""
-    if not isinstance(checkpoint, str) or not checkpoint or "/" in checkpoint:
-        raise ValueError(f"the name of a checkpoint, {checkpoint!r}, is not a str, is empty, or has a '/'")
+    expect_str("checkpoint", checkpoint)
+    if not checkpoint or "/" in checkpoint:
+        raise ValueError(f"checkpoint={checkpoint!r} is empty or has a '/'")
     listing = _Listing.of(store, name)
     older = listing.of_checkpoint(checkpoint)
     number = max(older, default=0) + 1
@@ -307,8 +309,7 @@ def _loadable(value: Any, what: str) -> Any:
 
 def _keys(place: str, entry: dict[str, Any], tensor_name: str) -> list[str]:
     """Return the keys of a state tensor in a checkpoint, one for each chunk."""
-    chunks = entry["tensors"][tensor_name][2]
-    return [key_of(place, entry["number"], tensor_name, index, 0) for index in range(chunks)]
+    return [key_of(place, entry["number"], tensor_name, i, 0) for i in range(entry["tensors"][tensor_name][2])]
 
 
 def _bounds(entry: dict[str, Any], chunks: int) -> list[tuple[int, int]]:
@@ -345,8 +346,7 @@ def _load(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]]
     for group, entries in zip(groups, manifest["parameters"], strict=True):
         for parameter, entry in zip(group["params"], entries, strict=True):
             state = {**entry["values"], **_tensors_of(store, place, entry)}
-            state = cast(state, swapper.like(parameter), entry["dtype"])
-            swapper.write_state(parameter, state)
+            swapper.write_state(parameter, cast(state, swapper.like(parameter), entry["dtype"]))
     for group, options in zip(groups, manifest["groups"], strict=True):
         group.update(options)
 

@@ -48,9 +48,8 @@ class ParameterSwapper:
         prefetch: int,
     ) -> None:
         self._optimizer, self._store, self._prefix = optimizer, store, prefix
-        self._update = Update(optimizer)
+        self._update, self._min_bytes, self._prefetch = Update(optimizer), min_bytes, prefetch
         self.optimizer_class = self._update.optimizer_class
-        self._min_bytes, self._prefetch = min_bytes, prefetch
         self.buffers = Buffers(buffer_bytes, prefetch + 2, _LEAST_UNIT)
         self.gradients = Gradients(store, prefix, min_bytes, self.buffers.nbytes)
         self.pipeline = Pipeline(
@@ -59,8 +58,7 @@ class ParameterSwapper:
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._shapes: dict[ParameterState, torch.Size] = {}
         self._bound: dict[ParameterState, Unit] = {}
-        self._order = SwapOrder()
-        self._returned = {_STATE: ReturnedFutures(), _GRADIENT: ReturnedFutures()}
+        self._order, self._returned = SwapOrder(), {_STATE: ReturnedFutures(), _GRADIENT: ReturnedFutures()}
 
     # ---- registration
 
@@ -78,8 +76,7 @@ class ParameterSwapper:
             self._expect_room(parameter, shape)
         states: list[ParameterState] = []
         for parameter, shape in zip(parameters, shapes, strict=True):
-            bounds = ((0, shape.numel()),)
-            state = ParameterState(len(self._states), parameter, bounds, {}, {})
+            state = ParameterState(len(self._states), parameter, ((0, shape.numel()),), {}, {})
             self._states[parameter], self._shapes[state] = state, shape
             self._order.register(state)
             states.append(state)
@@ -155,7 +152,7 @@ class ParameterSwapper:
         }
         self._bound[record] = Unit([Chunk(record, 0)], parameter.device)
         self.swap_out(record)
-        self.drain()
+        self.flush()
 
     def _expect_swapped_out(self, state: ParameterState) -> None:
         if state in self._bound:
@@ -210,8 +207,7 @@ class ParameterSwapper:
             self.pipeline.drop_reads()
             raise
         self._bound[state] = unit
-        (tensors,) = unit.tensors
-        (gradient,) = unit.gradients
+        (tensors,), (gradient,) = unit.tensors, unit.gradients
         parameter = state.parameter
         for name, tensor in tensors.items():
             if name == PARAMETER:
@@ -232,10 +228,8 @@ class ParameterSwapper:
             bound[name] = tensor
 
     def _expect_free(self, unit: Unit) -> None:
-        if unit.device.type != "cpu":
-            return
         needed = unit.size(self.buffers.nbytes)
-        if self._bytes_bound() + needed > self.buffers.nbytes:
+        if unit.device.type == "cpu" and self._bytes_bound() + needed > self.buffers.nbytes:
             names = ", ".join(map(self._name, self._bound)) or "none"
             raise ValueError(
                 f"{self._name(unit.chunks[0].state)} needs {needed} bytes of the buffers' {self.buffers.nbytes}; "
@@ -293,15 +287,19 @@ class ParameterSwapper:
         self._returned[of].add(ended)
         return ended
 
-    def drain(self) -> None:
+    def flush(self) -> None:
         """Wait until all state is written, and the futures of the writes are done.
 
         Raises:
             SwapError: a write has failed; its state stays in memory.
         """
+        self._settle()
+        self.pipeline.drain()
+
+    def _settle(self) -> None:
+        """Wait until all writes of state have ended, and their futures are done."""
         self.pipeline.settle()
         self._returned[_STATE].finish()
-        self.pipeline.drain()
 
     def _bound_unit(self, state: ParameterState) -> Unit:
         if state not in self._bound:
@@ -332,13 +330,14 @@ class ParameterSwapper:
     def purge(self, state: ParameterState) -> None:
         """Delete the state of a parameter and its gradient, but not its values."""
         keys = [self.key(Chunk(state, 0), name) for name in state.stored if name != PARAMETER]
-        self.pipeline.settle()
+        self._settle()
         self._store.deletev(keys).exception()  # some could not be written
         state.stored = {name: tensor for name, tensor in state.stored.items() if name == PARAMETER}
         for chunk, unwritten in (state.unwritten or {}).items():
             state.unwritten = {chunk: {name: t for name, t in unwritten.items() if name == PARAMETER}}
         self._optimizer.state.pop(state.parameter, None)
         self.pipeline.forget_gradient(state)
+        self._returned[_GRADIENT].finish()
 
     # ---- gradients
 
@@ -392,8 +391,9 @@ class ParameterSwapper:
     def close(self) -> None:
         """Wait for operations in flight, and delete all tensors. Parameters that are swapped out stay empty."""
         self.pipeline.drop_reads()
-        self.pipeline.settle()
+        self._settle()
         self.gradients.flush()
+        self._returned[_GRADIENT].finish()
         keys = [key for state in self._states.values() for key in state.keys(self._prefix)]
         for state in self._states.values():
             self.pipeline.forget_gradient(state)

@@ -167,7 +167,7 @@ class OptimizerSwapper(Registration, Checkpoints):
             swap.pipeline.forget_gradient(state)
         if not async_swap:
             with self._stage("async_swap_out_state") as swap:
-                swap.drain()
+                swap.flush()
         return written
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
@@ -211,7 +211,7 @@ class OptimizerSwapper(Registration, Checkpoints):
                 swap.write_back_gradients(state)
             if write_opt_state:
                 swap.swap_out(state)
-                swap.drain()
+                swap.flush()
             else:
                 swap.release(state)
             swap.flush_gradients()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,10 @@ def test_what_is_no_checkpoint_is_refused(pair: Pair, store: Offloader) -> None:
     for name in ("", "a/b"):
         with pytest.raises(ValueError, match="checkpoint"):
             pair.offloaded.save(name)
+    calls: list[Callable[[Any], None]] = [pair.offloaded.save, pair.offloaded.load, pair.offloaded.delete_checkpoint]
+    for call in calls:
+        with pytest.raises(TypeError, match="checkpoint is a str, not 5"):
+            call(5)
     pair.offloaded.close()
     other = Pair(OPTIMIZERS["Adam"], store, ((5, 5),))
     with pytest.raises(ValueError, match=r"\(200, 201\)"):

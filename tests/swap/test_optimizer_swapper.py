@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError, StorageError, SwapError
 from cudafuture.storage import File
 from cudafuture.store import Offloader
@@ -222,6 +225,30 @@ def test_a_call_that_waits_for_writes_leaves_no_pending_future(store: Offloader)
         swapper.swap_in_optimizer_state(first)
         assert swapper.swap_out_optimizer_state(first, async_swap=False).done()
         assert all(future.done() for future in earlier)
+
+
+@pytest.mark.parametrize("name", ["save", "load", "purge_state", "close"])
+def test_a_call_that_waits_for_writes_waits_for_the_callbacks_of_their_futures(
+    name: str, store: Offloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_returned = threading.Event()
+    write = store.writev
+
+    def write_slowly(tensors: Mapping[str, torch.Tensor], **options: Any) -> CUDAFuture[int]:
+        future = write(tensors, **options)
+        future.add_done_callback(lambda _: has_returned.wait(0.2))
+        return future
+
+    training = Training(store, [5000])
+    swapper, parameter = training.swapper, training.swapped[0]
+    swapper.save("saved")
+    swapper.swap_in_optimizer_state(parameter)
+    monkeypatch.setattr(store, "writev", write_slowly)
+    written = swapper.swap_out_optimizer_state(parameter)
+    monkeypatch.undo()
+    getattr(swapper, name)(*(["saved"] if name in {"save", "load"} else []))
+    assert written.done()
+    has_returned.set()
 
 
 def test_a_failed_write_raises_where_the_call_waits_for_it(tmp_path: Path) -> None:
