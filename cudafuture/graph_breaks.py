@@ -58,6 +58,8 @@ def _package(thing: Any) -> str:
 
 
 def _mark(name: str, function: Any) -> None:
+    if hasattr(function, "_torchdynamo_disable_msg"):  # of a class that another one inherits from
+        return
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = f"{name} runs as Python beside the graph"
     while hasattr(function, "__wrapped__"):  # the code of a wrapper belongs to functools or contextlib
