@@ -8,25 +8,28 @@ import warnings
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 __all__ = ["call_site", "warn"]
 
 _HERE = Path(__file__).parent
-_LIBRARY = (str(_HERE) + os.sep, str(_HERE.parent / "rpc_ext") + os.sep)
+_FOLDERS = (_HERE, _HERE.parent / "rpc_ext", Path(torch.__file__).parent)  # torch calls an optimizer's step, and hooks
+_LIBRARY = tuple(str(folder) + os.sep for folder in _FOLDERS)
 
 
 def call_site() -> str:
-    """Return the innermost line outside of the library, with its file and function."""
+    """Return the innermost line outside of the library and torch, with its file and function."""
     frame, _ = _caller()
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}()"
 
 
 def warn(message: str) -> None:
-    """Issue a RuntimeWarning for the innermost line outside of the library."""
+    """Issue a RuntimeWarning for the innermost line outside of the library and torch."""
     warnings.warn(message, RuntimeWarning, stacklevel=_caller()[1])
 
 
 def _caller() -> tuple[FrameType | None, int]:
-    """Return the innermost frame outside of the library, and its level above the function that calls this one."""
+    """Return the innermost frame of the program, and its level above the function that calls this one."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):

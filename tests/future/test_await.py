@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import cudafuture
 from cudafuture import CUDAFuture, as_completed, executors, submit, wait, wait_all
 
 Future = CUDAFuture[Any]
@@ -493,5 +495,20 @@ def test_a_blocking_wait_inside_a_loop_warns_at_the_line_of_the_program() -> Non
                 does_not_block()
         await asyncio.get_running_loop().run_in_executor(None, CUDAFuture.completed(1).wait)
         assert await submit(lambda: submit(int, executor=executors.callback_thread).wait()) == 0
+
+    asyncio.run(main())
+
+
+def test_a_warning_about_a_step_of_an_optimizer_names_the_line_of_the_program() -> None:
+    """The library waits in a function that torch calls."""
+    library: dict[str, Any] = {"pending": CUDAFuture()}
+    code = "def step(self):\n    with __import__('contextlib').suppress(TimeoutError): pending.wait(timeout=0.001)"
+    exec(compile(code, str(Path(cudafuture.__file__).with_name("step.py")), "exec"), library)
+    optimizer = type("Waiting", (torch.optim.SGD,), {"step": library["step"]})([torch.zeros(1)])
+
+    async def main() -> None:
+        with pytest.warns(RuntimeWarning, match="use `await future`") as warned:
+            optimizer.step()
+        assert {w.filename for w in warned} == {__file__}
 
     asyncio.run(main())
