@@ -112,6 +112,8 @@ def expect_device(name: str, value: Any) -> torch.device:
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError) as e:
+        if "accelerator" in str(e):  # of an int, where torch has no accelerator
+            raise ValueError(f"{name}={value!r} is not usable in this process; use 'cpu'. {e}") from e
         kind = ValueError if isinstance(value, (str, int)) else TypeError
         raise kind(f"{name} is a torch.device, a str such as 'cuda:0' or an int, not {shown(value)}") from e
     if device.type != "cpu" and device not in _usable:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from cudafuture import _C
-from cudafuture._arguments import expect_bool, expect_mapping, listed
+from cudafuture._arguments import expect_bool, expect_mapping, expect_str, listed, shown
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError, NotFoundError
 from cudafuture.store.protocol import Entry
@@ -105,6 +105,8 @@ class OffloaderKeys:
         tensor([2., 3.])
         """
         expect_bool("verify", verify)
+        if not isinstance(key, (str, Iterable)):
+            raise TypeError(f"key is a key, or a list of keys, not {shown(key)}")
         return self._native.map([key] if isinstance(key, str) else listed("key", key, "keys"), verify)
 
     def keys(self) -> list[str]:
@@ -122,7 +124,11 @@ class OffloaderKeys:
 
     def __contains__(self, key: str) -> bool:
         self._expect_open()
-        return self._native.has(key)
+        try:
+            return self._native.has(key)
+        except TypeError:
+            expect_str("key", key)
+            raise
 
     def __len__(self) -> int:
         self._expect_open()
@@ -143,7 +149,11 @@ class OffloaderKeys:
         Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
         """
         self._expect_open()
-        dtype, shape, nbytes = self._native.stat(key)
+        try:
+            dtype, shape, nbytes = self._native.stat(key)
+        except TypeError:
+            expect_str("key", key)
+            raise
         return Entry(key, dtype, torch.Size(shape), nbytes)
 
     def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from cudafuture._arguments import expect_number
+from cudafuture.store.protocol import encoded_key
 
 __all__ = ["Rendezvous"]
 
@@ -56,7 +57,7 @@ def _encoded(key: str) -> bytes:
     """Return a key as UTF-8; reject an invalid key before any store begins an operation."""
     if not isinstance(key, str):
         raise TypeError(f"a key is a str, not {key!r}")
-    encoded = key.encode()  # a UnicodeEncodeError is a ValueError
+    encoded = encoded_key(key)
     if not 1 <= len(encoded) <= _LONGEST_KEY:
         raise ValueError(f"a key has 1 to {_LONGEST_KEY} bytes of UTF-8, not {len(encoded)}")
     if b"\0" in encoded:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cudafuture import _C
-from cudafuture._arguments import expect_tensor
+from cudafuture._arguments import expect_int, expect_tensor
 from cudafuture._C import CUDAFuture
 from cudafuture.ownership import owns
 
@@ -59,7 +59,7 @@ class MultipartWrite:
         Raises:
             ValueError: the part does not lie in the tensor, some of its bytes belong to an earlier part, or the tensor
                 is not contiguous, or on a device.
-            TypeError: `tensor` is not a tensor, or has no memory.
+            TypeError: `at` is not an int, or `tensor` is not a tensor, or has no memory.
             InvalidStateError: the write was committed or aborted, or the store is closed.
 
         >>> from cudafuture.store import Offloader
@@ -69,8 +69,9 @@ class MultipartWrite:
         """
         try:
             return self._native.put(at, tensor, digest)
-        except TypeError:
+        except (TypeError, ValueError):
             expect_tensor("tensor", tensor)
+            expect_int("at", at)
             raise
 
     def commit(self, *, digest: int | None = None) -> CUDAFuture[int]:

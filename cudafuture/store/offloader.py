@@ -184,7 +184,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
         """
         try:
             return self._native.write([key], [tensor], priority, None, None, False)
-        except TypeError:
+        except (TypeError, UnicodeEncodeError):
             expect_writable({key: tensor}, priority)
             raise
 
@@ -224,7 +224,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
         expected = None if digests is None else expected_digests(tensors, digests)
         try:
             return self._native.write(keys, values, priority, expected, written, atomic)
-        except TypeError:
+        except (TypeError, UnicodeEncodeError):
             expect_writable(tensors, priority)
             expect_bool("atomic", atomic)
             expect_one_for_each(written, torch.bool, len(keys), "written")
@@ -266,7 +266,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
         outs = None if out is None else [out]
         try:
             return self._native.read([key], outs, device, False, priority, None)
-        except TypeError:
+        except (TypeError, UnicodeEncodeError):
             expect_readable([key], outs, priority)
             raise
 
@@ -300,7 +300,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
         into = None if outs is None else tensors_to_fill(outs, len(names))
         try:
             return self._native.read(names, into, device, True, priority, digests)
-        except TypeError:
+        except (TypeError, UnicodeEncodeError):
             expect_readable(names, into, priority)
             expect_one_for_each(digests, torch.uint64, len(names), "digests")
             raise

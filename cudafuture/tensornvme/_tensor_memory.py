@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from cudafuture.errors import TensorError
+
 __all__ = ["Place", "TensorMemory"]
 
 Place = tuple[int, int, int]
@@ -15,7 +17,8 @@ class TensorMemory:
 
     Raises:
         TypeError: `tensor` is not a tensor.
-        RuntimeError: it is not contiguous, or has no memory of its own.
+        TensorError: it has no memory of its own.
+        RuntimeError: it is not contiguous.
     """
 
     __slots__ = ("nbytes", "offset", "storage")
@@ -23,7 +26,12 @@ class TensorMemory:
     def __init__(self, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected a torch.Tensor, not {type(tensor).__qualname__}")
-        if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor._is_zerotensor():
+            raise TensorError(
+                f"a tensor of layout {tensor.layout} on {tensor.device} has no memory of its own: offload a plain "
+                "tensor with its elements"
+            )
+        if not tensor.is_contiguous():
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} that is not contiguous cannot be offloaded: "
                 "offload tensor.contiguous() instead"

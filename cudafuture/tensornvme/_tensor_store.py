@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cudafuture._C import CUDAFuture
-from cudafuture.errors import CUDAFutureError
+from cudafuture.errors import CUDAFutureError, TensorError
 from cudafuture.store.offloader import Offloader
 from cudafuture.tensornvme._completions import Operation
 from cudafuture.tensornvme._tensor_memory import Place, TensorMemory
@@ -101,11 +101,20 @@ class Write(_OfTensors):
         self.store.forget_lost()
         for m in self.memory:
             if not m.is_there:
-                raise RuntimeError("the tensor has no memory to write, because it is on disk already; read it first")
+                raise TensorError(self._why_missing(m))
         self.stored = self.store.new(self.name, self.memory)
         self.free = [m for m in self.memory if m.can_be_freed]
         views = (m.bytes() for m in self.memory)
         return self.store.store.writev(dict(zip(self.stored.keys, views, strict=True)))
+
+    def _why_missing(self, memory: TensorMemory) -> str:
+        if any(memory.place[0] == place[0] for _, places in self.store.known for place in places):
+            return "the tensor has no memory to write, because it is on disk already; read it first"
+        needed = memory.offset + memory.nbytes
+        return (
+            f"the storage of the tensor has {memory.storage.nbytes()} bytes, but its elements need {needed}: the "
+            "program has freed or shrunk it; write the tensor before"
+        )
 
     def finish(self) -> None:
         """Free the memory, and replace the previous entry by the new one."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cudafuture._arguments import shown
 from cudafuture._C import CUDAFuture
 from cudafuture._staging import complete, copy_between, earlier_work, empty_on, is_on_device, streams_after, used_on
 from cudafuture.errors import InvalidStateError
@@ -54,6 +55,7 @@ class AsyncFileWriter:
 
     Raises:
         StorageError: the file cannot be opened.
+        TypeError: `path` is no path and no file, or `n_entries` is not an int.
         ValueError: the backend does not exist, or `n_entries` is less than 1.
     """
 
@@ -67,6 +69,8 @@ class AsyncFileWriter:
         *,
         engine: Engine | None = None,
     ) -> None:
+        if not isinstance(path, str | os.PathLike) and not hasattr(path, "fileno"):
+            raise TypeError(f"path is a str, an os.PathLike of one, or an open file, not {shown(path)}")
         serving, is_new = engine_of("uring" if backend is None else backend, n_entries, engine)
         self.fp: io.IOBase | None = None
         self.offset = 0

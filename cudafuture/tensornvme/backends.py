@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from cudafuture._arguments import expect_int
 from cudafuture.storage.engine import BackendName, Engine, default_engine
 from cudafuture.storage.file import File
 
@@ -57,11 +58,12 @@ def engine_of(backend: str, n_entries: int, given: Engine | None) -> tuple[Engin
     ``"uring"`` and ``"aio"`` share the engine of the process; ``"pthread"`` has its own `n_entries` threads.
 
     Raises:
+        TypeError: `n_entries` is not an int.
         ValueError: the backend does not exist, or `n_entries` is less than 1.
     """
     if backend not in _ENGINES:
         raise ValueError(f"backend={backend!r} does not exist; use one of {', '.join(sorted(_ENGINES))}")
-    if n_entries < 1:
+    if expect_int("n_entries", n_entries) < 1:
         raise ValueError(f"n_entries={n_entries} is less than 1: at least one operation must be allowed to be pending")
     if given is not None:
         return given, False

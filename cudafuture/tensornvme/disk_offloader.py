@@ -59,6 +59,7 @@ class DiskOffloader:
 
     Raises:
         StorageError: the folder cannot be used.
+        TypeError: `n_entries` is not an int.
         ValueError: the backend does not exist, or `n_entries` is less than 1.
     """
 
@@ -87,7 +88,8 @@ class DiskOffloader:
         This replaces data that was stored for it before.
 
         Raises:
-            RuntimeError: the tensor is not contiguous, or has no memory because it is on disk already.
+            TensorError: the tensor has no memory: it is on disk already, was freed or shrunk, or has none of its own.
+            RuntimeError: it is not contiguous.
             StorageError: the write failed.
             InvalidStateError: the offloader is closed.
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cudafuture.errors import TensorError
+from cudafuture.store.protocol import encoded_key
 from rpc_ext import _C
 
 __all__ = [
@@ -106,7 +108,7 @@ def expect_key(key: object) -> bytes:
     """
     if not isinstance(key, str):
         raise TypeError(f"a key is a str, not {key!r}")
-    encoded = key.encode()  # a UnicodeEncodeError is a ValueError
+    encoded = encoded_key(key)
     if not 1 <= len(encoded) <= LONGEST_KEY:
         raise ValueError(f"a key has 1 to {LONGEST_KEY} bytes of UTF-8, not {len(encoded)}")
     if b"\0" in encoded:
@@ -115,9 +117,9 @@ def expect_key(key: object) -> bytes:
 
 
 def expect_sendable(dtype: torch.dtype, dimensions: int) -> None:
-    """Raise TypeError or ValueError unless a tensor of this dtype and number of dimensions can be sent."""
+    """Raise TensorError or ValueError unless a tensor of this dtype and number of dimensions can be sent."""
     if dtype not in DTYPES:
-        raise TypeError(f"tensors of {dtype} cannot be sent")
+        raise TensorError(f"tensors of {dtype} cannot be sent")
     if dimensions > MOST_DIMENSIONS:
         raise ValueError(f"a tensor has at most {MOST_DIMENSIONS} dimensions, not {dimensions}")
 

@@ -27,10 +27,10 @@ import torch
 from typing_extensions import Self
 
 from cudafuture import CUDAFuture, collect_all, executors
-from cudafuture._arguments import expect_mapping
+from cudafuture._arguments import expect_mapping, listed
 from cudafuture.errors import InvalidStateError
 from cudafuture.ownership import owns, tensors_by_key
-from cudafuture.store.protocol import expect_one_for_each, expected_digests
+from cudafuture.store.protocol import device_to_read_into, expect_one_for_each, expected_digests, tensors_to_fill
 from rpc_ext import _C
 from rpc_ext._channel import channel
 from rpc_ext.calls import Worker, rpc_sync
@@ -191,6 +191,8 @@ class RemoteOffloader(RemoteKeys):
         tensor([0, 1, 2])
         """
         expect_key(key)
+        if device is not None:
+            device = device_to_read_into(out, device)
         target = target_of(out, device, priority)
         self._expect_open()
         operation = Operation(self._operations, "read", [key], priority=priority)
@@ -214,12 +216,13 @@ class RemoteOffloader(RemoteKeys):
         ...     remote.readv(["b", "a"]).wait()
         [tensor([0.]), tensor([1., 1.])]
         """
-        names = list(keys)
-        if outs is not None and len(outs) != len(names):
-            raise ValueError(f"{len(names)} keys, and {len(outs)} tensors to be filled")
+        names = listed("keys", keys, "keys")
+        if device is not None:
+            device = device_to_read_into(outs, device)
+        into = [None] * len(names) if outs is None else tensors_to_fill(outs, len(names))
         for key in names:
             expect_key(key)
-        targets = [target_of(out, device, priority) for out in ([None] * len(names) if outs is None else outs)]
+        targets = [target_of(out, device, priority) for out in into]
         expect_one_for_each(digests, torch.uint64, len(names), "digests")
         self._expect_open()
         if not names:
@@ -249,7 +252,7 @@ class RemoteOffloader(RemoteKeys):
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
         ...     remote.deletev([]).wait()
         """
-        names = list(keys)
+        names = listed("keys", keys, "keys")
         for key in names:
             expect_key(key)
         self._expect_open()

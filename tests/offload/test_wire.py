@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cudafuture.errors import AuthenticationError, NotFoundError, StorageError
+from cudafuture.errors import AuthenticationError, NotFoundError, StorageError, TensorError
 from offload import messages as wire
 from offload.messages import Fetch, Found, Get, Part, pack_request, parse_answer, parse_request
 from rpc_ext import _C
@@ -94,7 +94,7 @@ def test_every_dtype_has_a_code(dtype: torch.dtype) -> None:
 
 
 def test_a_dtype_without_a_code_is_refused() -> None:
-    with pytest.raises(TypeError, match="cannot be sent"):
+    with pytest.raises(TensorError, match="cannot be sent"):
         wire.expect_sendable(torch.quint8, 1)
     with pytest.raises(ValueError, match="at most 64 dimensions"):
         wire.expect_sendable(torch.int8, 65)

@@ -15,6 +15,7 @@ from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.storage import BufferPool, Digest, Engine, File, digest, digests, empty
 from cudafuture.store import MultipartWrite, Offloader, ShardedOffloader
 from cudafuture.swap import OffloadedOptimizer, OptimizerSwapper, offload
+from cudafuture.tensornvme import AsyncFileWriter, DiskOffloader
 
 
 class Things(NamedTuple):
@@ -53,6 +54,21 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Things:
 
 ADAM: Any = torch.optim.Adam
 CALLS: dict[str, list[Callable[[Any], object]]] = {
+    "n_entries is an int, not 'x'": [
+        lambda t: DiskOffloader(t.folder / "disk", n_entries="x"),  # type: ignore[arg-type]
+        lambda t: AsyncFileWriter(t.folder / "written", n_entries="x"),  # type: ignore[arg-type]
+    ],
+    "path is a str, an os.PathLike of one, or an open file, not 5": [lambda t: AsyncFileWriter(5)],  # type: ignore[arg-type]
+    "key is a key, or a list of keys, not 5": [lambda t: t.store.map(5)],
+    "a key is a str, not None": [
+        lambda t: t.store.stat(None),
+        lambda t: None in t.store,
+        lambda t: t.store.find([None]),
+        lambda t: t.sharded.stat(None),
+    ],
+    "at is an int, not '0'": [lambda t: t.put.put("0", t.tensor)],
+    "at is an int, not None": [lambda t: t.put.put(None, t.tensor)],
+    "at is an int, not 2.0": [lambda t: t.put.put(2.0, t.tensor)],
     r"tensors is a mapping, \{key: tensor\}, not": [
         lambda t: t.store.writev([t.tensor]),
         lambda t: t.store.writev("a"),
@@ -209,6 +225,25 @@ def test_the_error_names_the_argument_and_the_remedy(message: str, things: Thing
     for call in CALLS[message]:
         with pytest.raises((TypeError, ValueError), match=message):
             call(things)
+
+
+def test_a_key_that_is_not_utf_8_is_named(things: Things) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: things.store.write("a\udcff", things.tensor),
+        lambda: things.store.writev({"a": things.tensor, "a\udcff": things.tensor}),
+        lambda: things.store.read("a\udcff"),
+        lambda: things.sharded.write("a\udcff", things.tensor),
+        lambda: things.sharded.delete("a\udcff"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"the key 'a\\udcff' is not UTF-8"):
+            call()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="0 is a device")
+def test_a_device_number_without_devices_is_not_called_a_wrong_type(things: Things) -> None:
+    with pytest.raises(ValueError, match="device=0 is not usable in this process; use 'cpu'"):
+        things.store.read("a", device=0)
 
 
 def test_a_missing_key_of_a_store_that_began_empty_names_durable(tmp_path: Path) -> None:

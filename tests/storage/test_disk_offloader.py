@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cudafuture.errors import TensorError
 from cudafuture.tensornvme import DiskOffloader
 from storage.offloading import equal, numbered, size
 from support.patience import PATIENCE
@@ -211,7 +212,7 @@ def test_a_tensor_of_another_size_is_not_read(offloader: DiskOffloader) -> None:
 
 def test_only_contiguous_tensors_are_taken(offloader: DiskOffloader) -> None:
     x = torch.rand(4, 5)
-    for bad in (x.t(), x[:, 1:], x[::2], torch.rand(2, 2).to_sparse()):
+    for bad in (x.t(), x[:, 1:], x[::2]):
         for move in (offloader.sync_write, offloader.async_write, offloader.sync_read, offloader.async_read):
             with pytest.raises(RuntimeError, match="contiguous"):
                 move(bad)
@@ -223,6 +224,35 @@ def test_only_contiguous_tensors_are_taken(offloader: DiskOffloader) -> None:
     with pytest.raises(TypeError, match="callable without arguments"):
         offloader.async_write(x, callback=7)  # type: ignore[arg-type]
     assert size(x) == 80
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def shrunk() -> torch.Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(8)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (freed(), "the storage of the tensor has 0 bytes, but its elements need 16"),
+        (shrunk(), "the storage of the tensor has 8 bytes, but its elements need 16"),
+        (torch.ones(4, device="meta"), "on meta has no memory of its own"),
+        (torch.ones(4).to_sparse(), "sparse_coo on cpu has no memory of its own"),
+        (torch._efficientzerotensor((4,)), "on cpu has no memory of its own"),
+    ],
+    ids=["freed", "shrunk", "meta", "sparse", "zero"],
+)
+def test_a_tensor_without_memory_is_refused(offloader: DiskOffloader, tensor: torch.Tensor, message: str) -> None:
+    for write in (offloader.sync_write, offloader.async_write, lambda t: offloader.sync_writev([t])):
+        with pytest.raises(TensorError, match=message):
+            write(tensor)
 
 
 def test_what_is_on_disk_already_cannot_be_written(offloader: DiskOffloader) -> None:
