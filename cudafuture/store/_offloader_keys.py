@@ -10,7 +10,7 @@ from cudafuture import _C
 from cudafuture._arguments import expect_bool, expect_mapping, expect_str, listed, shown
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError, NotFoundError
-from cudafuture.store.protocol import Entry
+from cudafuture.store.protocol import Entry, listed_keys
 
 __all__ = ["OffloaderKeys"]
 
@@ -41,7 +41,7 @@ class OffloaderKeys:
         >>> from cudafuture.store import Offloader
         >>> Offloader("states").deletev([]).wait()
         """
-        return self._native.erase(listed("keys", keys, "keys"))
+        return self._native.erase(listed_keys(keys))
 
     def link(self, links: Mapping[str, str]) -> CUDAFuture[None]:
         """Give tensors a second key, without copying them: each key of `links` gets the tensor of the key it maps to.
@@ -176,7 +176,7 @@ class OffloaderKeys:
             except NotFoundError:
                 return None
 
-        return CUDAFuture.completed([find(key) for key in listed("keys", keys, "keys")])
+        return CUDAFuture.completed([find(key) for key in listed_keys(keys)])
 
     def list_keys(self) -> CUDAFuture[list[str]]:
         """Return a future of ``keys()``, which is complete at once; in a remote store it is not.

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from cudafuture._arguments import listed
 from cudafuture._C import CUDAFuture
 from cudafuture.store import _shard
 from cudafuture.store._inventory import Inventory
 from cudafuture.store._shard import Share
-from cudafuture.store.protocol import Entry, Store
+from cudafuture.store.protocol import Entry, Store, listed_keys
 
 __all__ = ["ShardedKeys"]
 
@@ -88,7 +87,7 @@ class ShardedKeys:
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).find(["weight"]).wait()
         [None]
         """
-        names = listed("keys", keys, "keys")
+        names = listed_keys(keys)
 
         def merged(found: list[list[Entry | None]], places: list[list[int]]) -> list[Entry | None]:
             entries = _shard.in_order(found, places)

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import Self
 
 from cudafuture import _C, _xxhash
-from cudafuture._arguments import expect_bool, expect_int, expect_mapping, listed
+from cudafuture._arguments import expect_bool, expect_int
 from cudafuture._C import CUDAFuture
 from cudafuture._path import path_text
 from cudafuture.ownership import owns, tensors_by_key
@@ -27,8 +27,10 @@ from cudafuture.store.protocol import (
     device_to_read_into,
     expect_one_for_each,
     expect_readable,
+    expect_tensors,
     expect_writable,
     expected_digests,
+    listed_keys,
     tensors_to_fill,
 )
 
@@ -219,7 +221,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
         48
         """
         if not isinstance(tensors, dict):
-            expect_mapping("tensors", tensors, "{key: tensor}")
+            expect_tensors(tensors)
         keys, values = list(tensors.keys()), list(tensors.values())
         expected = None if digests is None else expected_digests(tensors, digests)
         try:
@@ -296,7 +298,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
         """
         if device is not None:
             device = device_to_read_into(outs, device)
-        names = listed("keys", keys, "keys")
+        names = listed_keys(keys)
         into = None if outs is None else tensors_to_fill(outs, len(names))
         try:
             return self._native.read(names, into, device, True, priority, digests)

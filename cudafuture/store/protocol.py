@@ -101,6 +101,20 @@ def expect_readable(keys: Sequence[Any], outs: Sequence[Any] | None, priority: A
     expect_int("priority", priority)
 
 
+def expect_tensors(tensors: Any) -> None:
+    """Raise TypeError unless the argument of a ``writev`` is a mapping."""
+    expect_mapping("tensors", tensors, "{key: tensor}")
+
+
+def listed_keys(keys: Any) -> list[Any]:
+    """Return the keys of a call as a list.
+
+    Raises:
+        TypeError: they are not an iterable, or a single key.
+    """
+    return listed("keys", keys, "keys")
+
+
 def encoded_key(key: str) -> bytes:
     """Return a key as UTF-8.
 

@@ -11,7 +11,7 @@ import torch
 from typing_extensions import Self
 
 from cudafuture import _C
-from cudafuture._arguments import expect_mapping, listed
+from cudafuture._arguments import expect_mapping
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import collect_all
 from cudafuture.errors import InvalidStateError, WorkerLostError
@@ -26,7 +26,9 @@ from cudafuture.store.protocol import (
     Store,
     device_to_read_into,
     expect_one_for_each,
+    expect_tensors,
     expected_digests,
+    listed_keys,
     tensors_to_fill,
 )
 
@@ -146,7 +148,7 @@ class ShardedOffloader(ShardedKeys):
         >>> store.writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
         """
-        expect_mapping("tensors", tensors, "{key: tensor}")
+        expect_tensors(tensors)
         items = list(tensors.items())
         expected_digests(tensors, digests)
         expect_one_for_each(written, torch.bool, len(items), "written")
@@ -199,7 +201,7 @@ class ShardedOffloader(ShardedKeys):
         >>> store.readv(["bias", "weight"]).wait()
         [tensor([0.]), tensor([1., 1.])]
         """
-        names = listed("keys", keys, "keys")
+        names = listed_keys(keys)
         device = None if device is None else device_to_read_into(outs, device)
         given = None if outs is None else tensors_to_fill(outs, len(names))
         expect_one_for_each(digests, torch.uint64, len(names), "digests")
@@ -228,7 +230,7 @@ class ShardedOffloader(ShardedKeys):
 
         >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).deletev([]).wait()
         """
-        names = listed("keys", keys, "keys")
+        names = listed_keys(keys)
         return self._ask(
             "delete", names, lambda shard, places: shard.deletev([names[i] for i in places]), _shard.nothing
         )

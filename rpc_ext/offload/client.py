@@ -27,10 +27,16 @@ import torch
 from typing_extensions import Self
 
 from cudafuture import CUDAFuture, collect_all, executors
-from cudafuture._arguments import expect_mapping, listed
 from cudafuture.errors import InvalidStateError
 from cudafuture.ownership import owns, tensors_by_key
-from cudafuture.store.protocol import device_to_read_into, expect_one_for_each, expected_digests, tensors_to_fill
+from cudafuture.store.protocol import (
+    device_to_read_into,
+    expect_one_for_each,
+    expect_tensors,
+    expected_digests,
+    listed_keys,
+    tensors_to_fill,
+)
 from rpc_ext import _C
 from rpc_ext._channel import channel
 from rpc_ext.calls import Worker, rpc_sync
@@ -145,7 +151,7 @@ class RemoteOffloader(RemoteKeys):
         ...     remote.writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
         48
         """
-        expect_mapping("tensors", tensors, "{key: tensor}")
+        expect_tensors(tensors)
         expected = [None] * len(tensors) if digests is None else expected_digests(tensors, digests)
         if written is not None:
             expect_one_for_each(written, torch.bool, len(tensors), "written")
@@ -216,7 +222,7 @@ class RemoteOffloader(RemoteKeys):
         ...     remote.readv(["b", "a"]).wait()
         [tensor([0.]), tensor([1., 1.])]
         """
-        names = listed("keys", keys, "keys")
+        names = listed_keys(keys)
         if device is not None:
             device = device_to_read_into(outs, device)
         into = [None] * len(names) if outs is None else tensors_to_fill(outs, len(names))
@@ -252,7 +258,7 @@ class RemoteOffloader(RemoteKeys):
         >>> with serve_offload("served"), RemoteOffloader("me") as remote:
         ...     remote.deletev([]).wait()
         """
-        names = listed("keys", keys, "keys")
+        names = listed_keys(keys)
         for key in names:
             expect_key(key)
         self._expect_open()
