@@ -186,7 +186,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
         """
         try:
             return self._native.write([key], [tensor], priority, None, None, False)
-        except (TypeError, UnicodeEncodeError):
+        except TypeError:
             expect_writable({key: tensor}, priority)
             raise
 
@@ -226,7 +226,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
         expected = None if digests is None else expected_digests(tensors, digests)
         try:
             return self._native.write(keys, values, priority, expected, written, atomic)
-        except (TypeError, UnicodeEncodeError):
+        except TypeError:
             expect_writable(tensors, priority)
             expect_bool("atomic", atomic)
             expect_one_for_each(written, torch.bool, len(keys), "written")
@@ -268,7 +268,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
         outs = None if out is None else [out]
         try:
             return self._native.read([key], outs, device, False, priority, None)
-        except (TypeError, UnicodeEncodeError):
+        except TypeError:
             expect_readable([key], outs, priority)
             raise
 
@@ -302,7 +302,7 @@ class Offloader(OffloaderKeys, OffloaderParts):
         into = None if outs is None else tensors_to_fill(outs, len(names))
         try:
             return self._native.read(names, into, device, True, priority, digests)
-        except (TypeError, UnicodeEncodeError):
+        except TypeError:
             expect_readable(names, into, priority)
             expect_one_for_each(digests, torch.uint64, len(names), "digests")
             raise

@@ -447,6 +447,15 @@ def test_the_failures_of_a_gather_are_logged_once(
     assert "was never retrieved; it was combined with futures whose exceptions are not logged" in caplog.text
 
 
+def test_children_that_fail_with_their_parents_error_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    parent: CUDAFuture[int] = CUDAFuture()
+    children = [parent.then(lambda done: done.value()).then(lambda done: done.value() + 1) for _ in range(40)]
+    parent.set_exception(ValueError("the parent's"))
+    del children, parent
+    gc.collect()
+    assert len(caplog.records) == 1
+
+
 def test_the_failures_behind_the_first_success_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     parts = futures(10)
     whole = collect_any(parts)

@@ -234,6 +234,9 @@ def test_a_key_that_is_not_utf_8_is_named(things: Things) -> None:
         lambda: things.store.read("a\udcff"),
         lambda: things.sharded.write("a\udcff", things.tensor),
         lambda: things.sharded.delete("a\udcff"),
+        lambda: things.store.delete("a\udcff"),
+        lambda: things.store.stat("a\udcff"),
+        lambda: "a\udcff" in things.store,
     ]
     for call in calls:
         with pytest.raises(ValueError, match=r"the key 'a\\udcff' is not UTF-8"):

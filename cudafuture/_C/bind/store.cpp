@@ -41,7 +41,10 @@ std::string key_of(nb::handle object) {
   }
   Py_ssize_t size = 0;
   const char* const text = PyUnicode_AsUTF8AndSize(object.ptr(), &size);
-  if (text == nullptr) throw nb::python_error();  // a UnicodeEncodeError, which is a ValueError
+  if (text == nullptr) {
+    PyErr_Clear();
+    throw nb::value_error(("the key " + repr_of(object) + " is not UTF-8").c_str());
+  }
   const std::string_view key(text, static_cast<std::size_t>(size));
   if (key.empty() || key.size() > store::kLongestKey) {
     throw nb::value_error(("a key has 1 to 1024 bytes of UTF-8, not " + std::to_string(key.size())).c_str());

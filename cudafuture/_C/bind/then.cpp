@@ -243,6 +243,8 @@ void Then::failed(Future& parent, Future* child, nb::object exception,
   try {
     const bool is_exit = keep_if_interrupt(exception);
     if (child != nullptr) {
+      const bool is_parents = parent.state() == State::failed && parent.value().object.get() == exception.ptr();
+      if (is_parents) Future::share_failure_report(parent, *child);
       if (!fail(*child, exception, streams, SyncEdge::then_failure_record))
         log_error("a callback of %r raised", child_, exception);
     } else if (!is_exit || !is_main_thread()) {
