@@ -154,7 +154,11 @@ class Reader:
             loop = self._task.get_loop()
             if not loop.is_running() or loop is _running_loop():
                 return
-        self._ended.exception(timeout)
+        ended = threading.Event()  # a wait for the future would warn in an event loop, which the program cannot help
+        self._ended.add_done_callback(lambda _: ended.set(), executor=inline)
+        if not ended.wait(timeout):
+            raise TimeoutError("the iterable did not return in time")
+        self._ended.exception()
 
     def goes_on(self) -> bool:
         """Return whether a thread or task reads: not in a forked child, nor in the next event loop."""
