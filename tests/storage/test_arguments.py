@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from cudafuture.storage import BufferPool, Digest, Engine, File, digest, digests
 from cudafuture.store import MultipartWrite, Offloader, ShardedOffloader
 from cudafuture.swap import OffloadedOptimizer, OptimizerSwapper, offload
 from cudafuture.tensornvme import AsyncFileWriter, DiskOffloader
+from support.child import run_script
 
 
 class Things(NamedTuple):
@@ -243,10 +245,21 @@ def test_a_key_that_is_not_utf_8_is_named(things: Things) -> None:
             call()
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="0 is a device")
-def test_a_device_number_without_devices_is_not_called_a_wrong_type(things: Things) -> None:
-    with pytest.raises(ValueError, match="device=0 is not usable in this process; use 'cpu'"):
-        things.store.read("a", device=0)
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="0 is a device of CUDA")
+def test_a_device_number_without_devices_is_not_called_a_wrong_type(tmp_path: Path) -> None:
+    script = """
+        import sys
+        import torch
+        from cudafuture.store import Offloader
+        with Offloader(sys.argv[1]) as store:
+            store.write("a", torch.ones(1)).wait()
+            try:
+                store.read("a", device=0)
+            except ValueError as e:
+                print(e)
+        """
+    told = run_script(textwrap.dedent(script), str(tmp_path / "store")).stdout
+    assert "device=0 is not usable in this process; use 'cpu'" in told
 
 
 def test_a_missing_key_of_a_store_that_began_empty_names_durable(tmp_path: Path) -> None:
