@@ -31,7 +31,7 @@ from cudafuture.executors import inline
 from cudafuture.future import submit
 from cudafuture.prefetch._errors import at_batch, retrieve_error, without_frame
 from cudafuture.prefetch._options import Options
-from cudafuture.prefetch._sender import Batch, Sender
+from cudafuture.prefetch._sender import Batch, Sender, keep_from_parent
 from cudafuture.prefetch._structure import find_all_tensors
 
 __all__ = ["Reader"]
@@ -127,8 +127,9 @@ class Reader:
 
         It can be called again, and finishes the work of an interrupted call.
         """
-        if not self.is_of_this_process():
-            return  # the thread is not in this process, and may have held the lock
+        if not self.is_of_this_process():  # the thread is not in this process, and may have held the lock
+            keep_from_parent(self)
+            return
         with self._lock:
             self.is_closed = True
             for batch in list(self._untaken.values()):  # also one that an interrupted consumer had just taken

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,8 +27,9 @@ from cudafuture.prefetch._options import Options
 from cudafuture.prefetch._structure import find_all_tensors, find_leaves, map_leaves
 from cudafuture.streams import own_stream, use_streams
 
-__all__ = ["Batch", "Sender"]
+__all__ = ["Batch", "Sender", "keep_from_parent"]
 
+_of_parent: list[object] = []
 _REMEMBERED = 8  # batches; the largest of them is the size of reserved slabs
 
 
@@ -74,6 +76,11 @@ def _order_owner(batch: Batch, future: CUDAFuture[Any]) -> None:
         event.wait(batch.owner)
 
 
+def keep_from_parent(owner: object) -> None:
+    """Never free what a forked child has from its parent: a thread there may have locked the device's allocator."""
+    _of_parent.append(owner)
+
+
 class Sender:
     """Sender that copies batches to one device, on its own stream.
 
@@ -89,6 +96,7 @@ class Sender:
         self._pack, self._transform, self._shares = options.pack, options.transform, options.futures
         self._slabs: deque[tuple[_C.DeviceSlab, torch.Stream]] = deque()
         self._sizes: deque[int] = deque(maxlen=_REMEMBERED)
+        self._pid = os.getpid()
         self._wanted = 0  # bytes of the slab to reserve
         self.nbytes = 0  # of tensors that were copied to the device
 
@@ -109,6 +117,8 @@ class Sender:
 
     def release_slabs(self) -> None:
         """Free the reserved slabs."""
+        if os.getpid() != self._pid:
+            keep_from_parent([*self._slabs])
         self._slabs.clear()
 
     def send(self, batch: Batch, item: Any, consumer: torch.Stream | None) -> int:
