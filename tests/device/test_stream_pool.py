@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudafuture import CUDAFuture, copy, pool_stream, use_streams
+from cudafuture import CUDAFuture, copy, own_stream, pool_stream, use_streams
 from cudafuture.testing import sim
 from support.harness import PRIORITIES, Device
 
@@ -136,7 +136,7 @@ def test_a_capture_and_callbacks_of_another_thread_leave_each_other_alone(accele
     accelerator.finish()
 
     def use() -> Future:
-        with accelerator.stream(), accelerator.hold():  # so that every stream of the pool is used
+        with own_stream(accelerator.at()), accelerator.hold():  # so that every stream of the pool is used
             for _ in range(2 * PROGRAMS):
                 child = CUDAFuture.completed(parent.wait(non_blocking=True) + 1).then(lambda f: f.value() + 1)
                 child.wait(non_blocking=True)

@@ -189,7 +189,8 @@ def test_tensors_without_memory_are_carried_or_refused(name: str, group: Process
         transformed(torch.ones(2))
     for transform in (torch.func.vmap, torch.func.grad, torch.func.functionalize):
         transform(transformed)(torch.ones(2, 2) if transform is torch.func.vmap else torch.ones(2))
-    refused = name in ("all_gather_object", "read", "write")
+    # Torch pickles a tensor of a device that it does not know as an array of the host.
+    refused = name in ("read", "write") or (name == "all_gather_object" and torch.get_default_device().type == "cpu")
     assert len(seen) == 4
     assert not refused or all(text.startswith("raised") for text in seen)
     assert store.read("known").wait().tolist() == [1, 1]

@@ -14,7 +14,7 @@
 namespace cudafuture {
 namespace {
 
-UnseenFailureHook unseen_failure = nullptr;
+std::atomic<UnseenFailureHook> unseen_failure{nullptr};
 std::atomic<bool> has_failed{false};
 
 std::uint64_t coarse_now() noexcept {
@@ -47,7 +47,7 @@ void release_all(Waiter* waiters) noexcept {
 
 }  // namespace
 
-void set_unseen_failure_hook(UnseenFailureHook hook) noexcept { unseen_failure = hook; }
+void set_unseen_failure_hook(UnseenFailureHook hook) noexcept { unseen_failure.store(hook, std::memory_order_relaxed); }
 
 Future::Future(int priority, Lifetime lifetime) noexcept
     : lifetime_(lifetime), priority_(priority), born_(coarse_now()), completed_at_(host_time()) {
@@ -56,9 +56,10 @@ Future::Future(int priority, Lifetime lifetime) noexcept
 }
 
 Future::~Future() {
-  if (unseen_failure != nullptr && claim_failure_report()) {
+  const UnseenFailureHook report = unseen_failure.load(std::memory_order_relaxed);
+  if (report != nullptr && claim_failure_report()) {
     Rare* const rare = find_rare();
-    unseen_failure(*this, std::move(value_), rare == nullptr ? Foreign() : std::move(rare->origin));
+    report(*this, std::move(value_), rare == nullptr ? Foreign() : std::move(rare->origin));
   }
   if (is_shut_down()) leak_tensors();
   abandon_all(continuations_.take_all());
