@@ -307,7 +307,7 @@ def host_rows(
 LIMITS: dict[str, Callable[[int], Row]] = {}
 if torch.cuda.is_available():
     LIMITS |= host_rows(Device("cuda"), {1: 0.5, 8: 0.5, 64: 0.5}, {1: 1.25, 64: 1.25}, 0.5, 1.0) | _latency.ROWS
-LIMITS |= host_rows(Device("sim"), {1: 0.165, 8: 0.17, 64: 0.225}, {1: 0.62, 64: 1.16}, 0.25, 0.19)
+LIMITS |= host_rows(Device("sim"), {1: 0.165, 8: 0.17, 64: 0.225}, {1: 0.62, 64: 1.25}, 0.25, 0.19)
 LIMITS["sim-callback"] = calling_back
 
 
