@@ -77,7 +77,7 @@ def _order_owner(batch: Batch, future: CUDAFuture[Any]) -> None:
 
 
 def keep_from_parent(owner: object) -> None:
-    """Never free what a forked child has from its parent: a thread there may have locked the device's allocator."""
+    """Keep what a forked child has from its parent: a thread there may have locked the allocator of the device."""
     _of_parent.append(owner)
 
 
