@@ -81,19 +81,17 @@ def expect_one_for_each(tensor: torch.Tensor | None, dtype: torch.dtype, keys: i
 
 
 def expect_writable(tensors: Mapping[str, Any], priority: Any) -> None:
-    """Raise an error unless the keys are strings of UTF-8, their values are tensors, and the priority is an int."""
+    """Raise TypeError unless the keys are strings, their values are tensors, and the priority is an int."""
     for key, tensor in tensors.items():
         expect_str("key", key)
-        encoded_key(key)
         expect_tensor("tensor" if len(tensors) == 1 else f"the tensor of key {key!r}", tensor)
     expect_int("priority", priority)
 
 
 def expect_readable(keys: Sequence[Any], outs: Sequence[Any] | None, priority: Any) -> None:
-    """Raise an error unless the keys are strings of UTF-8, `outs` are tensors, and the priority is an int."""
+    """Raise TypeError unless the keys are strings, `outs` are tensors, and the priority is an int."""
     for key in keys:
         expect_str("key", key)
-        encoded_key(key)
     for key, out in zip(keys, outs or (), strict=False):
         if isinstance(out, (str, torch.device)):
             raise TypeError(f"out is a torch.Tensor, not {out!r}: pass a device by name, device={str(out)!r}")

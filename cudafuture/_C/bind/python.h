@@ -35,8 +35,8 @@ void take_gil(PyThreadState* state) noexcept;
 PyObject* call_python(PyObject* callable, PyObject* argument) noexcept;
 PyObject* call_python(PyObject* callable, PyObject* const* arguments, std::size_t count) noexcept;
 
-// Returns a str in UTF-8, and repr(object); what UTF-8 has no code for, such as a lone surrogate, is escaped. Throws
-// what the object's __repr__ raises.
+// Return a str, and the repr of an object, in UTF-8. Characters that UTF-8 cannot encode, such as a lone surrogate, are
+// escaped. Throw the error of the __repr__.
 std::string utf8_of(nanobind::handle text);
 std::string repr_of(nanobind::handle object);
 
