@@ -88,7 +88,8 @@ class SkipTracker:
 
 
 class _Current(threading.local):
-    tracker: SkipTracker | None = None
+    def __init__(self) -> None:
+        self.tracker = SkipTracker()
 
 
 _current = _Current()
@@ -100,8 +101,6 @@ def current_skip_tracker() -> SkipTracker:
     >>> current_skip_tracker() is current_skip_tracker()
     True
     """
-    if _current.tracker is None:
-        _current.tracker = SkipTracker()
     return _current.tracker
 
 
