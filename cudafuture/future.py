@@ -145,7 +145,7 @@ def fail(future: CUDAFuture[Any], exc: BaseException) -> bool:
     InvalidStateError where a cancellation came first.
 
     Args:
-        exc: the exception. Callers get this object; ``await`` raises a RuntimeError from a StopIteration.
+        exc: the exception, or its class. Callers get this object; ``await`` raises a RuntimeError from a StopIteration.
 
     Raises:
         TypeError: `exc` is not an exception.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cudafuture import CUDAFuture, collect_all, current_streams, fail, use_streams
+from cudafuture import CUDAFuture, collect_all, current_streams, use_streams
 from cudafuture.errors import InvalidStateError
 from cudafuture.executors import inline
 from rpc_ext import _C, _failure, _handlers, _staging
@@ -252,9 +252,7 @@ class Server:
                 _, outcome, is_future = self._run(payload, tensors)
                 return outcome if is_future else CUDAFuture.completed(outcome)
         except BaseException as e:
-            failed: CUDAFuture[Any] = CUDAFuture()
-            fail(failed, e)
-            return failed
+            return CUDAFuture.failed(e)
 
     @contextlib.contextmanager
     def _in_this_thread(self) -> Iterator[None]:

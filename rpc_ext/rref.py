@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar, overload
 import torch
 from torch._C._distributed_rpc import WorkerInfo
 
-from cudafuture import CUDAFuture, executors, fail, gather
+from cudafuture import CUDAFuture, executors, gather
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _batching, _engine, _failure
 from rpc_ext._codec import DeviceMap, Encoded, Kind, encode
@@ -257,9 +257,7 @@ def _tell_owner(rref: Any, error: Exception) -> None:
 def _fail(rref: RRef[Any], error: BaseException) -> None:
     """Fail the requests for a value that the owner will not make."""
     if rref._made() is None:
-        failed: CUDAFuture[Any] = CUDAFuture()
-        fail(failed, error)
-        _C.set_value(rref._rref, _Kept(failed))
+        _C.set_value(rref._rref, _Kept(CUDAFuture.failed(error)))
 
 
 class _Asked:

@@ -288,13 +288,11 @@ def test_stop_iteration_is_refused_and_that_of_a_function_does_not_end_a_corouti
     with pytest.raises(TypeError, match="no StopIteration"):
         future.set_exception(StopIteration(1))
     assert not future.done()
-    with pytest.raises(TypeError, match="no StopIteration"):
-        CUDAFuture.failed(StopIteration)
-    child: Future = submit(next, iter([]))
 
     async def main() -> None:
-        with pytest.raises(RuntimeError, match="StopIteration"):
-            await child
+        for failed in (submit(next, iter([])), CUDAFuture.failed(StopIteration(2))):
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                await failed
 
     run(main())
 

@@ -44,7 +44,7 @@ inline constexpr const char* completed = R"(Return a future that is complete wit
 'here'
 )";
 
-inline constexpr const char* failed = R"(Return a future that has failed with the exception `exc`.
+inline constexpr const char* failed = R"(Return a future that has failed with the exception `exc`, of any type.
 
 >>> from cudafuture import CUDAFuture
 >>> CUDAFuture.failed(KeyError("k")).exception()
