@@ -5,8 +5,9 @@ A call that is too short for checks makes them only when the native module has r
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "expect_number",
     "expect_str",
     "expect_tensor",
+    "explain_call",
     "listed",
     "shown",
 ]
@@ -124,3 +126,29 @@ def expect_device(name: str, value: Any) -> torch.device:
             raise ValueError(f"{name}={value!r} is not usable in this process; use 'cpu'. {reason}") from e
         _usable.add(device)
     return device
+
+
+def explain_call(error: TypeError, method: Callable[..., Any], count: int, names: tuple[str, ...]) -> str | None:
+    """Return a text for the error of a native method whose arguments do not fit its signature, or None.
+
+    Args:
+        count: how many arguments were given by position, ``self`` among them.
+        names: of the arguments that were given by name.
+    """
+    if "incompatible function arguments" not in str(error):
+        return None
+    own = list(inspect.signature(method).parameters.values())[1:]
+    positional = [p.name for p in own if p.kind is not p.KEYWORD_ONLY]
+    by_name = [str(p) for p in own if p.kind is p.KEYWORD_ONLY]
+    has = f"it takes {', '.join(map(str, own)) or 'no argument'}"
+    if count - 1 > len(positional) and by_name:
+        taken = f"{', '.join(positional)} by position, and the others" if positional else "its arguments"
+        return f"{method.__name__}() takes {taken} by name: {', '.join(by_name)}"
+    if count - 1 > len(positional):
+        return f"{method.__name__}() was given {count - 1} argument{'s' * (count > 2)}; {has}"
+    if unknown := [name for name in names if name not in {p.name for p in own}]:
+        return f"{method.__name__}() has no argument {', '.join(map(repr, unknown))}; {has}"
+    given = {*positional[: count - 1], *names}
+    if missing := [p.name for p in own if p.default is p.empty and p.name not in given]:
+        return f"{method.__name__}() needs the argument {', '.join(map(repr, missing))}; {has}"
+    return None

@@ -218,7 +218,6 @@ CALLS: dict[str, list[Callable[[Any], object]]] = {
         lambda t: cudafuture.wait([t.future], timeout="5"),  # type: ignore[arg-type]
         lambda t: cudafuture.as_completed([t.future], timeout="5"),  # type: ignore[arg-type]
     ],
-    r"wait\(\) takes its arguments by name.*wait\(timeout=5\)": [lambda t: t.future.wait(5)],
 }
 
 

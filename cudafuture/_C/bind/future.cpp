@@ -79,17 +79,9 @@ void init(nb::pointer_and_handle<PyFuture> self, nb::handle devices, int priorit
 // Returns the exception that fails a future: `exc`, or an instance of it if it is a class.
 nb::object expect_exception(nb::object exc, const char* who) {
   if (PyExceptionClass_Check(exc.ptr()) != 0) exc = call(exc);
-  if (!PyExceptionInstance_Check(exc.ptr())) {
-    const std::string message = std::string(who) + " takes an exception, not " + repr_of(exc);
-    throw nb::type_error(message.c_str());
-  }
-  if (PyErr_GivenExceptionMatches(exc.ptr(), PyExc_StopIteration) != 0) {
-    const std::string message =
-        std::string(who) +
-        " takes no StopIteration: it would end a generator or a coroutine that waits, without an error";
-    throw nb::type_error(message.c_str());
-  }
-  return exc;
+  if (PyExceptionInstance_Check(exc.ptr()) != 0) return exc;
+  const std::string message = std::string(who) + " takes an exception, not " + repr_of(exc);
+  throw nb::type_error(message.c_str());
 }
 
 nb::object completed(nb::object value) {
@@ -111,6 +103,8 @@ nb::object failed(nb::object exc) {
 }
 
 // ---- consumer
+
+PyFuture& of(nb::handle self) { return *nb::inst_ptr<PyFuture>(self); }
 
 bool ready(PyFuture& self) {
   const ParkingScope parking;
@@ -210,6 +204,11 @@ void set_exception(PyFuture& self, nb::object exc) {
   const ParkingScope parking;
   refuse_after_fork();
   exc = expect_exception(std::move(exc), "set_exception()");
+  if (PyErr_GivenExceptionMatches(exc.ptr(), PyExc_StopIteration) != 0) {
+    throw nb::type_error(
+        "set_exception() takes no StopIteration: it would end a generator or a coroutine that waits, without an "
+        "error; fail() takes any exception");
+  }
   const FuturePtr future = self.core;
   if (!fail(*future, std::move(exc))) raise_done_already(*future, "set_exception()");
   raise_kept_interrupt();
@@ -233,10 +232,7 @@ nb::object late_error(PyFuture& self) {
 bool fail_with(PyFuture& self, nb::object exc) {
   const ParkingScope parking;
   refuse_after_fork();
-  if (!PyExceptionInstance_Check(exc.ptr())) {
-    const std::string message = std::string("fail() takes an exception, not ") + repr_of(exc);
-    throw nb::type_error(message.c_str());
-  }
+  exc = expect_exception(std::move(exc), "fail()");
   const FuturePtr future = self.core;
   const bool first = fail(*future, std::move(exc));
   raise_kept_interrupt();
@@ -331,12 +327,22 @@ void bind_future(nb::module_& m) {
   c.def_prop_rw(
       "released", released, [](PyFuture& self, const PyFuture& released) { self.core->set_released(released.core); },
       docs::released);
-  c.def("wait", [](nb::handle, const nb::args&, const nb::kwargs&) -> nb::object {
-    throw nb::type_error(
-        "wait() takes its arguments by name: timeout, in seconds, and non_blocking, a bool. Call wait(timeout=5)");
-  });
   c.def("__repr__", [](PyFuture& self) { return repr(*self.core); });
-  use_method_descriptors(c);
+  static const nb::handle pool = nb::steal<nb::str>(PyUnicode_InternFromString("pool")).release();
+  use_method_descriptors(
+      c, {{"wait", 0, [](nb::handle self, nb::handle) { return wait(of(self), false, nb::none()); }},
+          {"result", 0, [](nb::handle self, nb::handle) { return wait(of(self), false, nb::none()); }},
+          {"set_result", 1,
+           [](nb::handle self, nb::handle value) {
+             set_result(of(self), nb::borrow(value), nb::none(), nb::none());
+             return nb::object(nb::none());
+           }},
+          {"then", 1,
+           [](nb::handle self, nb::handle fn) { return then(self, fn, std::nullopt, pool, nb::none(), true, false); }},
+          {"add_done_callback", 1, [](nb::handle self, nb::handle fn) {
+             add_done_callback(self, nb::borrow(fn), nb::none());
+             return nb::object(nb::none());
+           }}});
 
   m.def("fail", fail_with, nb::arg("future"), nb::arg("exc"));
   m.def("state", [](const PyFuture& future) { return name_of(future.core->state()); }, nb::arg("future"));

@@ -3,14 +3,14 @@
 #include <c10/util/Exception.h>
 
 #include <array>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "bind/errors.h"
+
 namespace cudafuture::bind {
-
-namespace nb = nanobind;
-
 namespace {
 
 // The objects that it points to live as long as the process.
@@ -18,29 +18,69 @@ struct Method {
   PyMethodDef definition;  // first: a descriptor points to it
   PyObject* function;      // nanobind's
   vectorcallfunc call;
+  std::string doc;
+  PyObject* descriptor;
+  PlainCall plain{nullptr, -1, nullptr};
 };
 
 std::array<Method, 32> methods;
 size_t number_of_methods = 0;
 
-// Calls the method of a descriptor: `arguments` begin with the object.
-PyObject* call_descriptor(PyObject* descriptor, PyObject* const* arguments, size_t number, PyObject* names) {
-  const auto* method = reinterpret_cast<Method*>(reinterpret_cast<PyMethodDescrObject*>(descriptor)->d_method);
-  return method->call(method->function, arguments, number, names);
+// Gives the error of a failed call a text that names the argument, if the arguments do not fit the signature.
+[[gnu::noinline, gnu::cold]] void explain(const Method& method, size_t positional, PyObject* names) noexcept {
+  if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) return;
+  static Imported explain_call{"cudafuture._arguments", "explain_call"};
+  try {
+    nb::python_error error;
+    const nb::object by_name = names == nullptr ? nb::object(nb::tuple()) : nb::borrow(names);
+    const nb::object text =
+        call(explain_call(), error.value(), nb::handle(method.descriptor), nb::int_(positional), by_name);
+    if (text.is_none()) {
+      error.restore();
+    } else {
+      PyErr_SetObject(PyExc_TypeError, text.ptr());
+    }
+  } catch (nb::python_error& e) {
+    e.restore();
+  }
 }
 
-// Calls a method where CPython passes the object apart, and nothing that names the method: each has its own function.
+PyObject* call_plain(const PlainCall& plain, PyObject* self, PyObject* const* argument) noexcept {
+  try {
+    return plain.function(self, plain.count == 0 ? nullptr : *argument).release().ptr();
+  } catch (nb::python_error& e) {
+    e.restore();
+  } catch (...) {
+    const nb::object error = exception_of(std::current_exception());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  }
+  return nullptr;
+}
+
+// Calls a function of nanobind: `arguments` begin with the object.
+PyObject* call_function(const Method& method, PyObject* const* arguments, size_t number, PyObject* names) {
+  PyObject* const result = method.call(method.function, arguments, number, names);
+  if (result == nullptr) explain(method, PyVectorcall_NARGS(number), names);
+  return result;
+}
+
+PyObject* call_descriptor(PyObject* descriptor, PyObject* const* arguments, size_t number, PyObject* names) {
+  const auto* method = reinterpret_cast<Method*>(reinterpret_cast<PyMethodDescrObject*>(descriptor)->d_method);
+  return call_function(*method, arguments, number, names);
+}
+
+// Calls a method where CPython passes the object apart, of the class that the descriptor names, and nothing that names
+// the method: each has its own function. The interpreter's calls of methods come here.
 template <size_t index>
 PyObject* call_method(PyObject* self, PyObject* const* arguments, Py_ssize_t number, PyObject* names) {
   const Method& method = methods[index];
-  if (number == 0 && names == nullptr) return method.call(method.function, &self, 1, nullptr);
-  if (number == 1 && names == nullptr) {
-    PyObject* const both[] = {self, arguments[0]};
-    return method.call(method.function, both, 2, nullptr);
+  if (number == method.plain.count && names == nullptr && nb::inst_ready(self)) {
+    return call_plain(method.plain, self, arguments);
   }
+  if (number == 0 && names == nullptr) return call_function(method, &self, 1, nullptr);
   std::vector<PyObject*> all{self};
   all.insert(all.end(), arguments, arguments + number + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
-  return method.call(method.function, all.data(), number + 1, names);
+  return call_function(method, all.data(), number + 1, names);
 }
 
 template <size_t... index>
@@ -50,13 +90,27 @@ constexpr auto calls_of_methods(std::index_sequence<index...>) {
 
 constexpr auto method_calls = calls_of_methods(std::make_index_sequence<std::tuple_size_v<decltype(methods)>>());
 
-const char* text_attribute(nb::handle function, const char* attribute) {
-  return PyUnicode_AsUTF8(nb::object(function.attr(attribute)).release().ptr());
+// Returns nanobind's docstring with its first line in the form from which CPython makes a signature: `self` has a mark,
+// and arguments have no types.
+std::string with_text_signature(std::string_view doc) {
+  const std::string_view head = doc.substr(0, doc.find(") ->"));
+  const size_t self = head.find("self");
+  std::string signature = std::string(head.substr(0, self)) + '$';
+  int depth = 0;
+  bool is_type = false;
+  for (const char c : head.substr(self)) {
+    depth += (c == '[' || c == '(') - (c == ']' || c == ')');
+    if (depth == 0 && c == ':') is_type = true;
+    if (depth == 0 && (c == ',' || c == '=')) is_type = false;
+    if (!is_type) signature += c;
+  }
+  const size_t body = doc.find("\n\n");
+  return signature + ")\n--\n\n" + std::string(body == doc.npos ? "" : doc.substr(body + 2));
 }
 
 }  // namespace
 
-void use_method_descriptors(nb::handle cls) {
+void use_method_descriptors(nb::handle cls, std::initializer_list<PlainCall> plain_calls) {
   nb::dict attributes;
   attributes.update(cls.attr("__dict__"));
   for (auto [name, function] : attributes) {
@@ -66,12 +120,17 @@ void use_method_descriptors(nb::handle cls) {
     Method& method = methods[number_of_methods];
     method.function = function.inc_ref().ptr();
     method.call = PyVectorcall_Function(method.function);
-    method.definition = {text_attribute(function, "__name__"),
+    method.doc = with_text_signature(nb::cast<std::string>(function.attr("__doc__")));
+    method.definition = {PyUnicode_AsUTF8(name.inc_ref().ptr()),
                          reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(method_calls[number_of_methods++])),
-                         METH_FASTCALL | METH_KEYWORDS, text_attribute(function, "__doc__")};
+                         METH_FASTCALL | METH_KEYWORDS, method.doc.c_str()};
+    for (const PlainCall& plain : plain_calls) {
+      if (std::string_view(plain.method) == method.definition.ml_name) method.plain = plain;
+    }
     const nb::object descriptor =
         nb::steal(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(cls.ptr()), &method.definition));
     reinterpret_cast<PyMethodDescrObject*>(descriptor.ptr())->vectorcall = call_descriptor;
+    method.descriptor = descriptor.ptr();
     nb::setattr(cls, name, descriptor);
   }
 }
