@@ -232,7 +232,7 @@ def begin(
 
     Raises:
         TensorError: the storage of a tensor was freed or shrunk.
-        ValueError: a tensor is not contiguous.
+        ValueError: a tensor is not contiguous, or is a conjugated or negated view.
         InvalidStateError: issued by a callback that has no order among the callbacks of the other ranks, or inside
             torch's coalescing manager.
         CollectiveError: issued by a callback, and its side group could not be created; or over NCCL, and the callbacks
@@ -333,10 +333,17 @@ def _facts(tensors: Any, operation: Operation, process_group: dist.ProcessGroup)
 
     Raises:
         TensorError: the storage of a tensor was freed or shrunk.
-        ValueError: a tensor is not contiguous, and the backend would use its memory as if it were.
+        ValueError: a tensor is not contiguous, or is a conjugated or negated view, and the backend would use its memory
+            as if it were the tensor.
     """
     if isinstance(tensors, torch.Tensor):
         is_plain = _C.has_contiguous_memory(tensors) or tensors.layout is not torch.strided
+        if not is_plain and (tensors.is_conj() or tensors.is_neg()):
+            view, remedy = ("conjugated", "resolve_conj()") if tensors.is_conj() else ("negated", "resolve_neg()")
+            raise ValueError(
+                f"{operation.name}() would use the memory of a {view} view of shape {list(tensors.shape)} as it is; "
+                f"give it tensor.{remedy}, and copy the result back"
+            )
         if not (is_plain or _is_fit(tensors, operation, process_group)):
             raise ValueError(
                 f"{operation.name}() needs contiguous tensors, but one of shape {list(tensors.shape)} has the strides "

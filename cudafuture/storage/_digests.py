@@ -36,7 +36,7 @@ def digest(tensor: torch.Tensor) -> int:
     if not tensor.is_cpu:
         raise ValueError(f"the tensor is on {tensor.device}; copy it to the host first")
     data = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg() or not is_contiguous:
+    if not is_contiguous:
         data = data.resolve_conj().resolve_neg().contiguous()
     return digests(data, [(0, data.nbytes)])[0]
 

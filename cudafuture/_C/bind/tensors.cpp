@@ -77,7 +77,7 @@ bool has_contiguous_memory(nb::handle object) {
   const at::Tensor tensor = expect_tensor(object);
   const bool is_strided = tensor.layout() == at::kStrided && !tensor.is_nested();
   if (const auto fault = is_strided ? memory_fault(tensor) : storage_fault(tensor)) raise_error("TensorError", *fault);
-  return is_strided && tensor.is_contiguous();
+  return is_strided && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
 void expect_storage(nb::handle object) {
