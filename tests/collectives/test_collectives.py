@@ -161,6 +161,42 @@ def test_a_tensor_with_gaps_is_refused_at_the_call(world: World) -> None:
     world.run(run)
 
 
+def replaced(arguments: Any, view: Callable[[Tensor], Tensor]) -> list[Any]:
+    """Return copies of the arguments, or of a list in them, in each of which one tensor is replaced by a view."""
+    found: list[Any] = []
+    for i, one in enumerate(arguments):
+        if isinstance(one, Tensor):
+            found.append([*arguments[:i], view(one), *arguments[i + 1 :]])
+        elif isinstance(one, list):
+            found += [[*arguments[:i], part, *arguments[i + 1 :]] for part in replaced(one, view)]
+    return found
+
+
+@pytest.mark.world(2)
+def test_a_conjugated_or_negated_view_is_refused_wherever_a_tensor_is(world: World) -> None:
+    views: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+        (r"conjugated .*resolve_conj\(\)", torch.conj),
+        (r"negated .*resolve_neg\(\)", torch._neg_view),
+        (r"negated .*resolve_neg\(\)", lambda t: torch._neg_view(torch.stack([t, t], -1))[..., 0]),  # it has gaps, too
+    ]
+
+    def run() -> None:
+        place, peer, t = Place(root=dist.get_rank()), 1 - dist.get_rank(), torch.ones(2, dtype=torch.complex64)
+        calls = [(case.function, case.arguments, case.keywords) for case in (make(place, t.dtype) for make in ALL)]
+        calls += [(f, (t, peer), {}) for f in ("send", "recv", "isend", "irecv")]
+        for message, view in views:
+            for name, arguments, keywords in calls:
+                for wrong in replaced(arguments, view):
+                    with pytest.raises(ValueError, match=message):
+                        getattr(cfd, name)(*wrong, **keywords)
+            for op in (dist.isend, dist.irecv):
+                with pytest.raises(ValueError, match=message):
+                    cfd.batch_isend_irecv([dist.P2POp(op, view(t), peer)])
+        assert cfd.all_reduce(torch.ones(1)).wait(timeout=TIMEOUT).item() == 2
+
+    world.run(run)
+
+
 @pytest.mark.world(2)
 def test_a_tensor_without_its_memory_is_refused_at_the_call(world: World) -> None:
     def run() -> None:
