@@ -12,6 +12,7 @@ from cudafuture.distributed.collectives import (
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,
+    all_gather_single,
     all_reduce,
     all_reduce_coalesced,
     all_to_all,
@@ -19,12 +20,16 @@ from cudafuture.distributed.collectives import (
     barrier,
     broadcast,
     gather,
+    gather_into_tensor,
+    gather_single,
     reduce,
     reduce_scatter,
+    reduce_scatter_single,
     reduce_scatter_tensor,
     scatter,
 )
 from cudafuture.distributed.ddp import ddp_comm_hook
+from cudafuture.distributed.object_messages import recv_object_list, send_object_list
 from cudafuture.distributed.objects import (
     all_gather_object,
     broadcast_object_list,
@@ -45,6 +50,7 @@ __all__ = [
     "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
+    "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
@@ -55,18 +61,23 @@ __all__ = [
     "broadcast_object_list",
     "ddp_comm_hook",
     "gather",
+    "gather_into_tensor",
     "gather_object",
+    "gather_single",
     "irecv",
     "isend",
     "monitored_barrier",
     "new_group",
     "recv",
+    "recv_object_list",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
     "scatter_object_list",
     "send",
+    "send_object_list",
 ]
 
 break_graphs(*map(globals().get, __all__))

@@ -18,6 +18,7 @@ groups: a callback issues on the group itself, at its place in the issue order (
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -73,6 +74,7 @@ class Group:
         self.staged = _C.ordered_executor(f"{self.name}/staged")
         self.sends = _C.ordered_executor(f"{self.name}/sends")
         self.sends_waiting = 0  # in the queue `sends`; guarded by _lock
+        self.payloads = itertools.count()  # of send_object_list()
         self.program = Issuer(None, None)
         self.beside = Issuer(None, None)
         self.ranks = frozenset(dist.get_process_group_ranks(process_group))

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import distributed_c10d as c10d
 
 from cudafuture.distributed._backends import unwrapped
 from cudafuture.distributed._side_group import kind_of
@@ -100,6 +101,20 @@ def _all_to_all(outputs: Any, inputs: Any, group: Any, **options: Any) -> Any:
     return dist.all_to_all(outputs, inputs, group=group, **options)
 
 
+def _gather_single(tensor: torch.Tensor, gather_tensor: Any, group: Any, group_dst: int, async_op: bool) -> Any:
+    """Gather into the parts of `gather_tensor`; torch has this function from 2.14 on."""
+    parts = None
+    if group.rank() == group_dst:
+        c10d._check_single_tensor(gather_tensor, "gather_tensor")
+        if gather_tensor.numel() != group.size() * tensor.numel():
+            raise ValueError(
+                f"gather_tensor has {gather_tensor.numel()} elements, but needs {tensor.numel()} of each of "
+                f"{group.size()} ranks"
+            )
+        parts = list(gather_tensor.view(group.size(), *tensor.shape))
+    return dist.gather(tensor, parts, group=group, group_dst=group_dst, async_op=async_op)
+
+
 # torch 2.13 has new names for these two, and warns about the old ones.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -147,6 +162,9 @@ GATHER = Operation(
     has_same_tensors=False,
     gloo_copies_cuda=True,
 )
+GATHER_SINGLE = Operation(
+    "gather_single", _gather_single, "rw", output=1, root="dst", default_root=0, roles_elsewhere="r-"
+)
 SCATTER = Operation(
     "scatter",
     dist.scatter,
@@ -169,6 +187,9 @@ BARRIER = Operation("barrier", dist.barrier, output=None)
 SEND = Operation("send", dist.isend, is_matched_by_peer=True)
 RECV = Operation("recv", dist.irecv, is_matched_by_peer=True)
 BATCH_ISEND_IRECV = Operation("batch_isend_irecv", dist.batch_isend_irecv, is_matched_by_peer=True)
+
+SEND_OBJECT_LIST = Operation("send_object_list", dist.send_object_list, is_matched_by_peer=True)
+RECV_OBJECT_LIST = Operation("recv_object_list", dist.recv_object_list, is_matched_by_peer=True)
 
 # ---- operations that block, in serial queues of their own
 

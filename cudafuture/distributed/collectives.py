@@ -41,6 +41,7 @@ from cudafuture.distributed._operations import (
     BARRIER,
     BROADCAST,
     GATHER,
+    GATHER_SINGLE,
     REDUCE,
     REDUCE_SCATTER,
     REDUCE_SCATTER_TENSOR,
@@ -52,6 +53,7 @@ __all__ = [
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
@@ -59,8 +61,11 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather",
+    "gather_into_tensor",
+    "gather_single",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
 ]
@@ -212,6 +217,9 @@ def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: A
     return _issue(ALL_GATHER_INTO_TENSOR, group, (output_tensor, input_tensor))
 
 
+all_gather_single = all_gather_into_tensor  # torch's name from 2.13 on
+
+
 def gather(
     tensor: Tensor,
     gather_list: _Tensors | None = None,
@@ -225,6 +233,26 @@ def gather(
     [tensor([1., 1.])]
     """
     return _issue(GATHER, group, (tensor, gather_list), dst, group_dst)
+
+
+def gather_single(
+    tensor: Tensor,
+    gather_tensor: Tensor | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    group_dst: int | None = None,
+) -> CUDAFuture[Tensor | None]:
+    """Gather the `tensor` of every rank into one tensor of rank `dst` (default 0), joined or stacked; its value there.
+
+    The `tensor` of every rank has the same shape. Other ranks give no `gather_tensor`.
+
+    >>> gather_single(torch.ones(2), torch.empty(2), dst=0).wait()
+    tensor([1., 1.])
+    """
+    return _issue(GATHER_SINGLE, group, (tensor, gather_tensor), dst, group_dst)
+
+
+gather_into_tensor = gather_single
 
 
 def scatter(
@@ -262,6 +290,9 @@ def reduce_scatter_tensor(
     tensor([1., 1.])
     """
     return _issue(REDUCE_SCATTER_TENSOR, group, (output, input), op=op)
+
+
+reduce_scatter_single = reduce_scatter_tensor  # torch's name from 2.13 on
 
 
 def all_to_all(output_tensor_list: _Tensors, input_tensor_list: _Tensors, group: Any = None) -> CUDAFuture[_Tensors]:

@@ -74,7 +74,7 @@ def _issue(
     return issue.run_in_queue(process_group, partial(operation.function, *arguments, **options), value)
 
 
-def _safely(weights_only: bool) -> dict[str, Any]:
+def safely(weights_only: bool) -> dict[str, Any]:
     """Return torch's option for `weights_only`, which needs torch 2.14; raise ValueError if torch lacks it."""
     if not weights_only:
         return {}
@@ -91,7 +91,7 @@ def all_gather_object(
     >>> all_gather_object([None], {"loss": 0.5}).wait()
     [{'loss': 0.5}]
     """
-    return _issue(ALL_GATHER_OBJECT, group, (object_list, obj), obj, **_safely(weights_only))
+    return _issue(ALL_GATHER_OBJECT, group, (object_list, obj), obj, **safely(weights_only))
 
 
 def broadcast_object_list(
@@ -109,8 +109,8 @@ def broadcast_object_list(
     >>> broadcast_object_list(["settings", 3], src=0).wait()
     ['settings', 3]
     """
-    safely = _safely(weights_only)
-    return _issue(BROADCAST_OBJECT_LIST, group, (object_list,), object_list, src, group_src, device=device, **safely)
+    options = safely(weights_only)
+    return _issue(BROADCAST_OBJECT_LIST, group, (object_list,), object_list, src, group_src, device=device, **options)
 
 
 def scatter_object_list(
@@ -127,7 +127,7 @@ def scatter_object_list(
     [{'shard': 0}]
     """
     lists = (scatter_object_output_list, scatter_object_input_list)
-    return _issue(SCATTER_OBJECT_LIST, group, lists, lists[1], src, group_src, **_safely(weights_only))
+    return _issue(SCATTER_OBJECT_LIST, group, lists, lists[1], src, group_src, **safely(weights_only))
 
 
 def gather_object(
@@ -144,7 +144,7 @@ def gather_object(
     [{'loss': 0.5}]
     """
     arguments = (obj, object_gather_list)
-    return _issue(GATHER_OBJECT, group, arguments, obj, dst, group_dst, **_safely(weights_only))
+    return _issue(GATHER_OBJECT, group, arguments, obj, dst, group_dst, **safely(weights_only))
 
 
 def monitored_barrier(

@@ -55,8 +55,8 @@ def send(
     if issued is None:
         return nothing()
     issue, pg = issued
-    peer = _peer_in(pg, dst, group_dst, "dst")
-    return _send(issue, pg, tensor, peer, tag)
+    peer = peer_in(pg, dst, group_dst, "dst")
+    return issue_send(issue, pg, tensor, peer, tag)
 
 
 def recv(
@@ -81,9 +81,9 @@ def recv(
         return nothing()
     issue, pg = issued
     if src is None and group_src is None:
-        return _recv_from_anyone(issue, pg, tensor, tag)
-    peer = _peer_in(pg, src, group_src, "src")
-    return _recv(issue, pg, tensor, peer, tag)
+        return issue_recv_from_anyone(issue, pg, tensor, tag)
+    peer = peer_in(pg, src, group_src, "src")
+    return issue_recv(issue, pg, tensor, peer, tag)
 
 
 isend = send
@@ -126,7 +126,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
     if pg._get_backend(ops[0].tensor.device).supports_coalescing:  # one Work for all operations
         return issue.run(pg, issue_all, values, tensors)
     for op in ops:
-        _peer_in(pg, None, op.group_peer, "peer")
+        peer_in(pg, None, op.group_peer, "peer")
     first = issue.run(pg, issue_all, values[0], tensors)
     if not works:  # refused
         return gather(first)
@@ -134,7 +134,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
     return gather(first, *others)
 
 
-def _peer_in(group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int:
+def peer_in(group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int:
     """Return the rank in the group of another rank; raise ValueError if it is this rank."""
     peer = rank_in(group, rank, group_rank, name)
     if peer == group.rank():
@@ -142,7 +142,7 @@ def _peer_in(group: dist.ProcessGroup, rank: int | None, group_rank: int | None,
     return peer
 
 
-def _send(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> CUDAFuture[None]:
+def issue_send(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> CUDAFuture[None]:
     function = partial(SEND.function, tag=tag, group_dst=peer)
     if issue.is_staged or _is_behind_others(issue, tensor):
         return _staged.run_send(issue, group, function, tensor)
@@ -154,7 +154,9 @@ def _is_behind_others(issue: Issue, tensor: torch.Tensor) -> bool:
     return issue.group.sends_waiting > 0 and tensor.is_cpu
 
 
-def _recv(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> CUDAFuture[Received]:
+def issue_recv(
+    issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int
+) -> CUDAFuture[Received]:
     function = partial(RECV.function, tag=tag, group_src=peer)
     received = Received(tensor, dist.get_global_rank(group, peer))
     if issue.is_staged:
@@ -163,8 +165,8 @@ def _recv(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: in
 
 
 def _issue_alone(issue: Issue, group: dist.ProcessGroup, op: dist.P2POp) -> CUDAFuture[Any]:
-    peer = _peer_in(group, None, op.group_peer, "peer")
-    return (_send if op.op is dist.isend else _recv)(issue, group, op.tensor, peer, op.tag)
+    peer = peer_in(group, None, op.group_peer, "peer")
+    return (issue_send if op.op is dist.isend else issue_recv)(issue, group, op.tensor, peer, op.tag)
 
 
 def _value_of(op: dist.P2POp, group: dist.ProcessGroup) -> Received | None:
@@ -173,7 +175,9 @@ def _value_of(op: dist.P2POp, group: dist.ProcessGroup) -> Received | None:
     return Received(op.tensor, dist.get_global_rank(group, op.group_peer))
 
 
-def _recv_from_anyone(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, tag: int) -> CUDAFuture[Received]:
+def issue_recv_from_anyone(
+    issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, tag: int
+) -> CUDAFuture[Received]:
     """Receive from any rank; only the completed Work knows the sender."""
 
     def received_by(work: Any) -> Received:

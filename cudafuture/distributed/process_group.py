@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
-from cudafuture.distributed import collectives, objects, point_to_point
+from cudafuture.distributed import collectives, object_messages, objects, point_to_point
 from cudafuture.distributed._group import group_of, make_group, require_program, resolve
 from cudafuture.distributed._nccl_options import options_without_split
 from cudafuture.distributed.point_to_point import Received
@@ -184,6 +184,8 @@ class ProcessGroup:
     def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor) -> CUDAFuture[Tensor]:
         return collectives.all_gather_into_tensor(output_tensor, input_tensor, self.group)
 
+    all_gather_single = all_gather_into_tensor
+
     def gather(
         self,
         tensor: Tensor,
@@ -192,6 +194,17 @@ class ProcessGroup:
         group_dst: int | None = None,
     ) -> CUDAFuture[_Tensors | None]:
         return collectives.gather(tensor, gather_list, dst, self.group, group_dst)
+
+    def gather_single(
+        self,
+        tensor: Tensor,
+        gather_tensor: Tensor | None = None,
+        dst: int | None = None,
+        group_dst: int | None = None,
+    ) -> CUDAFuture[Tensor | None]:
+        return collectives.gather_single(tensor, gather_tensor, dst, self.group, group_dst)
+
+    gather_into_tensor = gather_single
 
     def scatter(
         self,
@@ -207,6 +220,8 @@ class ProcessGroup:
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM) -> CUDAFuture[Tensor]:
         return collectives.reduce_scatter_tensor(output, input, op, self.group)
+
+    reduce_scatter_single = reduce_scatter_tensor
 
     def all_to_all(self, output_tensor_list: _Tensors, input_tensor_list: _Tensors) -> CUDAFuture[_Tensors]:
         return collectives.all_to_all(output_tensor_list, input_tensor_list, self.group)
@@ -242,6 +257,32 @@ class ProcessGroup:
         return point_to_point.batch_isend_irecv(p2p_op_list)
 
     # ---- objects
+
+    def send_object_list(
+        self,
+        object_list: list[Any],
+        dst: int | None = None,
+        device: torch.device | None = None,
+        group_dst: int | None = None,
+        use_batch: bool = False,
+        weights_only: bool = False,
+    ) -> CUDAFuture[None]:
+        return object_messages.send_object_list(
+            object_list, dst, self.group, device, group_dst, use_batch, weights_only
+        )
+
+    def recv_object_list(
+        self,
+        object_list: list[Any],
+        src: int | None = None,
+        device: torch.device | None = None,
+        group_src: int | None = None,
+        use_batch: bool = False,
+        weights_only: bool = False,
+    ) -> CUDAFuture[int]:
+        return object_messages.recv_object_list(
+            object_list, src, self.group, device, group_src, use_batch, weights_only
+        )
 
     def all_gather_object(self, object_list: list[Any], obj: Any, weights_only: bool = False) -> CUDAFuture[list[Any]]:
         return objects.all_gather_object(object_list, obj, self.group, weights_only)
@@ -285,7 +326,7 @@ class ProcessGroup:
 
 
 def _share_docstrings() -> None:
-    for module in (collectives, point_to_point, objects):
+    for module in (collectives, point_to_point, object_messages, objects):
         for name in module.__all__:
             method = ProcessGroup.__dict__.get(name)
             if method is not None and method.__doc__ is None:

@@ -28,9 +28,10 @@ def test_every_row_has_a_public_function_and_a_method(name: str) -> None:
 def test_every_collective_on_tensors_has_a_row_and_is_compared_with_torch() -> None:
     names = {row.name for row in ON_TENSORS}
     functions = inspect.getmembers(collectives, inspect.isfunction)
-    defined = {name for name, fn in functions if fn.__module__ == collectives.__name__ and not name.startswith("_")}
-    assert names == set(collectives.__all__) == defined
-    assert names - {make.__name__ for make in ALL} == {"barrier"}
+    ours = {name: fn for name, fn in functions if fn.__module__ == collectives.__name__ and not name.startswith("_")}
+    assert set(collectives.__all__) == ours.keys()
+    assert names == {fn.__name__ for fn in ours.values()}  # the others are second names
+    assert names - {make.__name__ for make in ALL} == {"barrier", "gather_single"}  # torch 2.14 has the second
 
 
 @pytest.mark.parametrize("row", ROOTED, ids=lambda row: row.name)

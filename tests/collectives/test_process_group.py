@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from support.comparison import ALL, COMMON, TIMEOUT, Place, by_ours, compare, ex
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
+ROOT = Path(__file__).parents[2]
 FUNCTIONS = sorted(
     name
     for name in cfd.__all__
@@ -29,6 +33,13 @@ NEWER = {  # than torch 2.11
     "new_group": {"sort_ranks"},
     **{name: {"weights_only"} for name in FUNCTIONS if "_object" in name},
 }
+
+NOT_OURS = {  # functions of torch that the library does not have
+    "init_process_group destroy_process_group set_timeout record_comm": "they issue nothing",
+    "new_subgroups new_subgroups_by_enumeration split_group": "ProcessGroup.split()",
+    "shrink_group": "ProcessGroup.new_group()",
+}
+QUESTIONS = re.compile("get_|is_|supports_")  # functions that answer at once
 
 Shape = list[tuple[str, Any, Any]]
 
@@ -41,9 +52,23 @@ def shape(function: Callable[..., Any], *without: str) -> Shape:
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "new_group"])
 def test_the_parameters_are_those_of_torch(name: str) -> None:
+    if name not in dist.distributed_c10d.__all__:
+        pytest.skip("this torch does not have it")
     theirs = shape(getattr(dist, name), "async_op")
     newer = NEWER.get(name, set()) - {p for p, *_ in theirs}
     assert shape(getattr(cfd, name), *newer) == theirs
+
+
+def test_every_function_of_torch_is_here_or_is_listed_with_its_reason() -> None:
+    c10d: Any = dist.distributed_c10d
+    functions = {name for name in c10d.__all__ if type(vars(c10d)[name]) is FunctionType}
+    not_ours = {name for names in NOT_OURS for name in names.split()}
+    assert {"send_object_list", "recv_object_list", "all_gather_into_tensor"} <= functions
+    missing = {name for name in functions - set(cfd.__all__) if not QUESTIONS.match(name)}
+    assert missing <= not_ours
+    assert not not_ours & set(cfd.__all__)
+    section = (ROOT / "docs" / "collectives.md").read_text(encoding="utf-8").partition("## Functions of torch")[2]
+    assert all(f"`{name}`" in section for name in not_ours)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -64,6 +89,7 @@ def test_a_program_without_a_default_group_is_told_so(name: str) -> None:
         **{name: [tensor] for name in ("tensors", "input_list", "tensor_list", "input_tensor_list")},
         "output_tensor_lists": [[tensor]],
         "p2p_op_list": [],
+        "object_list": [None],
     }
     required = [p for p in inspect.signature(getattr(cfd, name)).parameters.values() if p.default is p.empty]
     with pytest.raises(ValueError, match=r"init|at least one P2POp"):
@@ -215,3 +241,19 @@ def test_split_puts_every_rank_into_one_group_at_most(world: World) -> None:
 
     outer, inner, none = [True, [0, 3], 3.0], [True, [1], 1.0], [False, [], None]
     assert world.run(run) == [outer, inner, none, outer]
+
+
+@pytest.mark.world(3)
+def test_gather_single_gives_what_gather_gives(world: World) -> None:
+    def run() -> None:
+        rank, pg = dist.get_rank(), cfd.ProcessGroup()
+        for shape in ((6, 2), (3, 2, 2), (12,)):  # joined, stacked, flat
+            for function in (cfd.gather_single, pg.gather_into_tensor):
+                whole = torch.zeros(shape) if rank == 1 else None
+                assert function(torch.full((2, 2), float(rank)), whole, dst=1).wait(timeout=TIMEOUT) is whole
+                assert whole is None or whole.flatten().tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
+        for wrong in (None, torch.zeros(5), torch.zeros(4, 3).t()):
+            with pytest.raises((TypeError, ValueError)):
+                cfd.gather_single(torch.ones(2, 2), wrong, dst=rank)
+
+    world.run(run)

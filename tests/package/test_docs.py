@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 import cudafuture
 import rpc_ext
-from cudafuture import CUDAFuture, EventView, InvalidStateError, errors
-from cudafuture.distributed import point_to_point
+from cudafuture import CUDAFuture, EventView, InvalidStateError, distributed, errors
 from cudafuture.testing import World, sim
 from package.compiled import compile_examples
 from support.soak import SOAK
@@ -45,7 +44,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 # Their examples are for the ranks of a world of two.
-FOR_TWO = {"batch_isend_irecv", "recv", "send"}
+FOR_TWO = {"batch_isend_irecv", "recv", "recv_object_list", "send", "send_object_list"}
 
 # One worker, which calls itself, is enough for the examples of RPC; these begin and end it themselves.
 WITHOUT_A_SESSION = {"call_at_end", "init_rpc", "shutdown"}
@@ -279,7 +278,7 @@ def with_examples() -> dict[str, Any]:
 
 
 WITH_EXAMPLES = with_examples()
-OF_TWO = {name for name, thing in WITH_EXAMPLES.items() if thing in [getattr(point_to_point, f) for f in FOR_TWO]}
+OF_TWO = {name for name, thing in WITH_EXAMPLES.items() if thing in [getattr(distributed, f) for f in FOR_TWO]}
 
 
 def names_for(name: str) -> dict[str, Any]:
@@ -338,7 +337,7 @@ def test_the_examples_of_a_docstring_run_in_inference_mode(name: str, group: Non
 @pytest.mark.world(2)
 def test_the_examples_for_two_run(world: World) -> None:
     def run() -> list[str]:
-        names = vars(point_to_point)
+        names = {"dist": dist, "torch": torch} | vars(distributed)
         return [run_examples(names[name].__doc__, name, dict(names)) for name in sorted(FOR_TWO)]
 
     assert len(OF_TWO) == len(FOR_TWO)

@@ -32,6 +32,8 @@ def moving(t: Tensor, ts: list[Tensor]) -> None:
     reveal_type(cfd.all_gather(ts, t))  # R: CUDAFuture[list[Tensor]]
     reveal_type(cfd.all_gather_coalesced([ts], ts))  # R: CUDAFuture[list[list[Tensor]]]
     reveal_type(cfd.all_gather_into_tensor(t, t))  # R: CUDAFuture[Tensor]
+    reveal_type(cfd.all_gather_single(t, t))  # R: CUDAFuture[Tensor]
+    reveal_type(cfd.gather_single(t, t, dst=0))  # R: CUDAFuture[Tensor | None]
     reveal_type(cfd.gather(t, ts, dst=0))  # R: CUDAFuture[list[Tensor] | None]
     reveal_type(cfd.scatter(t, None, group_src=0))  # R: CUDAFuture[Tensor]
     reveal_type(cfd.all_to_all(ts, ts))  # R: CUDAFuture[list[Tensor]]
@@ -44,6 +46,8 @@ def objects(found: list[Any]) -> None:
     reveal_type(cfd.broadcast_object_list(found, 0))  # R: CUDAFuture[list[Any]]
     reveal_type(cfd.scatter_object_list(found, None, 0))  # R: CUDAFuture[list[Any]]
     reveal_type(cfd.gather_object(1, found))  # R: CUDAFuture[list[Any] | None]
+    reveal_type(cfd.send_object_list(found, 1))  # R: CUDAFuture[None]
+    reveal_type(cfd.recv_object_list(found))  # R: CUDAFuture[int]
     reveal_type(cfd.monitored_barrier(wait_all_ranks=True))  # R: CUDAFuture[None]
 
 
@@ -74,6 +78,8 @@ def methods(pg: cfd.ProcessGroup, t: Tensor, ts: list[Tensor], found: list[Any],
     assert_type(pg.all_gather(ts, t), CUDAFuture[list[Tensor]])
     assert_type(pg.all_gather_coalesced([ts], ts), CUDAFuture[list[list[Tensor]]])
     assert_type(pg.all_gather_into_tensor(t, t), CUDAFuture[Tensor])
+    assert_type(pg.gather_single(t, t), CUDAFuture[Tensor | None])
+    assert_type(pg.reduce_scatter_single(t, t), CUDAFuture[Tensor])
     assert_type(pg.gather(t, ts), CUDAFuture[list[Tensor] | None])
     assert_type(pg.scatter(t, ts), CUDAFuture[Tensor])
     assert_type(pg.reduce_scatter(t, ts), CUDAFuture[Tensor])
@@ -90,6 +96,8 @@ def methods(pg: cfd.ProcessGroup, t: Tensor, ts: list[Tensor], found: list[Any],
     assert_type(pg.broadcast_object_list(found), CUDAFuture[list[Any]])
     assert_type(pg.scatter_object_list(found), CUDAFuture[list[Any]])
     assert_type(pg.gather_object(1), CUDAFuture[list[Any] | None])
+    assert_type(pg.send_object_list(found, 1), CUDAFuture[None])
+    assert_type(pg.recv_object_list(found), CUDAFuture[int])
     assert_type(pg.monitored_barrier(), CUDAFuture[None])
 
 
