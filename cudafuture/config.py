@@ -10,8 +10,8 @@ variable                                 default   what it sets
                                          max. 32
 ``CUDAFUTURE_SUBMIT_EXIT_SECONDS``       30        seconds that the process's end waits for functions of ``submit``,
                                                    counted anew whenever one ends
-``CUDAFUTURE_DEBUG``                     (none)    words with commas between them. ``order``: compare the
-                                                   collectives that the ranks issue, one by one. ``origin``: repr and
+``CUDAFUTURE_DEBUG``                     (none)    words with commas between them. ``order``: compare the collectives
+                                                   and messages that the ranks issue. ``origin``: repr and
                                                    logs show the line that made a future. ``ownership``: fail
                                                    operations whose tensors the program changes too early
 ``CUDAFUTURE_RPC_SECRET_FILE``           (none)    a file with the secret that ``rpc_ext.init_rpc`` uses by default

@@ -24,6 +24,7 @@ from cudafuture.distributed import _gloo, _order, _staged
 from cudafuture.distributed._group import Group, Issuer, group_of, groups, rank_in, resolve
 from cudafuture.distributed._monitored_barrier import Deadline
 from cudafuture.distributed._operations import Layout, Operation
+from cudafuture.distributed._order_entry import text_of
 from cudafuture.distributed._staging_buffers import each
 from cudafuture.errors import CollectiveError, InvalidStateError, TensorSearchError
 
@@ -61,7 +62,7 @@ class Issue(NamedTuple):
     @property
     def signature(self) -> str:
         """The given tensors, as ``float32[4, 2]``."""
-        return ", ".join(_text(facts) for facts in self.tensors)
+        return ", ".join(text_of(facts) for facts in self.tensors)
 
     def error(self, cause: BaseException) -> BaseException:
         """Return the error of the future for the `cause` that torch reports; the native module calls this too."""
@@ -106,12 +107,12 @@ class Issue(NamedTuple):
             return self.refused(RuntimeError("the group's Gloo thread has ended; create a new group"))
         if self.is_staged:
             future = _staged.run(self, process_group, function, value, tensors, roles)
-            return self.shown(process_group, future)
+            return self.shown(process_group, future, function, roles)
         try:
             work = function(*tensors, group=self.issuer.process_group or process_group)
         except BaseException as e:
             return self.refused(e)
-        return self.follow(process_group, work, value, tensors)
+        return self.follow(process_group, work, value, tensors, function, roles)
 
     def choose_root(
         self, process_group: dist.ProcessGroup, rank: int | None, group_rank: int | None, options: dict[str, Any]
@@ -141,7 +142,15 @@ class Issue(NamedTuple):
             self.issuer.issued -= 1
             raise
 
-    def follow(self, process_group: dist.ProcessGroup, work: Any, value: T, tensors: object) -> _Future[T]:
+    def follow(
+        self,
+        process_group: dist.ProcessGroup,
+        work: Any,
+        value: T,
+        tensors: object,
+        function: Callable[..., Any] | None = None,
+        roles: str = "",
+    ) -> _Future[T]:
         """Return the future of the issued Work, which keeps `tensors` while a device uses them."""
         group = self.group
         future: _Future[T] = _C.collective(
@@ -150,11 +159,17 @@ class Issue(NamedTuple):
         if _checks_ownership:
             result: _Future[T] = _C.issued(self.operation.name, group.callbacks, self)
             future = ownership.checked_in_place(future, self.operation.name, find_tensors(tensors), result)
-        return self.shown(process_group, future) if _compares_order else future
+        return self.shown(process_group, future, function, roles) if _compares_order else future
 
-    def shown(self, process_group: dist.ProcessGroup, future: _Future[T]) -> _Future[T]:
+    def shown(
+        self,
+        process_group: dist.ProcessGroup,
+        future: _Future[T],
+        function: Callable[..., Any] | None,
+        roles: str,
+    ) -> _Future[T]:
         """Return the future, or one that also waits until all ranks have shown that they issued the same operation."""
-        return _order.checked(future, self, process_group) if _compares_order else future
+        return _order.checked(future, self, process_group, function, roles) if _compares_order else future
 
     def refused(self, cause: BaseException) -> _Future[Any]:
         """Return a failed future if the backend refused; raise errors of the arguments, since nothing was issued."""
@@ -169,13 +184,18 @@ class Issue(NamedTuple):
     def run_in_queue(self, process_group: dist.ProcessGroup, function: Callable[..., object], value: T) -> _Future[T]:
         """Issue an operation that blocks: call `function` on a library thread, after those issued before it."""
         group = self.group
+        compared = _order.queued(self, function) if _compares_order else None
 
         def call_on_side_group(queue: str) -> None:
-            side_group = group.side_group(process_group, queue).process_group
-            assert side_group is not None
-            function(group=side_group)
+            issuer = group.side_group(process_group, queue)
+            assert issuer.process_group is not None
+            if compared is not None:
+                compared.show(issuer, process_group, issuer.issued)
+            issuer.issued += 1
+            function(group=issuer.process_group)
 
-        return self._run_behind(group.objects, call_on_side_group, value)
+        future = self._run_behind(group.objects, call_on_side_group, value)
+        return future if compared is None else compared.follow(future)
 
     def run_monitored_barrier(
         self, process_group: dist.ProcessGroup, deadline: Deadline, wait_all_ranks: bool
@@ -368,12 +388,3 @@ def _flat(facts: Iterable[Any]) -> Iterable[tuple[torch.Size, torch.dtype]]:
             yield from _flat(one)
         elif one is not None:
             yield one
-
-
-def _text(facts: Any) -> str:
-    if isinstance(facts, list):
-        return f"[{', '.join(_text(f) for f in facts)}]"
-    if facts is None:
-        return "None"
-    shape, dtype = facts
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

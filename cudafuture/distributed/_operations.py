@@ -163,7 +163,15 @@ GATHER = Operation(
     gloo_copies_cuda=True,
 )
 GATHER_SINGLE = Operation(
-    "gather_single", _gather_single, "rw", output=1, root="dst", default_root=0, roles_elsewhere="r-"
+    "gather_single",
+    _gather_single,
+    "rw",
+    output=1,
+    root="dst",
+    default_root=0,
+    roles_elsewhere="r-",
+    has_same_tensors=False,
+    gloo_copies_cuda=True,
 )
 SCATTER = Operation(
     "scatter",

@@ -1,8 +1,10 @@
 """Comparison of the collectives that the ranks issue, with their call sites, for CUDAFUTURE_DEBUG=order.
 
-Each rank writes an entry for each collective into the group's store: the operation, and the source line that issued
-it. A thread compares the entries as they arrive. The future completes when all ranks have shown the same operation. At
-the first difference it fails, even if the collective itself would hang, and names both call sites.
+Each rank writes an entry for each collective into the group's store: the operation, and the source line that issued it.
+A thread compares the entries as they arrive. The future completes when all ranks have shown the same operation. At the
+first difference it fails, even if the collective itself would hang, and names both call sites.
+
+``_order_messages.py`` compares the two ends of each send and recv in the same way.
 """
 
 from __future__ import annotations
@@ -10,76 +12,127 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 
-from cudafuture import _C, _frames
+from cudafuture import _C
+from cudafuture.distributed._order_entry import Entry, difference, of_collective
 from cudafuture.distributed._side_group import store_of
 from cudafuture.errors import CollectiveError, InvalidStateError
 
 if TYPE_CHECKING:
     from cudafuture.distributed._group import Issuer
     from cudafuture.distributed._issue import Issue
+    from cudafuture.distributed._order_messages import Message
 
-__all__ = ["checked"]
+__all__ = ["Compared", "Comparison", "checked", "queued"]
 
 T = TypeVar("T")
 
 _PAUSE = 0.002  # seconds between two checks of the store
 
 
-def checked(future: _C.CUDAFuture[T], issue: Issue, process_group: dist.ProcessGroup) -> _C.CUDAFuture[T]:
+def checked(
+    future: _C.CUDAFuture[T],
+    issue: Issue,
+    process_group: dist.ProcessGroup,
+    function: Callable[..., Any] | None = None,
+    roles: str = "",
+) -> _C.CUDAFuture[T]:
     """Return a future with the outcome of `future`, once every rank has shown that it issued the same operation."""
     if issue.operation.is_matched_by_peer:
         return future
-    result: _C.CUDAFuture[T] = _C.issued(issue.operation.name, issue.group.callbacks, issue)
-    entry = _Entry(issue, future, result)
-    try:
-        _Comparison.of(issue.issuer, process_group).add(entry)
-    except Exception as e:  # for example, the store is gone or no thread can be started; the collective was issued
-        entry.fail(e)
-    return result
+    compared = Compared(issue, of_collective(issue, function, roles))
+    compared.show(issue.issuer, process_group, issue.sequence)
+    return compared.follow(future)
 
 
-class _Entry:
-    """One collective that waits for the entries of the other ranks."""
+def queued(issue: Issue, function: Callable[..., Any]) -> Compared:
+    """Return the comparison of an operation that a serial queue issues later, and shows there."""
+    return Compared(issue, of_collective(issue, function, ""))
 
-    def __init__(self, issue: Issue, future: _C.CUDAFuture[Any], result: _C.CUDAFuture[Any]) -> None:
+
+class Compared:
+    """One operation that waits for the entries of other ranks."""
+
+    waits_for_all = True
+    """The result waits for the entries of all ranks, even if the operation has succeeded."""
+
+    def __init__(self, issue: Issue, entry: Entry) -> None:
         self.issue = issue
-        self.future = future
-        self.result = result
-        self.unseen = {r for r in range(issue.group.size) if r != issue.group.rank}
-        operation = issue.operation
-        shown = f"{operation.name} {issue.signature}" if operation.has_same_tensors else operation.name
-        if issue.is_staged:
-            shown += " on a device"
-        self.shown = {"what": shown.strip(), "where": _frames.call_site()}
+        self.entry = entry
+        self.future: _C.CUDAFuture[Any] | None = None
+        self.result: _C.CUDAFuture[Any] | None = None
+        self.failure: BaseException | None = None  # of the comparison, before there was a result
+        self.sequence = issue.sequence
+        self.heading = ""  # of the message if there is a difference
+        self.unseen: dict[int, str] = {}  # the keys of the entries of other ranks
+        self.is_in_loop = False  # the thread of the comparison completes the result
 
-    def compare(self, rank: int, other: dict[str, str]) -> CollectiveError | None:
-        self.unseen.discard(rank)
-        if other["what"] == self.shown["what"]:
-            return None
+    def show(self, issuer: Issuer, process_group: dist.ProcessGroup, sequence: int) -> None:
+        """Write the entry, with its place in the order of `issuer`, and begin to compare."""
+        group = self.issue.group
+        beside = f" in serial queue {issuer.queue!r}" if issuer.queue else ""
+        self.heading = f"the ranks of group '{group.name}' issue different collectives{beside}, first as #{sequence}"
+        self.sequence = sequence
+        self.unseen = {r: f"{sequence}/{r}" for r in range(group.size) if r != group.rank}
+        Comparison.of(issuer, process_group).add(self, f"{sequence}/{group.rank}")
+
+    def follow(self, future: _C.CUDAFuture[T]) -> _C.CUDAFuture[T]:
+        """Return a future with the outcome of `future`, unless a difference is found first."""
         issue = self.issue
-        return CollectiveError(
-            f"the ranks of group '{issue.group.name}' issue different collectives"
-            f"{f' in serial queue {issue.issuer.queue!r}' if issue.issuer.queue else ''}, first as #{issue.sequence}:\n"
-            f"  rank {issue.group.rank}: {self.shown['what']} at {self.shown['where']}\n"
-            f"  rank {rank}: {other['what']} at {other['where']}",
-            operation=issue.operation.name,
-            group=issue.group.name,
-            rank=issue.group.rank,
-            sequence=issue.sequence,
-            shapes=issue.shapes,
-        )
+        result: _C.CUDAFuture[T] = _C.issued(issue.operation.name, issue.group.callbacks, issue)
+        self.result, self.future = result, future
+        if self.failure is not None:
+            self.fail(self.failure)
+        future.add_done_callback(self._end, executor=_C.callback_thread)
+        return result
+
+    def _end(self, future: _C.CUDAFuture[Any]) -> None:
+        try:
+            self.note_end(future)
+            if not self.is_in_loop:
+                self.settle()
+        except BaseException as e:
+            self.fail(e)
+
+    def note_end(self, future: _C.CUDAFuture[Any]) -> None:
+        """Note that the operation is done."""
 
     def fail(self, error: BaseException) -> None:
-        """Fail the future, unless it is done."""
+        """Fail the result, unless it is done."""
+        if self.result is None:
+            self.failure = error
+            return
         with contextlib.suppress(InvalidStateError):
             self.result.set_exception(self.issue.error(error))
 
+    def fits(self, rank: int, other: Entry) -> bool:
+        """Compare with the entry of another rank; if they differ, fail the result and return False."""
+        issue = self.issue
+        self.unseen.pop(rank)
+        lines = difference(issue.group.rank, self.entry, rank, other)
+        if lines is None:
+            return True
+        self.fail(
+            CollectiveError(
+                f"{self.heading}:\n{lines}",
+                operation=issue.operation.name,
+                group=issue.group.name,
+                rank=issue.group.rank,
+                sequence=self.sequence,
+                shapes=issue.shapes,
+            )
+        )
+        return False
+
     def settle(self) -> None:
-        """Take the outcome of the future, which is done."""
+        """Give the result the outcome of the future, which is done."""
+        assert self.future is not None
+        assert self.result is not None
         error = self.future.exception()
         with contextlib.suppress(InvalidStateError):  # a difference was found first
             if error is None:
@@ -91,34 +144,47 @@ class _Entry:
                 _C.fail(self.result, error)
 
 
-class _Comparison:
+class Comparison:
     """Entries of one issuer, compared in a thread while there are any."""
 
-    _all: ClassVar[dict[int, _Comparison]] = {}
+    _all: ClassVar[dict[int, Comparison]] = {}
     _lock = threading.Lock()
 
     def __init__(self, issuer: Issuer, process_group: dist.ProcessGroup) -> None:
         self.issuer = issuer
         self.store = store_of(process_group, f"order/{issuer.queue or ''}")
         self.lock = threading.Lock()  # guards what follows
-        self.entries: list[_Entry] = []
+        self.entries: list[Compared] = []
         self.running = False
+        self.messages: Counter[str] = Counter()  # so far, by sender, receiver and tag
+        self.pending_recvs: list[Message] = []
 
     @classmethod
-    def of(cls, issuer: Issuer, process_group: dist.ProcessGroup) -> _Comparison:
+    def of(cls, issuer: Issuer, process_group: dist.ProcessGroup) -> Comparison:
         with cls._lock:
             known = cls._all.get(id(issuer))
             if known is None or known.issuer is not issuer:
                 known = cls._all[id(issuer)] = cls(issuer, process_group)
             return known
 
-    def add(self, entry: _Entry) -> None:
-        self.store.set(f"{entry.issue.sequence}/{entry.issue.group.rank}", json.dumps(entry.shown))
-        with self.lock:
-            if not self.running:
-                threading.Thread(target=self._loop, name="cudafuture-order", daemon=True).start()  # may raise
-                self.running = True
-            self.entries.append(entry)
+    def add(self, entry: Compared, key: str | None) -> None:
+        """Write the entry under its key, unless that is None, and compare it from now on."""
+        try:
+            if key is not None:
+                self.store.set(key, json.dumps(entry.entry))
+            with self.lock:
+                if not self.running:
+                    threading.Thread(target=self._loop, name="cudafuture-order", daemon=True).start()  # may raise
+                    self.running = True
+                entry.is_in_loop = True
+                self.entries.append(entry)
+        except Exception as e:  # for example, the store is gone or no thread can be started
+            entry.fail(e)
+
+    def remove(self, entry: Compared) -> None:
+        """Compare an entry no longer."""
+        with self.lock, contextlib.suppress(ValueError):  # it was removed before
+            self.entries.remove(entry)
 
     def _loop(self) -> None:
         pause = threading.Event()
@@ -130,11 +196,10 @@ class _Comparison:
                     return
             for entry in entries:
                 if self._advance(entry):
-                    with self.lock:
-                        self.entries.remove(entry)
+                    self.remove(entry)
             pause.wait(_PAUSE)
 
-    def _advance(self, entry: _Entry) -> bool:
+    def _advance(self, entry: Compared) -> bool:
         """Compare with the entries that have arrived; return True if nothing is left to do."""
         try:
             return self._compare(entry)
@@ -142,22 +207,22 @@ class _Comparison:
             entry.fail(e)
             return True
 
-    def _compare(self, entry: _Entry) -> bool:
+    def _compare(self, entry: Compared) -> bool:
+        future = entry.future
+        if future is None:  # it is about to be issued
+            return False
+        is_done = future.done()  # before the other end of a message is looked up, which is shown before it is issued
         try:
-            for rank in sorted(entry.unseen):
-                key = f"{entry.issue.sequence}/{rank}"
-                if self.store.check([key]):
-                    difference = entry.compare(rank, json.loads(self.store.get(key)))
-                    if difference is not None:
-                        entry.fail(difference)
-                        return True
+            for rank, key in sorted(entry.unseen.items()):
+                if self.store.check([key]) and not entry.fits(rank, json.loads(self.store.get(key))):
+                    return True
         except RuntimeError as e:  # the store is gone, with the rank that kept it
-            if entry.future.done():
+            if is_done:
                 entry.settle()
             else:
                 entry.fail(e)
             return True
-        if not entry.future.done() or (entry.unseen and entry.future.exception() is None):
+        if not is_done or (entry.unseen and entry.waits_for_all and future.exception() is None):
             return False
         entry.settle()
         return True

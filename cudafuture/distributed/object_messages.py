@@ -38,6 +38,7 @@ from cudafuture.distributed._side_group import kind_of
 from cudafuture.distributed.objects import safely
 from cudafuture.distributed.point_to_point import (
     Received,
+    compared,
     issue_recv,
     issue_recv_from_anyone,
     issue_send,
@@ -97,10 +98,14 @@ def send_object_list(
     tag = _PAYLOAD_TAGS[next(issue.group.payloads) % len(_PAYLOAD_TAGS)]
     header = torch.tensor([tag, len(objects), payload.numel()], dtype=torch.int64, device="cpu").to(carrier)
     send = _send_in_batch if use_batch else issue_send
-    send(
-        _begin(SEND_OBJECT_LIST, process_group, header), process_group, header, peer, _HEADER_TAG
-    )  # if it fails, so does the other
-    return send(_begin(SEND_OBJECT_LIST, process_group, payload), process_group, payload, peer, tag)
+
+    def issue_both() -> CUDAFuture[None]:
+        begun = _begin(SEND_OBJECT_LIST, process_group, header)
+        send(begun, process_group, header, peer, _HEADER_TAG)  # if it fails, so does the payload
+        begun = _begin(SEND_OBJECT_LIST, process_group, payload)
+        return send(begun, process_group, payload, peer, tag)
+
+    return compared(issue, process_group, [(True, peer, _HEADER_TAG)], issue_both, carries=_count(object_list))
 
 
 def recv_object_list(
@@ -135,16 +140,24 @@ def recv_object_list(
     _expect_objects(object_list)
     carrier = _carrier(process_group, device)
     header = torch.empty(3, dtype=torch.int64, device=carrier)
-    if src is None and group_src is None:
-        if use_batch:
-            raise ValueError("recv_object_list() with use_batch=True needs src or group_src")
-        issue = _begin(RECV_OBJECT_LIST, process_group, header)
-        received = issue_recv_from_anyone(issue, process_group, header, _HEADER_TAG)
-    else:
+    issue = _begin(RECV_OBJECT_LIST, process_group, header)
+    peer = None
+    if src is not None or group_src is not None:
         peer = peer_in(process_group, src, group_src, "src")
-        issue = _begin(RECV_OBJECT_LIST, process_group, header)
-        recv = _recv_in_batch if use_batch else issue_recv
-        received = recv(issue, process_group, header, peer, _HEADER_TAG)
+    elif use_batch:
+        raise ValueError("recv_object_list() with use_batch=True needs src or group_src")
+    recv = _recv_in_batch if use_batch else issue_recv
+
+    def receive_header() -> CUDAFuture[int]:
+        if peer is None:
+            received = issue_recv_from_anyone(issue, process_group, header, _HEADER_TAG)
+        else:
+            received = recv(issue, process_group, header, peer, _HEADER_TAG)
+        # Over NCCL the payload takes the place of this callback in the issue order.
+        executor = None if carrier.type in issue.group.nccl_devices else _C.callback_thread
+        received.then(receive_payload, executor=executor)
+        return result
+
     result: CUDAFuture[int] = _C.issued(issue.operation.name, issue.group.callbacks, issue)
 
     def receive_payload(received: CUDAFuture[Received]) -> None:
@@ -153,7 +166,6 @@ def recv_object_list(
             tag, count, nbytes = header.tolist()
             payload = _empty(nbytes, carrier)
             second = _begin(RECV_OBJECT_LIST, process_group, payload)
-            recv = _recv_in_batch if use_batch else issue_recv
             arrived = recv(second, process_group, payload, dist.get_group_rank(process_group, source), tag)
             arrived.then(partial(unpickle, count), executor=_unpickling, non_blocking=False)
         except BaseException as e:
@@ -173,9 +185,7 @@ def recv_object_list(
         else:
             result.set_result(source)
 
-    # Over NCCL the payload takes the place of this callback in the issue order.
-    received.then(receive_payload, executor=None if carrier.type in issue.group.nccl_devices else _C.callback_thread)
-    return result
+    return compared(issue, process_group, [(False, peer, _HEADER_TAG)], receive_header, carries=_count(object_list))
 
 
 def _expect_objects(object_list: object) -> None:
@@ -183,6 +193,10 @@ def _expect_objects(object_list: object) -> None:
         raise TypeError(f"object_list is a list, not {type(object_list)}")
     if not object_list:
         raise ValueError("object_list is empty: give at least one object, the same number on both ranks")
+
+
+def _count(object_list: list[Any]) -> str:
+    return "1 object" if len(object_list) == 1 else f"{len(object_list)} objects"
 
 
 def _carrier(process_group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:

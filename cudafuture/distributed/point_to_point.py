@@ -6,9 +6,9 @@ Each pending operation on Gloo has its own thread, which blocks until the operat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,16 @@ import torch.distributed as dist
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import gather
-from cudafuture.distributed import _staged
+from cudafuture.distributed import _issue, _staged
 from cudafuture.distributed._group import rank_in
 from cudafuture.distributed._issue import Issue, begin_beside, nothing
 from cudafuture.distributed._operations import BATCH_ISEND_IRECV, RECV, SEND
+from cudafuture.distributed._order_entry import text_of
+from cudafuture.distributed._order_messages import End, checked_messages
 
 __all__ = ["Received", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
+
+T = TypeVar("T")
 
 
 class Received(NamedTuple):
@@ -56,7 +60,7 @@ def send(
         return nothing()
     issue, pg = issued
     peer = peer_in(pg, dst, group_dst, "dst")
-    return issue_send(issue, pg, tensor, peer, tag)
+    return compared(issue, pg, [(True, peer, tag)], issue_send, issue, pg, tensor, peer, tag)
 
 
 def recv(
@@ -81,9 +85,9 @@ def recv(
         return nothing()
     issue, pg = issued
     if src is None and group_src is None:
-        return issue_recv_from_anyone(issue, pg, tensor, tag)
+        return compared(issue, pg, [(False, None, tag)], issue_recv_from_anyone, issue, pg, tensor, tag)
     peer = peer_in(pg, src, group_src, "src")
-    return issue_recv(issue, pg, tensor, peer, tag)
+    return compared(issue, pg, [(False, peer, tag)], issue_recv, issue, pg, tensor, peer, tag)
 
 
 isend = send
@@ -112,6 +116,11 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
     if issued is None:
         return nothing()
     issue, pg = issued
+    ends = [(op.op is dist.isend, op.group_peer, op.tag) for op in ops]
+    return compared(issue, pg, ends, _issue_batch, issue, pg, ops)
+
+
+def _issue_batch(issue: Issue, pg: dist.ProcessGroup, ops: list[dist.P2POp]) -> CUDAFuture[list[Received | None]]:
     if issue.is_staged or any(_is_behind_others(issue, op.tensor) for op in ops):
         return gather(*[_issue_alone(issue, pg, op) for op in ops])
     values = [_value_of(op, pg) for op in ops]
@@ -132,6 +141,25 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
         return gather(first)
     others = [issue.follow(pg, w, v, t) for w, v, t in zip(works[1:], values[1:], tensors[1:], strict=True)]
     return gather(first, *others)
+
+
+def compared(
+    issue: Issue,
+    group: dist.ProcessGroup,
+    ends: Sequence[tuple[bool, int | None, int]],
+    function: Callable[..., CUDAFuture[T]],
+    *arguments: Any,
+    carries: str | None = None,
+) -> CUDAFuture[T]:
+    """Call the function, which issues messages; with CUDAFUTURE_DEBUG=order, compare them with their other ends.
+
+    `ends`: for each message, True for a send, the peer, and the tag. `carries`: None: the tensors of `issue`, in order.
+    """
+    if not _issue._compares_order:
+        return function(*arguments)
+    tensors = [text_of(facts) for facts in issue.tensors] if carries is None else [carries]
+    shown = [End(*end, tensor) for end, tensor in zip(ends, tensors, strict=True)]
+    return checked_messages(issue, group, shown, partial(function, *arguments))
 
 
 def peer_in(group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,11 @@ from cudafuture import CUDAFuture
 from cudafuture.distributed import CollectiveError, _issue
 from cudafuture.errors import OwnershipError
 from cudafuture.testing import World, torchrun
-from support.ranks import run_ranks, short_group
+from support.ranks import compared, run_ranks, short_group
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("failures")]
 
 LONG = 60.0  # seconds; much more than anything takes
-
-
-@contextmanager
-def compared() -> Iterator[None]:
-    _issue._compares_order = True
-    try:
-        yield
-    finally:
-        _issue._compares_order = False
 
 
 def ones(*shape: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from cudafuture.distributed import ProcessGroup, new_group
+from cudafuture.distributed import ProcessGroup, _issue, new_group
 from support.patience import PATIENCE
 
 TIMEOUT = 3.0  # seconds, of the groups in which something goes wrong
@@ -91,6 +91,16 @@ def short_group(seconds: float = TIMEOUT) -> ProcessGroup:
     group = new_group(timeout=dt.timedelta(seconds=seconds))
     dist.barrier()
     return group
+
+
+@contextlib.contextmanager
+def compared() -> Iterator[None]:
+    """Compare the operations that the ranks issue, as CUDAFUTURE_DEBUG=order does."""
+    _issue._compares_order = True
+    try:
+        yield
+    finally:
+        _issue._compares_order = False
 
 
 def _main(rank: int, size: int, group: Any, pipe: Connection, function: Callable[..., Any], args: Any) -> None:
