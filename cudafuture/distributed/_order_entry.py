@@ -27,12 +27,12 @@ def of_collective(issue: Issue, function: Callable[..., Any] | None, roles: str)
     """Return the entry of a collective; `function` is a partial with the options of torch's function."""
     operation = issue.operation
     keywords: dict[str, Any] = getattr(function, "keywords", {})
-    what = f"{operation.name} {issue.signature}" if operation.has_same_tensors else operation.name
+    what = f"{operation.name} {issue.signature}".strip() if operation.has_same_tensors else operation.name
     if operation.name == "broadcast_object_list" and isinstance(objects := getattr(function, "args", [()])[0], list):
         what += f" of {len(objects)} objects"
     if issue.is_staged:
         what += " on a device"
-    entry: Entry = {"what": what.strip(), "where": _frames.call_site(), "options": _options(keywords)}
+    entry: Entry = {"what": what, "where": _frames.call_site(), "options": _options(keywords)}
     if not operation.has_same_tensors:
         entry["gives"], entry["takes"] = {}, {}
         for role, peer, tensor in _exchanged(issue, keywords, roles):

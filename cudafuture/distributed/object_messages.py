@@ -100,10 +100,8 @@ def send_object_list(
     send = _send_in_batch if use_batch else issue_send
 
     def issue_both() -> CUDAFuture[None]:
-        begun = _begin(SEND_OBJECT_LIST, process_group, header)
-        send(begun, process_group, header, peer, _HEADER_TAG)  # if it fails, so does the payload
-        begun = _begin(SEND_OBJECT_LIST, process_group, payload)
-        return send(begun, process_group, payload, peer, tag)
+        send(issue, process_group, header, peer, _HEADER_TAG)  # if it fails, so does the payload
+        return send(issue, process_group, payload, peer, tag)
 
     return compared(issue, process_group, [(True, peer, _HEADER_TAG)], issue_both, carries=_count(object_list))
 
@@ -147,6 +145,7 @@ def recv_object_list(
     elif use_batch:
         raise ValueError("recv_object_list() with use_batch=True needs src or group_src")
     recv = _recv_in_batch if use_batch else issue_recv
+    over_nccl = carrier.type in issue.group.nccl_devices
 
     def receive_header() -> CUDAFuture[int]:
         if peer is None:
@@ -154,8 +153,7 @@ def recv_object_list(
         else:
             received = recv(issue, process_group, header, peer, _HEADER_TAG)
         # Over NCCL the payload takes the place of this callback in the issue order.
-        executor = None if carrier.type in issue.group.nccl_devices else _C.callback_thread
-        received.then(receive_payload, executor=executor)
+        received.then(receive_payload, executor=None if over_nccl else _C.callback_thread)
         return result
 
     result: CUDAFuture[int] = _C.issued(issue.operation.name, issue.group.callbacks, issue)
@@ -165,8 +163,9 @@ def recv_object_list(
             source = received.value().source
             tag, count, nbytes = header.tolist()
             payload = _empty(nbytes, carrier)
-            second = _begin(RECV_OBJECT_LIST, process_group, payload)
-            arrived = recv(second, process_group, payload, dist.get_group_rank(process_group, source), tag)
+            if over_nccl:
+                issue.group.wait_for_issue_order(issue.operation.name, _C.issuing_serial_queue(issue.group.callbacks))
+            arrived = recv(issue, process_group, payload, dist.get_group_rank(process_group, source), tag)
             arrived.then(partial(unpickle, count), executor=_unpickling, non_blocking=False)
         except BaseException as e:
             result.set_exception(issue.error(e))

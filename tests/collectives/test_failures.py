@@ -24,11 +24,12 @@ pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("fail
 LONG = 40.0  # much more than any of them takes
 
 # On rank 1 these need nothing of the others.
-ENDS_WELL_ELSEWHERE = {"gather"}
+ENDS_WELL_ELSEWHERE = {"gather", "gather_single"}
 
 
-# Of every row of the table; the sends are those of "recv".
-NAMES = {row.name for row in vars(_operations).values() if isinstance(row, _operations.Operation)} - {"send"}
+# Of every row of the table; the sends are those of "recv" and "recv_object_list".
+ROWS = [row.name for row in vars(_operations).values() if isinstance(row, _operations.Operation)]
+NAMES = set(ROWS) - {"send", "send_object_list"}
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -53,6 +54,7 @@ def every_operation(rank: int, size: int, lost: int) -> dict[str, Callable[[cfd.
         "all_gather_coalesced": lambda g: g.all_gather_coalesced([several(2) for _ in range(size)], several(2)),
         "all_gather_into_tensor": lambda g: g.all_gather_into_tensor(ones(4 * size), ones(4)),
         "gather": lambda g: g.gather(ones(4), at_0, 0),
+        "gather_single": lambda g: g.gather_single(ones(4), ones(4 * size) if rank == 0 else None, 0),
         "scatter": lambda g: g.scatter(ones(4), mine, lost),
         "reduce_scatter": lambda g: g.reduce_scatter(ones(4), several(size)),
         "reduce_scatter_tensor": lambda g: g.reduce_scatter_tensor(ones(4), ones(4 * size)),
@@ -66,6 +68,11 @@ def every_operation(rank: int, size: int, lost: int) -> dict[str, Callable[[cfd.
         "gather_object": lambda g: g.gather_object(rank, [None] * size if rank == 0 else None, 0),
         "recv": lambda g: (
             cudafuture.gather(*[g.send(ones(4), peer) for peer in peers]) if rank == lost else g.recv(ones(4), lost)
+        ),
+        "recv_object_list": lambda g: (
+            cudafuture.gather(*[g.send_object_list([rank], peer) for peer in peers])
+            if rank == lost
+            else g.recv_object_list([None], lost)
         ),
         "batch_isend_irecv": lambda g: g.batch_isend_irecv(
             [dist.P2POp(dist.isend, ones(4), peer, g.group) for peer in peers]
