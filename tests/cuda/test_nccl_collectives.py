@@ -158,6 +158,18 @@ def test_objects_a_barrier_and_a_part_of_the_ranks(ranks: World) -> None:
         objects: list[Any] = [None] * size
         cfd.all_gather_object(objects, {"rank": rank}).wait(timeout=LONG)
         assert objects == [{"rank": r} for r in range(size)]
+        for batched in (False, True):  # messages over NCCL itself, with a collective behind them
+            if rank == 0:
+                sent = [cfd.send_object_list([i, "x" * i], 1, use_batch=batched) for i in range(3)]
+            elif rank == 1:
+                lists: list[list[Any]] = [[None, None] for _ in range(3)]
+                received = [cfd.recv_object_list(one, 0, use_batch=batched) for one in lists]
+            assert cfd.all_reduce(torch.ones(1, device="cuda")).wait(timeout=LONG).item() == size
+            if rank == 0:
+                gather(*sent).wait(timeout=LONG)
+            elif rank == 1:
+                assert gather(*received).wait(timeout=LONG) == [0, 0, 0]
+                assert lists == [[i, "x" * i] for i in range(3)]
         cfd.barrier().wait(timeout=LONG)
         pair = cfd.new_group([0, 1])
         if rank < 2:
