@@ -22,7 +22,8 @@ struct Tensors {
   nb::object kept() const { return keep.size() == 1 ? nb::object(keep[0]) : nb::object(keep); }
 };
 
-// Returns true if a tensor's memory holds its values, one after the other. Throws TensorError if its storage was freed or shrunk.
+// Returns true if a tensor's memory holds its values, one after the other. Throws TensorError if its storage was freed
+// or shrunk.
 bool has_contiguous_memory(nb::handle object);
 // Throws TensorError for a tensor whose storage was freed or shrunk.
 void expect_storage(nb::handle object);
