@@ -100,7 +100,7 @@ class Compared:
             self.fail(e)
 
     def note_end(self, future: _C.CUDAFuture[Any]) -> None:
-        """Note that the operation is done."""
+        """Record that the operation is done."""
 
     def fail(self, error: BaseException) -> None:
         """Fail the result, unless it is done."""

@@ -101,14 +101,14 @@ class Message(Compared):
         comparison.add(self, f"{key}/{mine}" if writes else None)
 
     def note_end(self, future: _C.CUDAFuture[Any]) -> None:
-        """Note that the operation is done, and compare a recv from any rank: its sender is known now."""
+        """Record that the operation is done, and compare a recv from any rank: its sender is known now."""
         self.leave()
         if self.peer is None and future.exception() is None:
             value = future.wait(non_blocking=True)  # a Received, or the sender
             self.count(dist.get_group_rank(self.process_group, getattr(value, "source", value)), writes=False)
 
     def leave(self) -> None:
-        """Note that a recv is pending no longer."""
+        """Remove a recv from those that are pending."""
         with self.comparison.lock:
             if self in self.comparison.pending_recvs:
                 self.comparison.pending_recvs.remove(self)
