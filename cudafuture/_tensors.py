@@ -11,7 +11,7 @@ from torch.utils import _pytree
 
 from cudafuture.errors import TensorSearchError
 
-__all__ = ["find_tensors", "search_objects"]
+__all__ = ["find_tensors", "search_objects", "version_of"]
 
 # An object graph may be infinite: a property can create new objects each time. A million take one to two seconds.
 _MAX_OBJECTS = 1_000_000
@@ -32,6 +32,11 @@ _LEAVES = (
     ModuleType,
 )
 _LEAF_CLASSES = frozenset((*_LEAVES, bool))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the version counter of a tensor; 0 for an inference tensor, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def find_tensors(value: object) -> list[torch.Tensor]:

@@ -45,10 +45,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from cudafuture.pipeline._minibatch import join_rows
 from cudafuture.pipeline.checkpoint import RandomState, checkpointing, is_checkpointing, is_recomputing, recomputing
 from cudafuture.pipeline.copy import Handover, copy, depart, wait
 from cudafuture.pipeline.dependency import fork, join, phony
-from cudafuture.pipeline.microbatch import Batch, check
+from cudafuture.pipeline.microbatch import Batch, TensorOrTensors, check
 from cudafuture.pipeline.skip import Namespace, SkipLayout, SkipTracker, use_skip_tracker
 from cudafuture.pipeline.stream import AbstractStream, current_stream, new_stream, use_stream
 from cudafuture.pipeline.worker import ExcInfo, InQueue, OutQueue, Task, spawn_workers
@@ -313,6 +314,7 @@ class _Step:
         cell = _Cell(stage, _name(i, j), shape, self.errors)
         carrier = self.carriers[j]
         if is_checkpointed := self._is_checkpointed(i, stage, tensors):
+            tensors = [tensor.clone() if tensor.is_inference() else tensor for tensor in tensors]  # backward saves them
             is_tracked = carrier is not None and carrier.requires_grad
             after = carrier if is_tracked else phony(stage.device, requires_grad=True)
             sent, carrier = cell.run_with_checkpoint(tensors, cast(Tensor, after)), None  # [2] and [6]
@@ -376,6 +378,17 @@ def _name(i: int, j: int) -> str:
     return f"partition {j}, micro-batch {i}"
 
 
-def fill_drain(batches: Sequence[Batch], stages: Sequence[Stage], checkpointed: int) -> list[Batch]:
-    """Run micro-batches through stages, the first `checkpointed` of them with checkpoints, and return the outputs."""
-    return _Step(batches, stages, checkpointed).run()
+def fill_drain(
+    minibatch: TensorOrTensors, batches: Sequence[Batch], stages: Sequence[Stage], checkpointed: int
+) -> list[Batch]:
+    """Run the micro-batches of a mini-batch through stages, the first `checkpointed` of them with checkpoints.
+
+    Return the outputs. If the first stage works in place, it changes the mini-batch, as it does without a pipeline.
+    """
+    columns = list(zip(*batches, strict=True))
+    before = [[part.grad_fn for part in parts] for parts in columns]
+    outputs = _Step(batches, stages, checkpointed).run()
+    for tensor, parts, functions in zip(Batch(minibatch), columns, before, strict=True):
+        if tensor.dim() > 0 and functions != [part.grad_fn for part in parts]:
+            join_rows(tensor, parts)
+    return outputs

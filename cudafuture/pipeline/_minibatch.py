@@ -1,14 +1,20 @@
-"""Mini-batches of any nesting: their division along the rows, and the join of outputs."""
+"""Mini-batches of any nesting: their division along the rows, and the join of outputs.
+
+A stage may change its input in place, and the micro-batches lie in the memory of the mini-batch. Views of one tensor
+have one version counter, so autograd would take a change of one micro-batch for a change of all. Therefore each
+micro-batch has its own counter. The first one shares that of the mini-batch, so that autograd notices later changes by
+the program.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils import _pytree
 
-__all__ = ["join", "rows_of", "split", "split_target"]
+__all__ = ["join", "join_rows", "rows_of", "split", "split_rows", "split_target"]
 
 
 def rows_of(batch: Any) -> int:
@@ -17,7 +23,7 @@ def rows_of(batch: Any) -> int:
     Raises:
         ValueError: there is no tensor with a dimension, or their sizes differ.
     """
-    tensors = [leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    tensors = [leaf for leaf in _pytree.tree_leaves(batch) if _has_rows(leaf)]
     sizes = {tensor.shape[0] for tensor in tensors}
     if len(sizes) != 1:
         found = "none has a dimension" if not sizes else f"they have {', '.join(map(str, sorted(sizes)))} rows"
@@ -32,10 +38,28 @@ def split(batch: Any, count: int) -> list[Any]:
     """
     leaves, structure = _pytree.tree_flatten(batch)
     parts = [
-        leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else [leaf] * count
-        for leaf in leaves
+        split_rows(leaf, _sizes(leaf.shape[0], count)) if _has_rows(leaf) else _repeat(leaf, count) for leaf in leaves
     ]
     return [_pytree.tree_unflatten([part[m] for part in parts], structure) for m in range(count)]
+
+
+def split_rows(tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Return parts of a tensor with that many rows, which a stage may change in place.
+
+    A leaf that requires a gradient yields views, whose change torch refuses, as it refuses that of the leaf.
+    """
+    if not tensor.requires_grad or not torch.is_grad_enabled():
+        return _with_own_versions(tensor.split_with_sizes(list(sizes)))
+    if tensor.is_leaf:
+        return tensor.split_with_sizes(list(sizes))
+    parts: Sequence[torch.Tensor] = _SplitRows.apply(tensor, sizes)  # type: ignore[no-untyped-call]
+    return parts
+
+
+def join_rows(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Give a tensor the history of its parts from ``split_rows``, after stages have changed them in place."""
+    with torch.autograd._unsafe_preserve_version_counter(tensor):  # the changes were counted when they happened
+        _JoinRows.apply(tensor, *parts)  # type: ignore[no-untyped-call]
 
 
 def split_target(target: Any, batch_rows: int, count: int) -> list[Any]:
@@ -49,19 +73,19 @@ def split_target(target: Any, batch_rows: int, count: int) -> list[Any]:
     """
     if target is None:
         return []
-    sizes = [batch_rows // count + (m < batch_rows % count) for m in range(count)]  # the sizes of tensor_split
+    sizes = _sizes(batch_rows, count)
     leaves, structure = _pytree.tree_flatten(target)
     parts: list[Sequence[Any]] = []
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-            parts.append([leaf] * count)
+        if not _has_rows(leaf):
+            parts.append(_repeat(leaf, count))
             continue
         times, rest = divmod(leaf.shape[0], batch_rows)
         if rest or not times:
             raise ValueError(
                 f"a target has {leaf.shape[0]} rows for a mini-batch of {batch_rows}: it needs as many, or a multiple"
             )
-        parts.append(leaf.split_with_sizes([times * size for size in sizes]))
+        parts.append(split_rows(leaf, [times * size for size in sizes]))
     return [_pytree.tree_unflatten([part[m] for part in parts], structure) for m in range(count)]
 
 
@@ -76,3 +100,51 @@ def join(outputs: list[Any]) -> Any:
         for parts in zip(*(leaves for leaves, _ in flat), strict=True)
     ]
     return _pytree.tree_unflatten(leaves, structure)
+
+
+class _SplitRows(torch.autograd.Function):
+    """Parts of a tensor that are no views of it for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(_with_own_versions(tensor.split_with_sizes(list(sizes))))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.cat(gradients), None
+
+
+class _JoinRows(torch.autograd.Function):
+    """Tensor whose memory has the values of its parts already."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.sizes = [len(part) for part in parts]
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *gradient.split_with_sizes(ctx.sizes)
+
+
+def _with_own_versions(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parts, each but the first with its own version counter."""
+    first, others = parts[0].detach(), parts[1:]
+    if first.layout is torch.strided and first.stride(0) == 0:  # expanded: the rows share memory
+        return [first, *(part.clone() for part in others)]
+    return [first, *(part.data for part in others)]
+
+
+def _repeat(leaf: Any, count: int) -> list[Any]:
+    """Return the leaf for each micro-batch: of a tensor a copy, except for the first one."""
+    return [leaf, *(leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for _ in range(count - 1))]
+
+
+def _has_rows(leaf: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _sizes(rows: int, count: int) -> list[int]:
+    """Return the sizes of ``torch.tensor_split``."""
+    return [rows // count + (m < rows % count) for m in range(count)]

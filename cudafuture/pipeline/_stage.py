@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree
 
+from cudafuture._tensors import version_of
 from cudafuture.pipeline._split_backward import WeightPart, input_gradient
 from cudafuture.pipeline.checkpoint import RandomState, checkpointing, drawing, recomputing
 from cudafuture.pipeline.skip import SkipTracker, use_skip_tracker
@@ -219,7 +220,7 @@ class Stage:
             value = self.module(given.value())
         loss = None
         if loss_of is not None:
-            loss = loss_of(value) if saved.target is None else loss_of(value, saved.target)
+            loss = loss_of(value) if saved.target is None else loss_of(value, given.target())
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise TypeError(f"a loss returns a tensor with one element, not {_described(loss)}")
             loss = loss * saved.weight
@@ -266,9 +267,13 @@ class _Given(SkipTracker):
         given = [self._give(i, leaf, needs) for i, (leaf, needs) in enumerate(leaves)]
         return _pytree.tree_unflatten(given, received.structure)
 
+    def target(self) -> Any:
+        """Return the target, which the loss may change in place."""
+        return _pytree.tree_map_only(torch.Tensor, self._lend, self._saved.target)
+
     def has_changed(self) -> bool:
         """Return whether the stage has changed one of the tensors in place."""
-        return any(tensor._version != version for tensor, version in self._tensors)
+        return any(version_of(tensor) != version for tensor, version in self._tensors)
 
     def save(self, batch: Any, ns: Any, name: str, tensor: torch.Tensor | None) -> None:
         """Keep a tensor that a module stashes."""
@@ -286,11 +291,15 @@ class _Given(SkipTracker):
     def _give(self, key: Any, leaf: Any, needs_gradient: bool) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        given = leaf.clone() if self._protects else leaf.detach()
-        self._tensors.append((given, given._version))
+        given = self._lend(leaf)
         if not needs_gradient or not torch.is_grad_enabled():
             return given
         return _Start.apply(self._saved.start, self._saved.gradients, key, given)  # type: ignore[no-untyped-call]
+
+    def _lend(self, leaf: torch.Tensor) -> torch.Tensor:
+        given = leaf.clone() if self._protects else leaf.detach()
+        self._tensors.append((given, version_of(given)))
+        return given
 
 
 def _given(

@@ -181,7 +181,7 @@ class GPipe(nn.Module):
         if self.training and not is_recomputing():
             for norm in self._deferred:
                 norm.set_chunks(len(batches))
-        return gather(fill_drain(batches, self._ready_stages(), self._checkpointed(len(batches))))
+        return gather(fill_drain(moved, batches, self._ready_stages(), self._checkpointed(len(batches))))
 
     def _checkpointed(self, batches: int) -> int:
         """Return the number of checkpointed micro-batches."""

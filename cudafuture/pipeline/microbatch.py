@@ -11,6 +11,8 @@ from typing import Any, TypeAlias, cast, overload
 import torch
 from torch import Tensor
 
+from cudafuture.pipeline._minibatch import split_rows
+
 __all__ = ["Batch", "check", "gather", "scatter"]
 
 Tensors: TypeAlias = tuple[Tensor, ...]
@@ -144,14 +146,18 @@ def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
     """
     values: Sequence[Any]
     if isinstance(input, Tensor):
-        values = input.chunk(chunks)
+        values = _chunks(input, chunks)
     else:
-        parts = [tensor.chunk(chunks) for tensor in input]
+        parts = [_chunks(tensor, chunks) for tensor in input]
         if len({len(part) for part in parts}) > 1:
             rows = [len(tensor) for tensor in input]
             raise ValueError(f"the tensors of a mini-batch need the same number of rows, not {rows}")
         values = list(zip(*parts, strict=True))
     return [Batch(value, i) for i, value in enumerate(values)]
+
+
+def _chunks(tensor: Tensor, chunks: int) -> Sequence[Tensor]:
+    return split_rows(tensor, [len(part) for part in tensor.detach().chunk(chunks)])
 
 
 def gather(outputs: Sequence[Batch]) -> TensorOrTensors:

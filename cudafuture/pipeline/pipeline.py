@@ -161,13 +161,14 @@ class Pipeline(nn.Module):
             rows = rows_of(batch)
             schedule = self._schedule_for(rows)
             count = schedule.microbatches
-            parts = self._split(batch, count)
+            with torch.no_grad():
+                parts, targets = self._split(batch, count), split_target(target, rows, count)
             weights = [rows_of(part) / rows if self._mean else 1.0 for part in parts]
             recomputes = self._recomputes(count)
             step = Step(
                 self._stages, schedule, self._link(), self._route, weights, recomputes, keeps_outputs=return_outputs
             )
-            self._run(step, parts, split_target(target, rows, count), timeout)
+            self._run(step, parts, targets, timeout)
             self.peak_activations = tuple(step.peak_activations)
             losses = self._stages[-1].losses
             loss = losses[0]
@@ -304,7 +305,7 @@ class Pipeline(nn.Module):
         moved = batch.to(first) if isinstance(batch, torch.Tensor) else tuple(x.to(first) for x in batch)
         batches = [Batch(part, m) for m, part in enumerate(split(moved, count))]
         checkpointed = {"never": 0, "always": count, "except_last": count - 1}[self._checkpoint]
-        return gather(fill_drain(batches, self._drained, checkpointed))
+        return gather(fill_drain(moved, batches, self._drained, checkpointed))
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Return an iterator over the layers."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cudafuture._tensors import version_of
 from cudafuture.swap._gradient_marks import AppliedGradient
 from cudafuture.swap._interrupts import interrupts_deferred
 from cudafuture.swap._options import SwapOptions
@@ -180,14 +181,14 @@ class Computation:
         steps = [state["step"] for state in states if "step" in state] if group.get("fused") else []
         old_steps = torch.stack(steps) if steps else ()
         parameters = [part.chunk.state.parameter for part in batch]
-        versions = [parameter._version for parameter in parameters]
+        versions = [version_of(parameter) for parameter in parameters]
         try:
             self._update(group, parameters, states)
         except BaseException:
             for step, old in zip(steps, old_steps, strict=True):
                 step.copy_(old)
             changes = self._update.count_changes(group)
-            counts = (parameter._version - before for parameter, before in zip(parameters, versions, strict=True))
+            counts = (version_of(parameter) - before for parameter, before in zip(parameters, versions, strict=True))
             batch = batch[: sum(1 for _ in itertools.takewhile(lambda count: count == changes, counts))]
             raise
         finally:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cudafuture._tensors import version_of
 from cudafuture.swap._gradients import StoredGradient
 from cudafuture.swap._shards import local_of
 
@@ -110,10 +111,10 @@ class ParameterState:
 
     def has_applied(self, gradient: torch.Tensor) -> bool:
         """Return whether the last update used this gradient, and it has not changed since."""
-        return self.applied is not None and self.applied[0]() is gradient and self.applied[1] == gradient._version
+        return self.applied is not None and self.applied[0]() is gradient and self.applied[1] == version_of(gradient)
 
     def note_applied(self, gradient: torch.Tensor) -> None:
-        self.applied = (weakref.ref(gradient), gradient._version)
+        self.applied = (weakref.ref(gradient), version_of(gradient))
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,3 +65,17 @@ def test_parameters_that_are_swapped_in_inference_mode_can_be_trained(tmp_path: 
             with torch.inference_mode(place == "swapped out" and step == 1):
                 swapper.swap_out_optimizer_state(parameter).wait()
             assert not parameter.is_inference()
+
+
+def test_gradients_that_were_computed_in_inference_mode_update_a_parameter_in_chunks(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(40_000))
+    copied = torch.nn.Parameter(torch.ones(40_000))
+    optimizer = offload(torch.optim.Adam([parameter]), tmp_path, min_bytes=0, chunk_bytes=65536)
+    reference = torch.optim.Adam([copied])
+    with optimizer:
+        for _ in range(STEPS):
+            with torch.inference_mode():
+                parameter.grad, copied.grad = torch.ones(40_000), torch.ones(40_000)
+            optimizer.step()
+            reference.step()
+    torch.testing.assert_close(parameter, copied)

@@ -1,0 +1,158 @@
+"""A first stage that works in place gives the results of the undivided model, for a mini-batch of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cudafuture.pipeline import GPipe, Pipeline
+
+MODES = ["never", "always", "except_last"]
+Make = Callable[[nn.Sequential, int, str], nn.Module]
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(self.by)
+
+
+class Shift(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1)
+
+
+FIRSTS: list[Callable[[], nn.Module]] = [lambda: nn.ReLU(inplace=True), Shift, Scale]
+
+
+def model_of(first: Callable[[], nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(first(), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)).double()
+
+
+def gpipe(model: nn.Sequential, parts: int, checkpoint: str) -> nn.Module:
+    return GPipe(model, [2, 2], ["cpu"] * 2, chunks=parts, checkpoint=checkpoint)
+
+
+def pipeline(model: nn.Sequential, parts: int, checkpoint: Any) -> nn.Module:
+    return Pipeline(model, balance=[2, 2], microbatches=parts, checkpoint=checkpoint)
+
+
+def minibatch() -> Tensor:
+    return torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("first", FIRSTS)
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("make", [gpipe, pipeline])
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_call_has_the_gradients_of_the_undivided_model(
+    make: Make, first: Callable[[], nn.Module], checkpoint: str, parts: int, requires_grad: bool
+) -> None:
+    found: list[list[Tensor | None]] = []
+    for model in (model_of(first), model_of(first)):
+        source = minibatch().requires_grad_(requires_grad)
+        batch = source * 1  # not a leaf: torch refuses in-place operations on those that require a gradient
+        output = (make(model, parts, checkpoint) if found else model)(batch)
+        changed = batch.detach().clone()
+        # The mini-batch has changed, and its history with it; checkpointed parts change a copy.
+        (output + batch if checkpoint == "never" else output).square().sum().backward()
+        found.append([output, source.grad, *gradients(model), *([changed] if checkpoint == "never" else [])])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("first", FIRSTS)
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("table", ["gpipe", "1f1b", "interleaved_1f1b", "zb1p"])
+def test_a_step_has_the_gradients_of_the_undivided_model(
+    first: Callable[[], nn.Module], table: str, checkpoint: Any
+) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output * target.sub_(1)).square().mean()
+
+    plain, model = model_of(first), model_of(first)
+    expected = loss(plain(minibatch()), torch.ones(6, 4, dtype=torch.float64).add(2))
+    expected.backward()
+    stages, devices = (list(model), 2) if table == "interleaved_1f1b" else ([model[:2], model[2:]], 2)
+    made = Pipeline(stages, ["cpu"] * devices, microbatches=4, schedule=table, checkpoint=checkpoint, loss=loss)
+    batch = minibatch().requires_grad_()  # a step computes no gradient of it
+    got = made.step(batch, torch.ones(6, 4, dtype=torch.float64).add(2))
+    torch.testing.assert_close([got, *gradients(model)], [expected.detach(), *gradients(plain)])
+
+
+@pytest.mark.parametrize("make", [gpipe, pipeline])
+def test_a_leaf_that_requires_a_gradient_is_not_changed(make: Make) -> None:
+    batch = minibatch().requires_grad_()
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        make(model_of(Shift), 2, "never")(batch)
+    assert torch.equal(batch, minibatch())
+
+
+@pytest.mark.parametrize("make", [gpipe, pipeline])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_change_of_the_minibatch_before_backward_is_an_error(make: Make, requires_grad: bool) -> None:
+    batch = minibatch().requires_grad_(requires_grad) * 1
+    output = make(model_of(nn.Identity), 3, "never")(batch)
+    with torch.no_grad():
+        batch[4:].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+class ShiftBoth(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0].add_(1) * pair[1].add_(1)
+
+
+def test_micro_batches_that_share_memory_are_changed_once() -> None:
+    expanded, scalar = torch.ones(1, 2).expand(4, 2), torch.ones(())
+    made = Pipeline([ShiftBoth()], microbatches=4)
+    with torch.no_grad():
+        assert torch.equal(made((expanded, scalar)), torch.full((4, 2), 4.0))
+    model = GPipe(nn.Sequential(Shift()), [1], ["cpu"], chunks=4)
+    assert torch.equal(model(torch.ones(1, 2).expand(4, 2)), torch.full((4, 2), 2.0))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("make", [gpipe, pipeline])
+@pytest.mark.parametrize("first", [*FIRSTS, nn.Tanh])
+def test_inference_tensors_are_taken_as_by_the_undivided_model(
+    make: Make, checkpoint: str, first: Callable[[], nn.Module]
+) -> None:
+    made, plain = make(model_of(first), 4, checkpoint), model_of(first)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            output = made(minibatch())
+            torch.testing.assert_close(output, plain(minibatch()))
+            assert output.is_inference() == torch.is_inference_mode_enabled()
+    with torch.inference_mode():
+        batch = minibatch()
+        torch.testing.assert_close(made(batch), plain(minibatch()))
+    if first is nn.Tanh:  # the others change the inference tensor, which torch refuses here
+        made(batch).sum().backward()
+        plain(batch).sum().backward()
+        torch.testing.assert_close(gradients(made), gradients(plain))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_step_takes_inference_tensors(checkpoint: Any) -> None:
+    with torch.inference_mode():
+        batch, target = minibatch(), torch.ones(6, 4, dtype=torch.float64)
+    plain, model = model_of(nn.Tanh), model_of(nn.Tanh)
+    made = Pipeline(model, balance=[2, 2], microbatches=3, checkpoint=checkpoint, loss=nn.functional.l1_loss)
+    loss = made.step(batch, target)
+    nn.functional.l1_loss(plain(batch), target).backward()
+    torch.testing.assert_close(gradients(model), gradients(plain))
+    assert not loss.is_inference()
