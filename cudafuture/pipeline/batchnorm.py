@@ -138,10 +138,11 @@ def convert_deferred_batch_norm(module: _Module, chunks: int = 1) -> _Module:
     """Return the module with each BatchNorm that has running statistics replaced by a ``DeferredBatchNorm``.
 
     Args:
-        module: a BatchNorm, or a module with some inside, which is changed in place.
+        module: a BatchNorm, which does not change, or a module with some inside, in which they are replaced.
         chunks: micro-batches of a mini-batch. Default 1.
 
-    The new layers have the parameters, buffers and hooks of the old ones: the same objects.
+    The new layers have the parameters, buffers and hooks of the old ones: the same objects. A ``DeferredBatchNorm``
+    with another number of chunks is replaced too.
 
     Raises:
         TypeError: a layer is a SyncBatchNorm.
@@ -162,14 +163,14 @@ def _convert(
     if module in converted:  # a layer that appears twice stays one layer
         return converted[module]
     converted[module] = module
-    if isinstance(module, DeferredBatchNorm):
-        module.set_chunks(chunks)
-    elif isinstance(module, nn.SyncBatchNorm):
+    if isinstance(module, DeferredBatchNorm) and module.chunks == chunks:
+        return module
+    if isinstance(module, nn.SyncBatchNorm):
         raise TypeError(
             f"{name or 'the module'} is a SyncBatchNorm, which normalises over processes and cannot be deferred: use "
             "nn.BatchNorm, or a pipeline without deferred_batch_norm"
         )
-    elif isinstance(module, _BatchNorm) and module.track_running_stats:
+    if isinstance(module, _BatchNorm) and module.track_running_stats:
         converted[module] = _deferred(cls, module, chunks, name)
     else:
         for child_name, child in module._modules.items():  # named_children() lists no layer twice

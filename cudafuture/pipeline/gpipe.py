@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
@@ -61,7 +62,7 @@ class GPipe(nn.Module):
 
     Raises:
         TypeError: the module is not an ``nn.Sequential``, or its skips do not match.
-        ValueError: an argument is out of range, or a layer or a parameter is in two places.
+        ValueError: an argument is out of range, a layer is in two places, or a parameter on two devices.
         BalanceError: the balance is missing or does not fit.
         IndexError: there are fewer devices than partitions.
 
@@ -88,7 +89,7 @@ class GPipe(nn.Module):
         super().__init__()
         if balance is None:
             raise BalanceError(_with_advice("a balance is required: the number of layers of each partition"))
-        _check_module(module)
+        _check_layers(module)
         verify_skippables(module)
         self.chunks = int(chunks)
         self.checkpoint = str(checkpoint)
@@ -98,6 +99,7 @@ class GPipe(nn.Module):
         if len(self.devices) < len(self.balance):
             raise IndexError(f"{len(self.balance)} partitions need as many devices; there are {len(self.devices)}")
         del self.devices[len(self.balance) :]
+        _check_shared(module, self.balance, self.devices)
         if deferred_batch_norm:
             module = convert_deferred_batch_norm(module, self.chunks)
         self.partitions = _split(module, self.balance, self.devices)
@@ -201,17 +203,23 @@ class GPipe(nn.Module):
         return self._stages
 
 
-def _check_module(module: nn.Module) -> None:
+def _check_layers(module: nn.Module) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"GPipe partitions an nn.Sequential, not a {type(module).__name__}")
     if len(list(module.named_children())) != len(module):
         raise ValueError("a layer is in the model twice: GPipe needs a separate layer in each place")
-    owners: dict[nn.Parameter, str] = {}
-    for name, layer in module.named_children():
-        for parameter in layer.parameters():
-            if owners.setdefault(parameter, name) != name:
+
+
+def _check_shared(module: nn.Module, balance: Sequence[int], devices: Sequence[torch.device]) -> None:
+    places = itertools.chain.from_iterable(itertools.repeat(*each) for each in zip(devices, balance, strict=True))
+    owners: dict[int, tuple[str, torch.device]] = {}
+    for (name, layer), device in zip(module.named_children(), places, strict=True):
+        for tensor in itertools.chain(layer.parameters(), layer.buffers()):
+            other, place = owners.setdefault(id(tensor), (name, device))
+            if place != device:
                 raise ValueError(
-                    f"the layers {owners[parameter]!r} and {name!r} share a parameter, which GPipe cannot split"
+                    f"the layers {other!r} and {name!r} share a parameter or a buffer, which cannot lie on two devices "
+                    f"({place}, {device}): put them into one partition"
                 )
 
 

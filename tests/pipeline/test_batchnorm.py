@@ -130,9 +130,12 @@ def test_layers_without_running_statistics_are_not_converted() -> None:
 
 
 def test_a_second_conversion_changes_the_number_of_micro_batches() -> None:
-    norm = DeferredBatchNorm.convert_deferred_batch_norm(convert_deferred_batch_norm(nn.BatchNorm1d(5), 2), 3)
-    assert isinstance(norm, DeferredBatchNorm)
-    assert norm.chunks == 3
+    given: Any = convert_deferred_batch_norm(nn.BatchNorm1d(5), 2)
+    norm: Any = DeferredBatchNorm.convert_deferred_batch_norm(given, 3)
+    assert (given.chunks, norm.chunks) == (2, 3)
+    assert norm.weight is given.weight
+    assert norm.running_var is given.running_var
+    assert convert_deferred_batch_norm(norm, 3) is norm
 
 
 def test_a_sync_batch_norm_is_refused_by_name() -> None:

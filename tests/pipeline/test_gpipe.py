@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
+import inspect
 import io
 import itertools
 import signal
@@ -600,6 +602,46 @@ def test_names_in_the_state_are_those_of_torchgpipe() -> None:
     assert list(model.state_dict()) == ["partitions.0.a.weight", "partitions.1.c.weight"]
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "arguments"),
+    [
+        ("gpipe", "GPipe", "module balance devices chunks checkpoint deferred_batch_norm"),
+        ("batchnorm", "DeferredBatchNorm", "num_features eps momentum affine chunks"),
+        ("balance", "balance_by_time", "partitions module sample timeout device"),
+        ("balance", "balance_by_size", "partitions module input chunks param_scale device"),
+        ("checkpoint", "is_checkpointing", ""),
+        ("checkpoint", "is_recomputing", ""),
+        ("skip", "skippable", "stash pop"),
+        ("skip", "stash", "name tensor"),
+        ("skip", "pop", "name"),
+        ("skip", "verify_skippables", "module"),
+        ("skip", "Namespace", ""),
+        ("microbatch", "Batch", "value index"),
+        ("microbatch", "check", "input"),
+        ("microbatch", "scatter", "input chunks"),
+        ("microbatch", "gather", "outputs"),
+        ("worker", "Task", "stream compute finalize"),
+        ("worker", "worker", "in_queue out_queue device grad_mode"),
+        ("worker", "spawn_workers", "devices"),
+        ("worker", "create_workers", "devices"),
+        ("worker", "join_workers", "in_queues out_queues"),
+        ("stream", "new_stream", "device"),
+        ("stream", "current_stream", "device"),
+        ("stream", "default_stream", "device"),
+        ("stream", "use_device", "device"),
+        ("stream", "use_stream", "stream"),
+        ("stream", "get_device", "stream"),
+        ("stream", "wait_stream", "source target"),
+        ("stream", "record_stream", "tensor stream"),
+        ("stream", "is_cuda", "stream"),
+        ("stream", "as_cuda", "stream"),
+    ],
+)
+def test_names_and_arguments_are_those_of_torchgpipe_and_fairscale(module: str, name: str, arguments: str) -> None:
+    found = getattr(importlib.import_module(f"cudafuture.pipeline.{module}"), name)
+    assert list(inspect.signature(found).parameters) == arguments.split()
+
+
 def test_a_model_can_be_copied_and_pickled_after_a_step() -> None:
     model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], ["cpu"] * 2, chunks=2)
     x = torch.ones(2, 2)
@@ -655,10 +697,24 @@ def test_a_model_that_cannot_be_split_is_refused() -> None:
         GPipe(nn.ModuleList([shared]), [1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a layer is in the model twice"):
         GPipe(nn.Sequential(shared, shared), [1, 1])
-    with pytest.raises(ValueError, match="'0' and '1' share a parameter"):
-        GPipe(nn.Sequential(shared, tied), [1, 1])
+    with pytest.raises(ValueError, match="'0' and '1' share a parameter or a buffer, which cannot lie on two devices"):
+        GPipe(nn.Sequential(shared, tied), [1, 1], ["cpu", "meta"])
     with pytest.raises(TypeError, match="stashes and pops do not match"):
         GPipe(nn.Sequential(Pop()), [1])
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 2]])
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_layers_on_one_device_may_share_a_parameter(balance: list[int], checkpoint: str) -> None:
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh()).double()
+    plain[2].weight = plain[0].weight
+    model = GPipe(copy.deepcopy(plain), balance, ["cpu"] * len(balance), chunks=2, checkpoint=checkpoint)
+    assert model[0].weight is model[2].weight
+    x = torch.randn(5, 3, dtype=torch.float64)
+    plain(x).sum().backward()
+    model(x).sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
 def test_a_model_is_not_moved_but_its_dtype_may_change() -> None:
