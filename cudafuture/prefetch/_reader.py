@@ -80,6 +80,7 @@ class Reader:
         self._untaken: dict[int, Batch] = {}  # by id: those that the consumer has not acknowledged
         self._waiting: deque[CUDAFuture[None]] = deque()  # complete when consumers must check again
         self.is_closed = False
+        self.is_replaced = False  # by a later epoch of the same prefetcher
         self.has_read_all = False  # and has not failed
         self.is_blocked = False  # inside the iterable, or until the device has finished copies
         self._ended: CUDAFuture[None] | None = None  # completes when reading has ended; None: never started

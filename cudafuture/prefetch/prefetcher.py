@@ -96,7 +96,8 @@ class Prefetcher:
     """Iterable whose batches are read ahead and lie on the device. ``prefetch`` creates and documents it.
 
     Each ``for`` or ``async for`` over it is one epoch. It can be left at any time; the next one begins with a new
-    iterator. One epoch is read at a time, so a new one ends the previous one.
+    iterator. One epoch is read at a time, so a new one ends the previous one: a step of its iterator raises
+    RuntimeError. For two loops at a time, create two prefetchers.
     """
 
     def __init__(self, iterable: Iterable[Any] | AsyncIterable[Any], sender: Sender | None, options: Options) -> None:
@@ -203,6 +204,8 @@ class Prefetcher:
             error, self._error = self._error, None
             raise error
         modes = Modes()
+        if self._current is not None and not self._current.is_closed:
+            self._current.is_replaced = True
         if self._ahead is not None and self._ahead.modes != modes:
             self._drop_ahead()
         if self._ahead is not None and self._ahead.goes_on():
@@ -329,6 +332,11 @@ class Epoch:
             raise
 
     def _take(self, end: type[Exception]) -> Batch | CUDAFuture[None]:
+        if self._reader.is_replaced:
+            raise RuntimeError(
+                "another epoch of this prefetcher has begun, and a prefetcher reads one epoch at a time: create a "
+                "second prefetcher for a second loop"
+            )
         if self._reader.is_closed:
             raise end
         return self._reader.take()

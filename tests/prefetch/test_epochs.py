@@ -74,7 +74,8 @@ def test_a_new_loop_ends_the_epoch_before_when_the_next_one_was_read_ahead() -> 
     kept = iter(batches)
     assert next(kept) == 0
     assert list(batches) == list(range(6))
-    assert list(kept) == []
+    with pytest.raises(RuntimeError, match="create a second prefetcher"):
+        next(kept)
     assert list(batches) == list(range(6))
 
 
@@ -135,6 +136,88 @@ def test_a_dropped_prefetcher_ends_without_a_garbage_collection() -> None:
             assert not thread.is_alive()
     finally:
         gc.enable()
+
+
+# ---- several loops at a time
+
+
+@pytest.mark.parametrize("across_epochs", [False, True])
+def test_two_loops_at_a_time_are_refused(across_epochs: bool) -> None:
+    batches = prefetch(range(4), "cpu", across_epochs=across_epochs)
+    with pytest.raises(RuntimeError, match="reads one epoch at a time"):
+        list(zip(batches, batches, strict=True))
+    inner: list[int] = []
+    with pytest.raises(RuntimeError, match="reads one epoch at a time"):
+        for _ in batches:
+            inner.extend(batches)
+    assert inner == list(range(4))
+    other = prefetch(range(4), "cpu")
+    assert [pair for a in batches for pair in zip([a], other, strict=False)] == [(a, 0) for a in range(4)]
+
+
+def test_two_async_loops_at_a_time_are_refused() -> None:
+    async def main() -> None:
+        batches = prefetch(range(4), "cpu")
+        async for _ in batches:
+            assert [x async for x in batches] == list(range(4))
+
+    with pytest.raises(RuntimeError, match="reads one epoch at a time"):
+        asyncio.run(main())
+
+
+def test_an_iterator_that_waits_raises_when_another_epoch_begins() -> None:
+    released = threading.Event()
+
+    def blocked_once() -> Iterator[int]:
+        yield 0
+        assert released.wait(LONG)
+        yield 1
+
+    class Source:
+        def __iter__(self) -> Iterator[int]:
+            return blocked_once()
+
+    batches = prefetch(Source(), "cpu")
+    first = iter(batches)
+    assert next(first) == 0
+    errors: list[str] = []
+
+    def wait() -> None:
+        try:
+            next(first)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    beginning = threading.Thread(target=lambda: iter(batches))  # it waits until no thread is inside the iterable
+    beginning.start()
+    waiting.join(LONG)
+    released.set()
+    beginning.join(LONG)
+    assert "reads one epoch at a time" in errors[0]
+
+
+def test_a_loop_that_was_left_or_has_ended_is_no_second_loop() -> None:
+    batches = prefetch(range(4), "cpu")
+    ended, left = iter(batches), None
+    assert list(ended) == list(range(4))
+    for left in batches:
+        break
+    assert list(zip(range(2), batches, strict=False)) == [(0, 0), (1, 1)]
+    assert list(batches) == list(range(4))
+    assert (left, list(ended)) == (0, [])
+
+
+def test_threads_that_share_an_iterator_get_each_batch_once() -> None:
+    batches = iter(prefetch(range(200), "cpu"))
+    got: list[int] = []
+    threads = [threading.Thread(target=lambda: got.extend(batches)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    assert sorted(got) == list(range(200))
 
 
 # ---- async
