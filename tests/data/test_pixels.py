@@ -46,6 +46,14 @@ def test_grey_images_of_16_bits_keep_their_range(tmp_path: Path, kind: str, mode
     assert all(channel.flatten().tolist() == [0, 3, 128, 255] for channel in pixels)
 
 
+def test_an_orientation_is_not_applied(tmp_path: Path) -> None:
+    orientation, file = Image.Exif(), io.BytesIO()
+    orientation[0x0112] = 6
+    Image.new("RGB", (4, 2)).save(file, "JPEG", exif=orientation)
+    ((pixels, _),) = TgzImages(written(tmp_path, [("a/turned.jpg", file.getvalue())]))
+    assert pixels.shape == (3, 2, 4)
+
+
 @pytest.mark.parametrize("mode", ["F", "I"])
 def test_images_of_32_bits_are_an_error(tmp_path: Path, mode: str) -> None:
     archive = written(tmp_path, [("a/deep.tif", encoded(Image.new(mode, (2, 2), 1), "TIFF")), *images(1)])

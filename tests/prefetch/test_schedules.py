@@ -41,6 +41,25 @@ def halve(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "half": batch["x"] / 2}
 
 
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("size", [10, 1 << 20])
+@pytest.mark.sim(schedule="lazy")
+def test_an_iterable_may_fill_its_pageable_tensors_again(size: int, pack: bool) -> None:
+    def filled() -> Iterator[list[torch.Tensor]]:
+        tensors = [torch.empty(size), torch.empty(size)]
+        for i in range(6):
+            yield [tensor.fill_(i) for tensor in tensors]
+
+    assert [[x[0].item() for x in batch] for batch in prefetch(filled(), "sim", pack=pack)] == [
+        [i, i] for i in range(6)
+    ]
+
+
+def test_the_host_as_a_target_gets_the_tensors_of_the_iterable() -> None:
+    tensor = torch.ones(2)
+    assert all(batch[0] is tensor for batch in prefetch([[tensor], (tensor,)], "cpu"))
+
+
 @pytest.mark.parametrize("seed", range(soak_count(1000)))
 @pytest.mark.sim(schedule="jitter")
 def test_a_random_program_gets_its_batches_without_a_race(seed: int) -> None:

@@ -1,0 +1,94 @@
+"""Training loops around pipelines: losses that count tokens, evaluation, and DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from cudafuture.pipeline import GPipe, Pipeline
+from cudafuture.testing import World
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn(count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("table", ["gpipe", "1f1b", "zb1p"])
+def test_a_sum_over_the_number_of_labels_is_the_loss_of_the_whole_minibatch(table: str, checkpoint: Any) -> None:
+    def loss(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        return cross_entropy(output, target[0], ignore_index=-100, reduction="sum") / target[1]
+
+    plain, model = model_of().eval(), model_of().eval()
+    labels = torch.arange(11) % 3
+    labels[:4] = -100  # the whole first micro-batch
+    made = Pipeline(
+        model,
+        ["cpu"] * 2,
+        balance=[2, 2],
+        microbatches=3,
+        schedule=table,
+        checkpoint=checkpoint,
+        loss=loss,
+        loss_reduction="sum",
+    )
+    got = made.step(rows(11), (labels, (labels != -100).sum()))
+    expected = cross_entropy(plain(rows(11)), labels)
+    expected.backward()
+    torch.testing.assert_close([got, *gradients(model)], [expected.detach(), *gradients(plain)])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("count", [1, 7])
+def test_an_evaluation_returns_the_output_of_the_whole_minibatch(mode: Callable[[], Any], count: int) -> None:
+    model = model_of()
+    made = Pipeline(model, ["cpu"] * 2, balance=[2, 2], microbatches=3, checkpoint="always", loss=cross_entropy)
+    made.eval()
+    with mode():
+        torch.testing.assert_close(made(rows(count)), model(rows(count)))
+    assert gradients(made) == [None] * 4
+    assert not any(layer.training for layer in made)
+
+
+@pytest.mark.world(2)
+def test_ranks_average_the_gradients_of_their_pipelines(world: World) -> None:
+    def train() -> None:
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        plain = model_of().eval()
+        mse_loss(plain(rows(8)), torch.zeros(8, 3, dtype=torch.float64)).backward()
+        own, target = rows(8)[rank::size], torch.zeros(8 // size, 3, dtype=torch.float64)
+        for checkpoint in ("never", "always"):
+            makes: list[Callable[[nn.Sequential], nn.Module]] = [
+                lambda model, mode=checkpoint: GPipe(model, [2, 2], ["cpu"] * 2, chunks=2, checkpoint=mode),  # type: ignore[misc]
+                lambda model, mode=checkpoint: Pipeline(model, balance=[2, 2], microbatches=2, checkpoint=mode),  # type: ignore[misc]
+            ]
+            for make in makes:
+                made = make(model_of().eval())
+                replica = DistributedDataParallel(made, static_graph=checkpoint == "always")
+                for _ in range(2):
+                    made.zero_grad()
+                    mse_loss(replica(own), target).backward()
+                    torch.testing.assert_close(gradients(made), gradients(plain))
+        stepped = Pipeline(model_of().eval(), balance=[2, 2], microbatches=2, loss=mse_loss)
+        stepped.step(own, target)
+        for gradient in gradients(stepped):
+            assert gradient is not None
+            torch.distributed.all_reduce(gradient.div_(size))
+        torch.testing.assert_close(gradients(stepped), gradients(plain))
+
+    world.run(train)
