@@ -9,6 +9,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
+from cudafuture.pipeline._division import move
 from cudafuture.pipeline._fill_drain import Stage, fill_drain, stages_of
 from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from cudafuture.pipeline.checkpoint import is_recomputing
@@ -102,7 +103,8 @@ class GPipe(nn.Module):
         _check_shared(module, self.balance, self.devices)
         if deferred_batch_norm:
             module = convert_deferred_batch_norm(module, self.chunks)
-        self.partitions = _split(module, self.balance, self.devices)
+        self.partitions = _split(module, self.balance)
+        move(list(self.partitions), self.devices)
         self.training = module.training
         self._deferred = [layer for layer in self.modules() if isinstance(layer, DeferredBatchNorm)]
         self._stages: list[Stage] | None = None  # created by the first call; they have streams, so they are not copied
@@ -247,13 +249,13 @@ def _devices(given: Iterable[_Device] | None) -> list[torch.device]:
     return devices
 
 
-def _split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> nn.ModuleList:
+def _split(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleList:
     layers = iter(module.named_children())
     partitions = nn.ModuleList()
-    for number, device in zip(balance, devices, strict=True):
+    for number in balance:
         partition = nn.Sequential()
         for _ in range(number):
             partition.add_module(*next(layers))
         partition.training = module.training
-        partitions.append(partition.to(device))
+        partitions.append(partition)
     return partitions

@@ -16,7 +16,7 @@ from torch import nn
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
-from cudafuture.pipeline._division import divide, layers_of, places_of, refuse_shared, route_of, table_of
+from cudafuture.pipeline._division import divide, layers_of, move, places_of, refuse_shared, route_of, table_of
 from cudafuture.pipeline._fill_drain import fill_drain, stages_of
 from cudafuture.pipeline._minibatch import join, rows_of, split, split_target
 from cudafuture.pipeline._stage import Message, Stage
@@ -104,9 +104,10 @@ class Pipeline(nn.Module):
         self._checkpoint, self._mean, self._link = checkpoint, loss_reduction == "mean", link
         loss = loss if loss is not None else _output_is_loss
         last = len(parts) - 1
-        self.stages = tuple(part.to(self._device_of(s)) for s, part in enumerate(parts))
+        self.stages = tuple(parts)
         """The parts of the model, each on its device."""
         self.stage_devices = tuple(self._device_of(s) for s in range(len(parts)))
+        move(self.stages, self.stage_devices)
         self._stages = [
             Stage(s, part, self.stage_devices[s], loss if s == last else None) for s, part in enumerate(self.stages)
         ]

@@ -43,7 +43,8 @@ def prefetch(
             iterator, in the caller's thread; a thread of the prefetcher reads the items. An async iterable is read in
             the running event loop, and is for ``async for``.
         device: the destination; None (default): the current accelerator, or the host if there is none. On the host
-            nothing is copied, and the rest is the same.
+            nothing is copied, and the rest is the same: an iterable that fills a tensor again must return clones, as
+            it must if its tensors are pinned.
         depth: batches that are read ahead of the one in use, at least 1. Default 2.
         bytes: bytes of tensors that are read ahead; reading stops at `depth` or at `bytes`, whichever is reached first,
             but one batch is always read. None (default): no limit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cudafuture.pipeline import Pipeline
+from cudafuture.pipeline import GPipe, Pipeline
 from cudafuture.pipeline._division import divide, layers_of, refuse_shared, route_of
 from cudafuture.pipeline._minibatch import split, split_target
 from cudafuture.pipeline.skip import skippable, stash
@@ -72,6 +73,17 @@ def test_a_layer_with_parameters_or_buffers_is_in_one_stage(layer: nn.Module, ki
         refuse_shared(parts)
     with pytest.raises(ValueError, match=f"share a {kind}"):
         Pipeline([layer, layer], ["cpu"] * 2, microbatches=1, deferred_batch_norm=True)
+
+
+@pytest.mark.sim(devices=2)
+def test_layers_that_share_tensors_still_share_them_on_their_device() -> None:
+    layers: Any = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.ReLU())
+    layers[1].weight, layers[1].running_mean = layers[0].weight, layers[0].running_mean
+    for made in (GPipe(copy.deepcopy(layers), [2, 1]), Pipeline(layers, balance=[2, 1], microbatches=1)):
+        first, second, _ = made
+        assert first.weight is second.weight
+        assert first.running_mean is second.running_mean
+        assert second.running_mean.device == torch.device("sim", 0)
 
 
 def test_a_module_that_stashes_is_not_in_two_places() -> None:
