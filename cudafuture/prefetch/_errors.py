@@ -7,7 +7,7 @@ from typing import Any
 
 from cudafuture._C import CUDAFuture
 
-__all__ = ["at_batch", "retrieve_error", "without_frame"]
+__all__ = ["at_batch", "retrieve_error", "second_loop", "without_frame"]
 
 
 def retrieve_error(future: CUDAFuture[Any]) -> None:
@@ -29,3 +29,11 @@ def at_batch(error: BaseException) -> BaseException:
     raised = RuntimeError(f"a transform of prefetch() raised {type(error).__name__}")
     raised.__cause__ = without_frame(error)
     return raised
+
+
+def second_loop() -> RuntimeError:
+    """Return the error of an epoch that another one of the same prefetcher has ended."""
+    return RuntimeError(
+        "another epoch of this prefetcher has begun, and a prefetcher reads one epoch at a time: create a second "
+        "prefetcher for a second loop"
+    )

@@ -15,6 +15,7 @@ import torch
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture._modes import Modes
+from cudafuture.prefetch._errors import second_loop
 from cudafuture.prefetch._options import Options
 from cudafuture.prefetch._reader import Reader
 from cudafuture.prefetch._sender import Batch, Sender
@@ -43,8 +44,7 @@ def prefetch(
             iterator, in the caller's thread; a thread of the prefetcher reads the items. An async iterable is read in
             the running event loop, and is for ``async for``.
         device: the destination; None (default): the current accelerator, or the host if there is none. On the host
-            nothing is copied, and the rest is the same: an iterable that fills a tensor again must return clones, as
-            it must if its tensors are pinned.
+            nothing is copied, so an iterable that fills a tensor again must return clones, as for pinned tensors.
         depth: batches that are read ahead of the one in use, at least 1. Default 2.
         bytes: bytes of tensors that are read ahead; reading stops at `depth` or at `bytes`, whichever is reached first,
             but one batch is always read. None (default): no limit.
@@ -53,8 +53,7 @@ def prefetch(
             possible; True: the first batch raises an error if not.
         transform: called with each batch on the device, in the prefetcher's thread, with the stream of the copies
             current and the grad mode, inference mode and autocast of the thread that began the epoch. The program gets
-            its result.
-            None (default): none.
+            its result. None (default): none.
         pack: copy the tensors of a batch in one transfer, through one staging buffer; see ``cudafuture.copy``. One kept
             tensor then keeps the memory of its batch. Default True.
         futures: yield a CUDAFuture of each batch as soon as the iterable has returned it. The future completes when the
@@ -334,10 +333,7 @@ class Epoch:
 
     def _take(self, end: type[Exception]) -> Batch | CUDAFuture[None]:
         if self._reader.is_replaced:
-            raise RuntimeError(
-                "another epoch of this prefetcher has begun, and a prefetcher reads one epoch at a time: create a "
-                "second prefetcher for a second loop"
-            )
+            raise second_loop()
         if self._reader.is_closed:
             raise end
         return self._reader.take()
