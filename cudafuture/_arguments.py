@@ -120,7 +120,7 @@ def expect_device(name: str, value: Any) -> torch.device:
         raise kind(f"{name} is a torch.device, a str such as 'cuda:0' or an int, not {shown(value)}") from e
     if device.type != "cpu" and device not in _usable:
         try:
-            torch.empty(0, device=device)
+            torch.empty(0, dtype=torch.uint8, device=device)
         except (RuntimeError, AssertionError) as e:  # torch's text may be a list of all its kernels
             reason = f"torch {torch.__version__} cannot create tensors there: {str(e).splitlines()[0][:120]}"
             raise ValueError(f"{name}={value!r} is not usable in this process; use 'cpu'. {reason}") from e

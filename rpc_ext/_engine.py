@@ -77,7 +77,7 @@ def first_calls(workers: list[str], timeout: float) -> None:
     Raises:
         TimeoutError: a worker has not replied.
     """
-    probe = torch.zeros(1024, device="cpu")
+    probe = torch.zeros(1024, dtype=torch.float32, device="cpu")
     futures = {worker: _rpc.rpc_async(worker, _same, (probe,), timeout=timeout) for worker in workers}
     try:
         torch.futures.wait_all(list(futures.values()))

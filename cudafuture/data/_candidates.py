@@ -90,7 +90,7 @@ def indexed(
 def _images(index: Index, order: torch.Tensor | None, positions: range) -> torch.Tensor:
     """Return the numbers of the images at the first positions, as many as may be read at once."""
     if order is None:
-        return torch.arange(positions.start, positions.stop)
+        return torch.arange(positions.start, positions.stop, device="cpu")
     images = order[positions.start : positions.stop]
     fit = int((index.sizes[images].cumsum(0) <= _MOST_BYTES).sum())
     return images[: max(fit, 1)]

@@ -17,7 +17,7 @@ from cudafuture.data._stream import SeekableStream, Stream, limit_of, packing_of
 from cudafuture.data._tar import Member, members_of
 from cudafuture.errors import ArchiveError
 
-__all__ = ["Identity", "Index", "Reader", "build_index", "bytes_of", "identity_of"]
+__all__ = ["Identity", "Index", "Reader", "build_index", "bytes_of", "identity_of", "tensor_of"]
 
 _SPACING = 1 << 20  # bytes of the archive between two seek points, each of which takes 32 KiB
 _MOST_SEEK_POINTS = 1 << 13
@@ -231,18 +231,18 @@ class _Table:
         """Return the index."""
         classes = sorted(self._classes)
         positions = {name: position for position, name in enumerate(classes)}
-        sorted_labels = torch.tensor([positions[name] for name in self._classes], dtype=torch.int64)
+        sorted_labels = torch.tensor([positions[name] for name in self._classes], dtype=torch.int64, device="cpu")
         offsets, sizes, labels, ends = (
-            torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
-            for numbers in (self._offsets, self._sizes, self._labels, self._ends)
+            tensor_of(numbers, torch.int64) for numbers in (self._offsets, self._sizes, self._labels, self._ends)
         )
-        names, points = (_tensor_of(data) for data in (self._names, seek_points))
+        names, points = (tensor_of(data, torch.uint8) for data in (self._names, bytearray(seek_points)))
         labels = sorted_labels[labels]
         return Index(identity, packing, classes, self._refused, offsets, sizes, labels, ends, names, points)
 
 
-def _tensor_of(data: bytes | bytearray) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+def tensor_of(data: bytearray | array[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a host tensor over a buffer."""
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

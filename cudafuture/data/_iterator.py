@@ -129,7 +129,7 @@ class ImageIterator(Iterator[Any]):
         try:
             if self._options.batch is None:
                 image = self._next_image()
-                return self._transformed(image), torch.tensor(image.label)
+                return self._transformed(image), _label_tensor(image.label)
             return self._next_batch(self._options.batch)
         except StopIteration:
             raise
@@ -195,7 +195,8 @@ class ImageIterator(Iterator[Any]):
                 results.append(self._transformed(last))
                 labels.append(last.label)
             try:
-                return default_collate(results), torch.tensor(labels)
+                with torch.device("cpu"):  # for the numbers among the results
+                    return default_collate(results), _label_tensor(labels)
             except Exception as e:
                 self._note(e, f"members from {first.candidate.member!r} to {last.candidate.member!r}")
                 raise
@@ -207,7 +208,7 @@ class ImageIterator(Iterator[Any]):
                 raise ValueError(self._sizes(first, image))
             batch[len(labels)] = image.pixels.permute(2, 0, 1)
             labels.append(image.label)
-        return batch if len(labels) == most else batch[: len(labels)].clone(), torch.tensor(labels)
+        return batch if len(labels) == most else batch[: len(labels)].clone(), _label_tensor(labels)
 
     def _sizes(self, *images: _Image) -> str:
         found = " and ".join(f"{image.pixels.shape[0]} x {image.pixels.shape[1]}" for image in images)
@@ -246,8 +247,8 @@ def _from(options: Options, part: Part, epoch: int, position: int) -> Iterator[C
             yield from refused_members(index, part)
         order = None
         if options.shuffle:
-            numbers = torch.Generator().manual_seed((options.seed + epoch) % 2**64)
-            order = torch.randperm(len(index), generator=numbers)
+            numbers = torch.Generator(device="cpu").manual_seed((options.seed + epoch) % 2**64)
+            order = torch.randperm(len(index), generator=numbers, device="cpu")
         positions = part.slice_of(len(index))[position:]
         yield from indexed(options.path, index, options.labels, order, positions)
         return
@@ -259,6 +260,10 @@ def _from(options: Options, part: Part, epoch: int, position: int) -> Iterator[C
         if position == 0:
             yield candidate
         position -= not candidate.refused and position > 0
+
+
+def _label_tensor(labels: int | list[int]) -> torch.Tensor:
+    return torch.tensor(labels, dtype=torch.int64, device="cpu")
 
 
 def _none() -> Generator[Candidate, None, None]:

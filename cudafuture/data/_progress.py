@@ -62,18 +62,18 @@ class Progress:
 
     def __init__(self) -> None:
         self._fields = shared_zeros(_START + len(astuple(Start(0))))
-        self._fields[_START:] = torch.tensor(astuple(Start(0)))
+        self._fields[_START:] = _numbers(*astuple(Start(0)))
         self._taken = shared_zeros(_ROWS + 1)  # by worker: the last resume that it took
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, and drop a start in another epoch."""
         if epoch != int(self._fields[_START]):
-            self._fields[_START:] = torch.tensor(astuple(Start(epoch)))
+            self._fields[_START:] = _numbers(*astuple(Start(epoch)))
 
     def resume(self, start: Start) -> None:
         """Set the start of the next iteration."""
         resumes = int(self._fields[_RESUMES]) + 1
-        self._fields.copy_(torch.tensor([resumes, 0, *astuple(start)]))
+        self._fields.copy_(_numbers(resumes, 0, *astuple(start)))
 
     def next_start(self) -> Start:
         """Return the start of the next iteration of this process."""
@@ -89,6 +89,10 @@ class Progress:
             self._fields[_LOADER] = _seed()
             self._taken[_row()] = self._fields[_RESUMES]
         return start
+
+
+def _numbers(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _row() -> int:

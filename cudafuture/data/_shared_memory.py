@@ -20,10 +20,12 @@ def shared_zeros(*shape: int) -> torch.Tensor:
 
 def batch_memory(*shape: int) -> torch.Tensor:
     """Return memory (uint8) for a minibatch; in a worker it is shared, so that the DataLoader does not copy it."""
-    return torch.empty(shape, dtype=torch.uint8) if get_worker_info() is None else _shared(torch.uint8, shape)
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8, device="cpu")
+    return _shared(torch.uint8, shape)
 
 
 def _shared(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
     storage = torch.UntypedStorage._new_shared(size)  # as torch's collation does
-    return torch.empty(0, dtype=dtype).set_(storage).view(shape)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage).view(shape)

@@ -26,7 +26,7 @@ import torch
 import xxhash
 
 from cudafuture.data._faults import REASONS
-from cudafuture.data._index import Index, bytes_of, identity_of
+from cudafuture.data._index import Index, bytes_of, identity_of, tensor_of
 from cudafuture.data._stream import limit_of
 from cudafuture.data._tar import MOST_MEMBER
 
@@ -128,9 +128,9 @@ def _parse(data: bytearray) -> Index:
     tensors = {}
     for name, dtype in _TENSORS.items():
         length = _count(header["lengths"][name])
-        count, rest = divmod(length, dtype.itemsize)
-        _require(rest == 0 and end + length <= len(data) - _CHECKSUM, "the lengths of its parts do not match")
-        tensors[name] = torch.frombuffer(data, dtype=dtype, count=count, offset=end).clone() if count else _none(dtype)
+        fits = length % dtype.itemsize == 0 and end + length <= len(data) - _CHECKSUM
+        _require(fits, "the lengths of its parts do not match")
+        tensors[name] = tensor_of(data[end : end + length], dtype)
         end += length
     _require(end == len(data) - _CHECKSUM, "the lengths of its parts do not match")
     size, changed = header["identity"]
@@ -176,7 +176,3 @@ def _count(number: object) -> int:
 def _require(holds: bool, text: str) -> None:
     if not holds:
         raise ValueError(text)
-
-
-def _none(dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype)

@@ -29,8 +29,9 @@ class TgzImages(IterableDataset[Any]):
     """Labelled images of a .tar, .tgz (.tar.gz) or .tar.zst archive, as a dataset for torch's DataLoader.
 
     The label of an image is the base name of its parent folder. Items are pairs of a uint8 tensor (C, H, W) and an
-    int64 label. Ranks and DataLoader workers divide the images: each image appears once. The dataset and its iterators
-    have ``state_dict()`` and ``load_state_dict()``, as ``prefetch`` and torchdata's StatefulDataLoader expect.
+    int64 label, both in host memory. Ranks and DataLoader workers divide the images: each image appears once. The
+    dataset and its iterators have ``state_dict()`` and ``load_state_dict()``, as ``prefetch`` and torchdata's
+    StatefulDataLoader expect.
 
     With an index each rank and worker reads only its own part of the archive, and the dataset has a length: the images,
     or with `batch` the minibatches, of this rank; images that will be skipped count. The index is stored in a file
@@ -111,7 +112,7 @@ class TgzImages(IterableDataset[Any]):
             path=archive,
             index=found,
             positions=positions,
-            labels=torch.empty(0, dtype=torch.int64) if found is None else _labels(found, positions),
+            labels=torch.empty(0, dtype=torch.int64, device="cpu") if found is None else _labels(found, positions),
             size=pair,
             mode=mode,
             transform=transform,
@@ -282,5 +283,5 @@ def _classes(path: str, given: Sequence[str] | None, index: Index | None) -> lis
 
 def _labels(index: Index, positions: dict[str, int]) -> torch.Tensor:
     """Return the label of each image, -1 if its class is not among the given ones."""
-    table = torch.tensor([positions.get(name, -1) for name in index.classes], dtype=torch.int64)
+    table = torch.tensor([positions.get(name, -1) for name in index.classes], dtype=torch.int64, device="cpu")
     return table[index.labels]

@@ -14,6 +14,7 @@ from torch.utils import _pytree
 from cudafuture._tensors import version_of
 from cudafuture.pipeline._split_backward import WeightPart, input_gradient
 from cudafuture.pipeline.checkpoint import RandomState, checkpointing, drawing, recomputing
+from cudafuture.pipeline.dependency import phony
 from cudafuture.pipeline.skip import SkipTracker, use_skip_tracker
 
 __all__ = ["Message", "Skip", "Stage"]
@@ -77,7 +78,7 @@ class _Saved:
     popped: dict[Skip, Message]
     target: Any
     weight: float
-    start: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+    start: torch.Tensor = field(default_factory=lambda: phony(torch.device("cpu"), requires_grad=True))
     roots: dict[Any, GradientEdge] = field(default_factory=dict)
     """The edges at which backward begins, by the index of the leaf sent, by the skip, or "loss"."""
     gradients: dict[Any, torch.Tensor | None] = field(default_factory=dict)

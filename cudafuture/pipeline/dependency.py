@@ -21,7 +21,7 @@ def phony(device: torch.device, *, requires_grad: bool = False) -> Tensor:
     >>> phony(torch.device("cpu"), requires_grad=True)
     tensor([], requires_grad=True)
     """
-    return torch.empty(0, device=device, requires_grad=requires_grad)
+    return torch.empty(0, dtype=torch.float32, device=device, requires_grad=requires_grad)
 
 
 def alias(ctx: Any, tensors: Sequence[Tensor], requires_grad: Sequence[bool]) -> tuple[Tensor, ...]:

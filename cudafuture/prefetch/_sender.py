@@ -222,7 +222,7 @@ def _takes_non_blocking(to: Callable[..., Any]) -> bool:
 def _can_pin() -> bool:
     try:
         with _C.PinnedMemoryScope():
-            return torch.empty(1, pin_memory=True).is_pinned()
+            return torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True).is_pinned()
     except (RuntimeError, NotImplementedError) as error:
         logging.getLogger("cudafuture.prefetch").warning(
             "prefetch() copies from memory that is not pinned, so the copies may block: %s", error

@@ -140,7 +140,7 @@ def part_of(
             numbers = torch.int64 if part.dtype == torch.uint64 else part.dtype  # torch cannot index uint64
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 whole, some = (each.detach().view(numbers) for each in (tensor, part))
-                whole.index_copy_(0, torch.tensor(places, device="cpu"), some)
+                whole.index_copy_(0, torch.tensor(places, dtype=torch.int64, device="cpu"), some)
 
         future.add_done_callback(put, executor=callback_thread)  # before the callback that joins the shards
         return future

@@ -92,7 +92,7 @@ def offload(
         make = optimizer
         groups = _groups(params)
         shape = (0,) * max(groups[0]["params"][0].dim(), 1) if groups[0]["params"] else (0,)  # Muon takes matrices only
-        optimizer = make([torch.zeros(shape, requires_grad=True)])
+        optimizer = make([torch.zeros(shape, dtype=torch.float32, device="cpu", requires_grad=True)])
     options = SwapOptions(
         min_bytes, memory, prefetch, chunk_bytes, buffer_bytes, compute, master_weights, swap_gradients
     )

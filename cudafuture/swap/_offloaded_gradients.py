@@ -137,7 +137,7 @@ class OffloadedGradients(ABC):
                 clipped.append(parameter)
                 norms.append(torch.linalg.vector_norm(gradient, norm_type))
             if not norms:
-                return torch.tensor(0.0)
+                return torch.tensor(0.0, dtype=torch.float32, device="cpu")
             total: torch.Tensor = torch.linalg.vector_norm(
                 torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
             )
@@ -171,7 +171,8 @@ class OffloadedGradients(ABC):
         """
         expect_number("scale", scale)
         with self._lock, outside_inference(), torch.no_grad():
-            inverse = torch.as_tensor(scale, dtype=torch.float64).reciprocal().float()
+            device = scale.device if isinstance(scale, torch.Tensor) else "cpu"
+            inverse = torch.as_tensor(scale, dtype=torch.float64, device=device).reciprocal().float()
             finite = True
             unscaled: list[torch.Tensor] = []
             for parameter, gradient in self._gradients():

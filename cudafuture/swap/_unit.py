@@ -169,6 +169,6 @@ def cut(unit: Unit) -> tuple[list[Chunk], list[torch.Tensor]]:
 
 def _part(memory: torch.Tensor | None, tensor: StoredTensor, begin: int) -> torch.Tensor:
     if memory is None or not tensor.nbytes:  # a shard may be empty, and a unit of empty shards has no buffer
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     part = memory[begin : begin + tensor.nbytes].view(tensor.dtype)
     return part if len(tensor.shape) == 1 else part.view(tensor.shape)

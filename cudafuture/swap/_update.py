@@ -94,8 +94,8 @@ class Update:
 
     def _tried(self, group: dict[str, Any], shape: tuple[int, ...]) -> tuple[torch.Tensor, dict[str, Any]] | None:
         """Return a small parameter after its first update, and its state; None: the optimizer does not update it."""
-        tried = torch.zeros(shape)
-        tried.grad = torch.zeros(shape)
+        tried = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        tried.grad = torch.zeros_like(tried)
         try:
             with torch.no_grad():
                 (state,) = self({**group, "fused": None, "capturable": False}, [tried], [{}])

@@ -91,7 +91,7 @@ class Operation:
                 value = nbytes = self._nbytes
             elif error is None and self.kind == "read":
                 if self._digests is not None:
-                    filled(self._digests, torch.tensor(digests, dtype=torch.uint64))
+                    filled(self._digests, torch.tensor(digests, dtype=torch.uint64, device="cpu"))
                 value, nbytes = values if self._gives_list else values[0], sum(tensor.nbytes for tensor in values)
         except Exception as e:  # for example, the caller has resized the tensor for the digests
             error = error or e

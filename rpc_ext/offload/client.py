@@ -165,7 +165,7 @@ class RemoteOffloader(RemoteKeys):
         if len(sources) > 1:
             released = collect_all([source.released for source in sources]).then(_nothing, executor=executors.inline)
         if written is not None:
-            filled(written, torch.zeros(len(tensors), dtype=torch.bool))
+            filled(written, torch.zeros(len(tensors), dtype=torch.bool, device="cpu"))
         operation = Operation(
             self._operations,
             "write",

@@ -51,7 +51,7 @@ def _start_autograd() -> None:
     """Make autograd create a thread for each possible device, by computing one gradient on the host."""
     _native.start(_native.MAX_DEVICES, "free", 0, False, False, 1 << 20, False, _native.Speeds(1, 1, 1))
     try:
-        torch.zeros(1, device="cpu", requires_grad=True).sum().backward()
+        torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True).sum().backward()
     finally:
         _native.stop()
     deadline = time.monotonic() + 1  # a thread sets its name when it first runs

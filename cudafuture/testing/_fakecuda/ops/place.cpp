@@ -18,7 +18,7 @@ size_t Place::bytes() const {
 }
 
 at::Tensor Place::view() const {
-  const auto options = at::TensorOptions().dtype(dtype_);
+  const auto options = at::TensorOptions().dtype(dtype_).device(c10::kCPU);
   if (data_ == nullptr) return at::empty_strided(sizes_, strides_, options);
   at::Tensor tensor = at::from_blob(fakecuda_host_pointer(data_, bytes()), sizes_, strides_, options);
   tensor._set_conj(is_conjugate_);

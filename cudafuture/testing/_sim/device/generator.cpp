@@ -51,7 +51,8 @@ class Generator final : public c10::GeneratorImpl {
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     const State words{seed_, drawn_};
-    at::Tensor state = at::empty({static_cast<std::int64_t>(sizeof(words))}, at::TensorOptions().dtype(at::kByte));
+    at::Tensor state =
+        at::empty({static_cast<std::int64_t>(sizeof(words))}, at::TensorOptions().dtype(at::kByte).device(c10::kCPU));
     std::memcpy(state.data_ptr(), &words, sizeof(words));
     return state.getIntrusivePtr();
   }
