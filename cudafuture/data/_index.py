@@ -13,7 +13,7 @@ import torch
 
 from cudafuture.data._faults import Fault
 from cudafuture.data._rapidgzip import GzipFile
-from cudafuture.data._stream import SeekableStream, Stream, limit_of, packing_of
+from cudafuture.data._stream import SeekableStream, Stream, limit_of, open_stream, packing_of
 from cudafuture.data._tar import Member, members_of
 from cudafuture.errors import ArchiveError
 
@@ -72,7 +72,10 @@ class Reader:
     """Reader of an indexed archive's bytes, in any order. It belongs to one process."""
 
     def __init__(self, path: str, index: Index) -> None:
+        self._path = path
         self._file: GzipFile | None = None
+        self._stream: Stream | None = None
+        self._damage: tuple[int, Fault] | None = None
         self._descriptor = -1
         self._descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -104,8 +107,8 @@ class Reader:
         else:
             try:
                 data = self._file.read_at(offset, size)
-            except (RuntimeError, ValueError) as e:
-                raise Fault("damaged", f"the archive is damaged: {e}") from e
+            except (RuntimeError, ValueError):
+                return self._read_in_order(offset, size)
         while 0 < len(data) < size:
             rest = self.read(offset + len(data), size - len(data))
             data += rest
@@ -113,8 +116,28 @@ class Reader:
             raise Fault("truncated", "the archive is truncated")
         return data
 
+    def _read_in_order(self, offset: int, size: int) -> bytes:
+        """Read bytes of a damaged archive from its beginning; rapidgzip unpacks no part of a piece that has damage."""
+        if self._damage is not None and offset + size > self._damage[0]:
+            raise Fault(self._damage[1].reason, str(self._damage[1]))
+        if self._stream is None or self._stream.offset > offset:
+            self._close_stream()
+            self._stream = open_stream(self._path)
+        try:
+            self._stream.skip(offset - self._stream.offset)
+            return self._stream.read(size)
+        except Fault as e:
+            self._damage = self._stream.unpacked, e
+            raise
+
+    def _close_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
     def close(self) -> None:
         """Close the archive. Closing it again does nothing."""
+        self._close_stream()
         file, self._file = self._file, None
         descriptor, self._descriptor = self._descriptor, -1
         if file is not None:

@@ -137,14 +137,17 @@ class ImageIterator(Iterator[Any]):
             self._release()
             raise
 
-    def _next_image(self) -> _Image:
-        """Return the next image that can be decoded."""
+    def _next_image(self, *, first: bool = True) -> _Image:
+        """Return the next image that can be decoded; at a fault of the archive, end a batch that has images already."""
         while True:
             try:
                 candidate = next(self._candidates)
             except Fault as e:
-                self._candidates = _none()
-                self._handle(e)
+                if not first and self._options.counts is None:
+                    self._candidates = _failed(e)  # the next item raises it
+                else:
+                    self._candidates = _none()
+                    self._handle(e)
                 raise StopIteration from None
             self._refused = self._refused + 1 if candidate.refused else 0
             self._position += not candidate.refused
@@ -219,7 +222,7 @@ class ImageIterator(Iterator[Any]):
         """Yield up to `count` images."""
         for _ in range(count):
             try:
-                image = self._next_image()
+                image = self._next_image(first=False)
             except StopIteration:
                 return
             yield image
@@ -264,6 +267,11 @@ def _from(options: Options, part: Part, epoch: int, position: int) -> Iterator[C
 
 def _label_tensor(labels: int | list[int]) -> torch.Tensor:
     return torch.tensor(labels, dtype=torch.int64, device="cpu")
+
+
+def _failed(fault: Fault) -> Generator[Candidate, None, None]:
+    raise fault
+    yield  # a generator
 
 
 def _none() -> Generator[Candidate, None, None]:

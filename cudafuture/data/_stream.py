@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
 from pathlib import Path
@@ -55,6 +56,11 @@ class Stream:
         """The number of bytes that were read or skipped."""
         return self._unpacked - len(self._piece)
 
+    @property
+    def unpacked(self) -> int:
+        """The number of bytes that were unpacked, including those that were not read yet."""
+        return self._unpacked
+
     def read(self, count: int) -> bytes:
         """Return the next `count` bytes.
 
@@ -102,7 +108,11 @@ class Stream:
 
     def _next_piece(self) -> None:
         if not self._take(self._unpack()):
-            raise Fault("truncated", "the archive is truncated")
+            raise self._fault("truncated")
+
+    def _fault(self, reason: str, detail: object = "") -> Fault:
+        """Return the fault "truncated" or "damaged" of the archive, after the unpacked bytes that were returned."""
+        return Fault(reason, f"the archive is {reason} at byte {self._unpacked} of its unpacked data{detail}")
 
     def _take(self, piece: bytes | bytearray | memoryview) -> bool:
         self._piece = memoryview(piece)
@@ -125,7 +135,7 @@ class SeekableStream(Stream):
         self._piece = memoryview(b"")
         self._unpacked += len(rest)
         if len(found) < count:
-            raise Fault("truncated", "the archive is truncated")
+            raise self._fault("truncated")
         return found
 
     def skip(self, count: int) -> None:
@@ -137,7 +147,7 @@ class SeekableStream(Stream):
         try:
             self._file.seek(target)  # if that is beyond the end, the next read fails
         except OSError as e:  # no file of this file system can be that long
-            raise Fault("truncated", "the archive is truncated") from e
+            raise self._fault("truncated") from e
         self._piece, self._unpacked = memoryview(b""), target
 
     def finish(self) -> None:
@@ -155,9 +165,12 @@ class _GzipStream(Stream):
         super().__init__(file, limit)
         self._inflate: Any = zlib.decompressobj(31)
         self._packed = b""
+        self._damage: zlib.error | None = None
 
     def _unpack(self) -> bytes:
         while True:
+            if self._damage is not None:
+                raise self._fault("damaged", f": {self._damage}") from self._damage
             packed = self._packed or self._file.read(_PIECE)
             if self._inflate.eof:  # zeros may follow, or another member
                 packed = packed.lstrip(b"\0")
@@ -168,15 +181,40 @@ class _GzipStream(Stream):
                 else:
                     self._packed = b""
                     continue
+            before = self._inflate.copy()
             try:
                 unpacked: bytes = self._inflate.decompress(packed, _PIECE)
             except zlib.error as e:
-                raise Fault("damaged", f"the archive is damaged: {e}") from e
+                self._damage = e
+                unpacked = _before_damage(before, packed)
             self._packed = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
             if unpacked:
                 return unpacked
             if not packed and not self._inflate.eof:
-                raise Fault("truncated", "the archive is truncated")
+                raise self._fault("truncated")
+
+
+def _before_damage(inflate: Any, packed: bytes) -> bytes:
+    """Return the bytes that `packed` unpacks to before zlib finds damage in it.
+
+    zlib.error drops the bytes that were unpacked in the same call.
+    """
+    found = []
+    step = len(packed)
+    while step:
+        attempt = inflate.copy()
+        try:
+            found.append(attempt.decompress(packed[:step]))
+        except zlib.error:
+            step //= 2
+        else:
+            inflate, packed = attempt, packed[step:]
+    packed = packed[:1]  # the byte in which the damage is found
+    with contextlib.suppress(zlib.error):
+        while piece := inflate.decompress(packed, 1):
+            found.append(piece)
+            packed = inflate.unconsumed_tail
+    return b"".join(found)
 
 
 class _ZstdStream(Stream):
@@ -192,11 +230,12 @@ class _ZstdStream(Stream):
         self._unpacker = self._zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
         self._frame: Any = None
         self._checksum = 0  # bytes after the last block
+        self._is_last = False  # only the checksum of the frame is left
 
     def _unpack(self) -> bytes:
         while True:
             if self._frame is not None:
-                packed = self._block()
+                packed = self._exactly(self._checksum) if self._is_last else self._block()
             elif self._file.peek(1):
                 packed = self._header()
             else:
@@ -204,7 +243,7 @@ class _ZstdStream(Stream):
             try:
                 unpacked: bytes = self._frame.decompress(packed) if packed else b""
             except self._zstandard.ZstdError as e:
-                raise Fault("damaged", f"the archive is damaged: {e}") from e
+                raise self._fault("damaged", f": {e}") from e
             if self._frame is not None and self._frame.eof:
                 self._frame = None
             if unpacked:
@@ -220,27 +259,29 @@ class _ZstdStream(Stream):
                 self._exactly(1)
             return b""
         if magic != _ZSTD:
-            raise Fault("damaged", "the archive is damaged: there is no frame of Zstandard")
+            raise self._fault("damaged", ": there is no frame of Zstandard")
         descriptor = self._exactly(1)
         flags = descriptor[0]
         is_single = flags >> 5 & 1
         dictionary = (0, 1, 2, 4)[flags & 3]
         size = (is_single, 2, 4, 8)[flags >> 6]
         self._checksum = 4 if flags & 4 else 0
+        self._is_last = False
         self._frame = self._unpacker.decompressobj()
         return magic + descriptor + self._exactly((not is_single) + dictionary + size)
 
     def _block(self) -> bytes:
-        """Return the next block of the frame, with the checksum if it is the last one."""
+        """Return the next block of the frame. The checksum is unpacked alone: an error drops bytes of the same call."""
         header = self._exactly(3)
         number = int.from_bytes(header, "little")
         size = 1 if number >> 1 & 3 == 1 else number >> 3  # a block of one repeated byte
-        return header + self._exactly(size + (self._checksum if number & 1 else 0))
+        self._is_last = bool(number & 1 and self._checksum)
+        return header + self._exactly(size)
 
     def _exactly(self, count: int) -> bytes:
         data: bytes = self._file.read(count)
         if len(data) < count:
-            raise Fault("truncated", "the archive is truncated")
+            raise self._fault("truncated")
         return data
 
 

@@ -80,7 +80,7 @@ def _block(stream: Stream, last: str) -> bytes:
     try:
         return stream.read(_BLOCK)
     except Fault as e:
-        raise Fault(e.reason, f"{e} after this member" if last else str(e), last) from e
+        raise Fault(e.reason, f"{e}, after this member" if last else str(e), last) from e
 
 
 def _header(block: bytes, last: str) -> tarfile.TarInfo:

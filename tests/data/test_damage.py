@@ -1,0 +1,133 @@
+"""Damaged compressed archives: each image that was unpacked before the damage arrives, then the error."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import random
+import tarfile
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from cudafuture.data import TgzImages
+from cudafuture.errors import ArchiveError
+from data.archives import images, numbers, tar
+
+COUNT = 12
+DATA = tar(images(COUNT))
+with tarfile.open(fileobj=BytesIO(DATA)) as _members:
+    ENDS = [member.offset_data + member.size for member in _members]
+WHOLE = gzip.compress(DATA)
+HALF = gzip.compress(DATA[: ENDS[5]]), gzip.compress(DATA[ENDS[5] :])
+
+
+def changed(archive: bytes, place: int) -> bytes:
+    place %= len(archive)
+    return archive[:place] + bytes([archive[place] ^ 0x55]) + archive[place + 1 :]
+
+
+def cases() -> dict[str, bytes]:
+    numbers = random.Random(1)
+    cuts = [*numbers.sample(range(40, len(WHOLE)), 12), len(WHOLE) - 1, len(WHOLE) - 8]
+    places = [*numbers.sample(range(40, len(WHOLE) - 8), 12), -8, -5, -4, -1]  # the last four: CRC and length
+    return {
+        **{f"cut at {cut}": WHOLE[:cut] for cut in cuts},
+        **{f"changed at {place}": changed(WHOLE, place) for place in places},
+        "garbage at the end": WHOLE + b"garbage",
+        "checksum of the first member": changed(HALF[0], -8) + HALF[1],
+        "between the members": HALF[0] + b"garbage" + HALF[1],
+        "header of the second member": HALF[0] + changed(HALF[1], 2),
+        "second member cut": HALF[0] + HALF[1][:-40],
+        "only a header": WHOLE[:10],
+    }
+
+
+CASES = cases()
+
+
+def intact(archive: bytes) -> list[int]:
+    """Return the images that a reader unpacks which gives the archive to zlib byte by byte."""
+    unpacked, inflate = bytearray(), zlib.decompressobj(31)
+    try:
+        for i in range(len(archive)):
+            if inflate.eof:
+                inflate = zlib.decompressobj(31)
+            unpacked += inflate.decompress(archive[i : i + 1])
+    except zlib.error:
+        pass
+    return [image for image, end in enumerate(ENDS) if unpacked[:end] == DATA[:end]]
+
+
+def read(dataset: TgzImages) -> tuple[list[int], ArchiveError | None]:
+    """Return the images before an error, and the error."""
+    found: list[int] = []
+    try:
+        for item in dataset:
+            found += numbers([item])
+    except ArchiveError as e:
+        return found, e
+    return found, None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_images_before_the_damage_arrive_and_then_the_error(tmp_path: Path, case: str) -> None:
+    archive = tmp_path / "images.tgz"
+    archive.write_bytes(CASES[case])
+    expected = intact(CASES[case])
+    for index in ("auto", False):
+        found, error = read(TgzImages(archive, index=index))
+        assert found[: len(expected)] == expected
+        assert error is not None
+        assert error.path == str(archive)
+        in_batches, last = read(TgzImages(archive, index=index, batch=5))
+        assert last is not None
+        if error.reason in ("truncated", "damaged"):
+            assert in_batches == found
+            assert " at byte " in str(error) or "header" in str(error)
+        for skipping in (TgzImages(archive, index=index, on_error="skip", shuffle=shuffle) for shuffle in (0, 3)):
+            assert set(expected) <= set(numbers(skipping))
+            assert skipping.skipped
+        parts = [read(TgzImages(archive, index=index, shard=(rank, 2)))[0] for rank in range(2)]
+        assert set(expected) <= {image for part in parts for image in part}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("changed")])
+def test_images_before_damage_that_an_older_index_does_not_know_arrive(tmp_path: Path, case: str) -> None:
+    archive = tmp_path / "images.tgz"
+    archive.write_bytes(WHOLE)
+    os.utime(archive, ns=(1, 1))
+    TgzImages(archive, index=True)
+    archive.write_bytes(CASES[case])
+    os.utime(archive, ns=(1, 1))
+    expected = intact(CASES[case])
+    assert read(TgzImages(archive, index=True))[0][: len(expected)] == expected
+    for shuffle in (0, 1):
+        assert set(expected) <= set(numbers(TgzImages(archive, index=True, on_error="skip", shuffle=shuffle)))
+
+
+def test_a_wrong_checksum_of_zstandard_loses_no_image(tmp_path: Path) -> None:
+    whole = zstandard.ZstdCompressor(write_checksum=True).compress(DATA)
+    archive = tmp_path / "images.tar.zst"
+    archive.write_bytes(changed(whole, -1))
+    found, error = read(TgzImages(archive))
+    assert found == list(range(COUNT))
+    assert error is not None
+    assert error.reason == "damaged"
+    assert f"damaged at byte {len(DATA)}" in str(error)
+
+
+def test_damage_in_a_batch_leaves_its_images_and_the_error_comes_once_per_read(tmp_path: Path) -> None:
+    archive = tmp_path / "images.tgz"
+    archive.write_bytes(changed(WHOLE, -8))
+    iterator: Any = iter(TgzImages(archive, batch=5))
+    assert numbers(next(iterator) for _ in range(3)) == list(range(COUNT))
+    state = iterator.state_dict()
+    for _ in range(2):
+        with pytest.raises(ArchiveError, match="incorrect data check"):
+            next(iterator)
+    assert state == iterator.state_dict() == {"epoch": 0, "position": COUNT, "part": [0, 1, 0, 1]}
