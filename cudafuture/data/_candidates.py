@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cudafuture.data._faults import Fault
+from cudafuture.data._faults import IGNORED, Fault
 from cudafuture.data._index import Index, Reader
+from cudafuture.data._index_source import log_ignored
 from cudafuture.data._partition import Part
 from cudafuture.data._stream import Stream, open_stream
 from cudafuture.data._tar import members_of
@@ -112,9 +113,12 @@ def streamed(path: str, part: Part, labels: dict[str, int]) -> Iterator[Candidat
         Fault: the archive is truncated, damaged or a bomb. Its `owned` is True in exactly one part.
     """
     image = 0
+    ignored: list[str] = []
     try:
         with open_stream(path) as stream:
             for member in members_of(stream):
+                if member.fault is not None and member.fault.reason == IGNORED:
+                    ignored.append(member.name)
                 mine = part.owns(image)
                 image += member.fault is None  # before the data is read, so that all parts count a fault equally
                 if mine:
@@ -128,6 +132,8 @@ def streamed(path: str, part: Part, labels: dict[str, int]) -> Iterator[Candidat
     except Fault as e:
         e.owned = part.owns(image)
         raise
+    if part.rank == part.worker == 0:
+        log_ignored(path, ignored)
 
 
 def _data(stream: Stream, size: int, candidate: Candidate) -> bytes:

@@ -9,7 +9,7 @@ from torch.utils.data import get_worker_info
 from cudafuture.data._shared_memory import shared_zeros
 from cudafuture.errors import ArchiveError
 
-__all__ = ["REASONS", "Fault", "SkipCounts"]
+__all__ = ["IGNORED", "REASONS", "Fault", "SkipCounts"]
 
 REASONS = (
     "truncated",
@@ -23,7 +23,9 @@ REASONS = (
     "unknown_class",
     "link",
     "special_file",
+    "ignored",
 )
+IGNORED = REASONS[-1]  # the reason of a member that no loader of images would take, which is never an error
 _WORKERS = 1024
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 from cudafuture.data._faults import Fault
@@ -12,8 +13,9 @@ from cudafuture.data._rapidgzip import require_rapidgzip
 from cudafuture.data._sidecar import DamagedSidecarError, read_sidecar, sidecar_of, write_sidecar
 from cudafuture.errors import ArchiveError
 
-__all__ = ["index_of", "log_once"]
+__all__ = ["index_of", "log_ignored", "log_once"]
 
+_NAMES = 10  # of ignored members, in a log record
 _log = logging.getLogger("cudafuture.data")
 _logged: set[str] = set()
 _in_memory: weakref.WeakValueDictionary[Path, Index] = weakref.WeakValueDictionary()
@@ -24,6 +26,13 @@ def log_once(message: str) -> None:
     if message not in _logged:
         _logged.add(message)
         _log.warning("%s", message)
+
+
+def log_ignored(path: str, names: Sequence[str]) -> None:
+    """Log the number of ignored members of an archive, and the first ones of their names."""
+    if names:
+        shown = ", ".join(map(repr, names[:_NAMES])) + (", ..." if len(names) > _NAMES else "")
+        log_once(f"{path}: members that are not images by name or first bytes are ignored ({len(names)}): {shown}")
 
 
 def index_of(path: str, required: bool) -> Index | None:

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from cudafuture.data._candidates import Candidate, indexed, refused_members, shuffled, streamed
 from cudafuture.data._decode import Decoder
-from cudafuture.data._faults import Fault, SkipCounts
+from cudafuture.data._faults import IGNORED, Fault, SkipCounts
 from cudafuture.data._index import Index
 from cudafuture.data._partition import Part
 from cudafuture.data._shared_memory import batch_memory
@@ -35,7 +35,8 @@ class Options:
         positions: the label of each class name.
         labels: the label of each image of the index, -1 if its class is not known.
         size, mode, transform, shuffle, seed, batch: as for ``TgzImages``.
-        counts: the numbers of skipped members if on_error is "skip", else None.
+        skips: on_error is "skip".
+        counts: the numbers of skipped members.
     """
 
     path: str
@@ -48,7 +49,8 @@ class Options:
     shuffle: int
     seed: int
     batch: int | None
-    counts: SkipCounts | None
+    skips: bool
+    counts: SkipCounts
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class ImageIterator(Iterator[Any]):
             try:
                 candidate = next(self._candidates)
             except Fault as e:
-                if not first and self._options.counts is None:
+                if not first and not self._options.skips:
                     self._candidates = _failed(e)  # the next item raises it
                 else:
                     self._candidates = _none()
@@ -160,11 +162,12 @@ class ImageIterator(Iterator[Any]):
 
     def _handle(self, fault: Fault) -> None:
         """Count a fault, or raise the error for it."""
-        if self._options.counts is None:
+        if not self._options.skips and fault.reason != IGNORED:
             raise fault.error(self._options.path) from fault
         if fault.owned and not self._quiet:
             self._options.counts.add(fault.reason)
-            _log.info("skipped: %s", fault.error(self._options.path))
+            if fault.reason != IGNORED:  # those are logged together
+                _log.info("skipped: %s", fault.error(self._options.path))
 
     def _release(self) -> None:
         """Close the archive, which a kept exception would hold open; the next item opens it again."""

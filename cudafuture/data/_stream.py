@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from cudafuture.data._extra import extra
 from cudafuture.data._faults import Fault
+from cudafuture.errors import ArchiveError
 
 __all__ = ["MOST_RATIO", "MOST_SMALL", "SeekableStream", "Stream", "limit_of", "open_stream", "packing_of"]
 
@@ -21,15 +22,39 @@ _BLOCK = 512  # bytes of a header
 _HEADERS = 1 << 12  # bytes that are read where a header is expected
 _ZSTD_WINDOW = 1 << 27
 _ZSTD = b"\x28\xb5\x2f\xfd"
+_OTHERS = {
+    b"BZh": "bzip2 (.bz2)",
+    b"\xfd7zXZ\0": "xz (.xz)",
+    b"]\0\0": "LZMA (.lzma)",
+    b"LZIP": "lzip (.lz)",
+    b"\x04\x22\x4d\x18": "LZ4 (.lz4)",
+    b"\x1f\x9d": "compress (.Z)",
+    b"PK\x03\x04": "zip (.zip)",
+    b"PK\x05\x06": "zip (.zip)",
+    b"7z\xbc\xaf\x27\x1c": "7-Zip (.7z)",
+    b"Rar!\x1a\x07": "RAR (.rar)",
+}
 
 
 def packing_of(path: str) -> str:
-    """Return "gzip", "zstd" or "tar", by the first bytes of the archive."""
+    """Return "gzip", "zstd" or "tar", by the first bytes of the archive.
+
+    Raises:
+        ArchiveError: the archive has another known format.
+        OSError: the archive cannot be read.
+    """
     with Path(path).open("rb") as file:
-        start = file.read(4)
+        start = file.read(_BLOCK)
     if start[:2] == b"\x1f\x8b":
         return "gzip"
-    return "zstd" if start == _ZSTD or _is_skippable(start) else "tar"
+    if start[:4] == _ZSTD or _is_skippable(start[:4]):
+        return "zstd"
+    found = [name for magic, name in _OTHERS.items() if start.startswith(magic)]
+    if found and start[257:262] != b"ustar":  # a tar begins with the name of a member
+        readable = ".tar, .tgz (.tar.gz) and .tar.zst can be read"
+        text = f"{path} has the format {found[0]}, but only {readable}: unpack it, and pack it with `tar -czf`"
+        raise ArchiveError(text, path=path)
+    return "tar"
 
 
 def limit_of(size: int) -> int:
@@ -78,6 +103,12 @@ class Stream:
             self._piece = self._piece[count:]
             count -= len(parts[-1])
         return b"".join(parts)
+
+    def peek(self, count: int) -> bytes:
+        """Return the next `count` bytes, which are read or skipped later; raise as `read` does."""
+        found = self.read(count)
+        self._piece = memoryview(found + self._piece)
+        return found
 
     def skip(self, count: int) -> None:
         """Skip the next `count` bytes; raise as `read` does."""

@@ -6,7 +6,8 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cudafuture.data._faults import Fault
+from cudafuture.data._faults import IGNORED, Fault
+from cudafuture.data._names import FIRST_BYTES, is_image_name, is_image_start, is_of_the_system
 from cudafuture.data._stream import Stream
 
 __all__ = ["MOST_MEMBER", "Member", "members_of"]
@@ -20,19 +21,20 @@ _SPARSE = "sparse"
 _SPARSE_KEYS = b"GNU.sparse."
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _LINKS = (tarfile.LNKTYPE, tarfile.SYMTYPE)
+_NO_FILES = (tarfile.DIRTYPE, b"D", b"V")  # folders, also of GNU's incremental archives, and the name of a volume
 _WITHOUT_DATA = (*_LINKS, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
 
 
 @dataclass(frozen=True)
 class Member:
-    """Member of an archive that is not a directory.
+    """Member of an archive that is not a folder.
 
     Args:
         name: the name in the archive.
         label: the base name of the parent folder.
         offset: the offset of the data in the unpacked archive.
         size: the bytes of the data.
-        fault: the reason why the member cannot be an image, or None.
+        fault: the reason why the member cannot be an image, or None; IGNORED if that is no error.
     """
 
     name: str
@@ -65,9 +67,12 @@ def members_of(stream: Stream) -> Iterator[Member]:
             if header.type == tarfile.GNUTYPE_SPARSE:
                 _skip_sparse_map(block, stream)
             end = stream.offset + (0 if header.type in _WITHOUT_DATA else -(-size // _BLOCK) * _BLOCK)
-            if header.type != tarfile.DIRTYPE:
+            if header.type not in _NO_FILES:
                 label = _label(name)
-                yield Member(name, label, stream.offset, size, _fault(header, name, label, size, extensions.sparse))
+                fault = _fault(header, name, label, size, extensions.sparse)
+                if not _may_be_image(header, name, size, stream, fault):
+                    fault = Fault(IGNORED, "the member is not an image by its name or first bytes", name)
+                yield Member(name, label, stream.offset, size, fault)
             stream.skip(end - stream.offset)
             extensions.forget()
     except Fault as e:
@@ -111,6 +116,17 @@ def _fault(header: tarfile.TarInfo, name: str, label: str, size: int, sparse: bo
     if size > MOST_MEMBER:
         return Fault("too_large", f"the member has {size} bytes, but only {MOST_MEMBER} are allowed", name)
     return None
+
+
+def _may_be_image(header: tarfile.TarInfo, name: str, size: int, stream: Stream, fault: Fault | None) -> bool:
+    """Return False for a member that no loader of images would take. A member without an extension may be one."""
+    if fault is not None and fault.reason == "special_file":
+        return True
+    if is_of_the_system(name):
+        return False
+    if is_image_name(name):
+        return True
+    return header.type not in _LINKS and size >= FIRST_BYTES and is_image_start(stream.peek(FIRST_BYTES))
 
 
 def _skip_sparse_map(block: bytes, stream: Stream) -> None:

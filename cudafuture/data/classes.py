@@ -12,16 +12,17 @@ __all__ = ["classes_of"]
 
 
 def classes_of(path: str | os.PathLike[str]) -> list[str]:
-    """Return the names of the folders that directly contain the files of an archive, sorted.
+    """Return the names of the folders that directly contain the images of an archive, sorted.
 
     The result depends only on the archive, so all ranks get the same one. An index beside the archive is used;
-    otherwise the archive is unpacked once. Members in no folder, links and device files have no class.
+    otherwise the archive is unpacked once. Members in no folder, links, device files and members that are not
+    images by name or first bytes have no class.
 
     Args:
         path: a .tar, .tgz (.tar.gz) or .tar.zst archive.
 
     Raises:
-        ArchiveError: the archive is truncated, damaged or a decompression bomb.
+        ArchiveError: the archive is truncated, damaged or a decompression bomb, or has another format.
         OSError: the archive cannot be read.
 
     >>> import io, tarfile

@@ -13,14 +13,15 @@ import torch
 from torch.utils.data import IterableDataset
 
 from cudafuture.data._decode import Decoder
-from cudafuture.data._faults import SkipCounts
+from cudafuture.data._faults import IGNORED, SkipCounts
 from cudafuture.data._index import Index
-from cudafuture.data._index_source import index_of, log_once
+from cudafuture.data._index_source import index_of, log_ignored, log_once
 from cudafuture.data._iterator import ImageIterator, Options
 from cudafuture.data._labels import scan_classes
 from cudafuture.data._partition import Part, Shard, current_shard, current_workers
 from cudafuture.data._progress import Progress, Start
 from cudafuture.data._state import integer, start_of, state_of
+from cudafuture.data._stream import packing_of
 
 __all__ = ["TgzImages"]
 
@@ -36,7 +37,7 @@ class TgzImages(IterableDataset[Any]):
     With an index each rank and worker reads only its own part of the archive, and the dataset has a length: the images,
     or with `batch` the minibatches, of this rank; images that will be skipped count. The index is stored in a file
     beside the archive, ``<path>.index``. Without an index each worker unpacks the whole archive and decodes its share.
-    A .tar.zst has no index. See docs/images.md.
+    A .tar.zst has no index. Members that are not images by name or first bytes are ignored. See docs/images.md.
 
     Args:
         path: the archive.
@@ -55,7 +56,7 @@ class TgzImages(IterableDataset[Any]):
         index: "auto" uses or builds an index if possible, True raises if it is not possible, False uses none.
 
     Raises:
-        ArchiveError: `index` is True, but the archive cannot have an index.
+        ArchiveError: `index` is True, but the archive cannot have an index; the archive has another format.
         ImportError: a package of the extra `tgz` is missing.
         OSError: the archive cannot be read.
         TypeError: `shuffle`, `seed` or `batch` is not an integer.
@@ -103,7 +104,11 @@ class TgzImages(IterableDataset[Any]):
         pair = _size(size)
         Decoder(pair, mode)  # raises if Pillow is missing or the mode is wrong
         archive = str(Path(path).absolute())  # workers may have another current folder
+        packing_of(archive)  # raises if the archive has another format
         found = index_of(archive, index is True) if index else None
+        if found is not None:
+            ignored = [name for name, reason, _ in found.refused if reason == IGNORED]
+            log_ignored(archive, ignored)
         if not index:
             log_once(f"{archive} is read without an index, so every worker unpacks all of it: index=False")
         self._classes = _classes(archive, classes, found)
@@ -119,7 +124,8 @@ class TgzImages(IterableDataset[Any]):
             shuffle=shuffle,
             seed=integer("seed", seed),
             batch=batch,
-            counts=self._counts if on_error == "skip" else None,
+            skips=on_error == "skip",
+            counts=self._counts,
         )
 
     @property
@@ -132,7 +138,8 @@ class TgzImages(IterableDataset[Any]):
         """The numbers of skipped members since the dataset was created, by reason, of all workers of this rank.
 
         The reasons are "truncated", "damaged" and "bomb" for the archive, and for members "corrupt", "not_an_image",
-        "too_large", "pixel_format", "no_label", "unknown_class", "link" and "special_file".
+        "too_large", "pixel_format", "no_label", "unknown_class", "link" and "special_file". With either `on_error`,
+        members that are not images by name or first bytes are counted as "ignored".
         """
         return self._counts.total()
 
@@ -221,7 +228,7 @@ class TgzImages(IterableDataset[Any]):
 
         A new DataLoader asks worker 0 first. So worker 0 continues with the part that was next in rotation, and so on.
         """
-        if self._options.counts is None:  # then each batch but the last one was full
+        if not self._options.skips:  # then each batch but the last one was full
             mine = replace(part, worker=(part.worker + start.batches) % part.workers)
             position = mine.batches_of_worker(start.batches) * start.batch_size
             return ImageIterator(self._options, mine, start.epoch, position)

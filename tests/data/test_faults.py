@@ -42,9 +42,9 @@ def png_of(width: int, height: int) -> bytes:
 BAD: dict[str, list[Entry]] = {
     "corrupt": [("a/cut.png", GOOD[: len(GOOD) // 2]), ("a/flipped.png", GOOD[:60] + b"\xff\xff" + GOOD[62:])],
     "not_an_image": [
-        ("a/notes.txt", b"words"),
+        ("a/notes.png", b"words"),
         ("a/empty.jpg", b""),
-        ("a/program.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"),
+        ("a/program.jpg", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"),
     ],
     "too_large": [("a/huge.png", png_of(20_000, 20_000))],
     "no_label": [("rootless.png", GOOD), ("./dot.png", GOOD), ("../up.png", GOOD), ("/absolute.png", GOOD)],
@@ -107,8 +107,8 @@ def test_a_class_that_was_not_given_is_an_error_or_counted(tmp_path: Path, packi
 
 
 def test_an_error_in_a_worker_keeps_its_type_and_names_the_member(tmp_path: Path) -> None:
-    archive = written(tmp_path, [*images(1), ("a/notes.txt", b"words")])
-    with pytest.raises(ArchiveError, match=r"member 'a/notes\.txt': the member is not an image"):
+    archive = written(tmp_path, [*images(1), ("a/notes.png", b"words")])
+    with pytest.raises(ArchiveError, match=r"member 'a/notes\.png': the member is not an image"):
         list(DataLoader(TgzImages(archive), batch_size=None, num_workers=1))
 
 

@@ -57,7 +57,7 @@ def test_images_are_read_by_the_index_only(tmp_path: Path, packing: str, monkeyp
 def test_an_archive_with_many_seek_points_is_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_index, "_SPACING", 1 << 16)
     generator = torch.Generator().manual_seed(0)
-    files = [(f"a/{i}.raw", bytes(torch.randint(256, (9000,), generator=generator).tolist())) for i in range(60)]
+    files = [(f"a/{i}.png", bytes(torch.randint(256, (9000,), generator=generator).tolist())) for i in range(60)]
     archive = written(tmp_path, files)
     index = build_index(str(archive))
     assert index.seek_points.nbytes > 5 * 32768

@@ -1,0 +1,152 @@
+"""Members that no loader of images would take, and archives of other formats."""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from cudafuture.data import TgzImages, classes_of
+from cudafuture.errors import ArchiveError
+from data.archives import Entry, images, number_of, numbers, pixels_of, png, tar, written
+
+
+def linked(name: str) -> Entry:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = tarfile.SYMTYPE, "README"
+    return name, info
+
+
+def of_type(name: str, type: bytes) -> Entry:
+    info = tarfile.TarInfo(name)
+    info.type = type
+    return name, info
+
+
+OTHERS: list[Entry] = [
+    (".DS_Store", b"\0\0\0\1Bud1" + bytes(99)),
+    ("labels.csv", b"name,label\n" * 9),
+    ("README", b"Pictures of three classes. " * 9),
+    ("set/README.txt", b"words"),
+    ("set/z/Thumbs.db", b"\xd0\xcf\x11\xe0" + bytes(99)),
+    ("set/z/._0000.png", b"\0\5\x16\7" + bytes(99)),
+    ("__MACOSX/set/z/0000.png", b"\0\5\x16\7" + bytes(99)),
+    ("set/annotations/1.json", b"{}"),
+    ("set/y/empty", b""),
+    linked("set/docs/LICENSE"),
+]
+WAYS = [(packing, index) for packing in ("tar", "tgz", "tar.zst") for index in ("auto", False)]
+
+
+@pytest.mark.parametrize(("packing", "index"), WAYS)
+def test_other_members_are_no_classes_and_no_errors_and_are_named_once(
+    tmp_path: Path, packing: str, index: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = written(tmp_path, [*OTHERS[:5], *images(6), *OTHERS[5:], of_type("volume", b"V")], packing)
+    dataset = TgzImages(archive, index=index)
+    assert dataset.classes == classes_of(archive) == ["x", "y", "z"]
+    for epoch in (1, 2):
+        assert numbers(dataset) == list(range(6))
+        assert dataset.skipped == {"ignored": epoch * len(OTHERS)}
+    (record,) = (record for record in caplog.records if "are ignored" in record.message)
+    assert f"({len(OTHERS)})" in record.message
+    assert all(repr(name) in record.message for name, _ in OTHERS)
+    given = TgzImages(archive, index=index, classes=["z", "y", "x"], batch=4, on_error="skip")
+    assert [labels.tolist() for _, labels in given] == [[0, 1, 2, 0], [1, 2]]
+    assert given.skipped == {"ignored": len(OTHERS)}
+
+
+@pytest.mark.parametrize("index", ["auto", False])
+def test_ignored_members_are_counted_once_over_all_ranks_and_change_no_positions(tmp_path: Path, index: Any) -> None:
+    archive = written(tmp_path, [*OTHERS, *images(7)])
+    datasets = [TgzImages(archive, index=index, shard=(rank, 2), batch=2) for rank in range(2)]
+    assert sorted(number for dataset in datasets for number in numbers(dataset)) == list(range(7))
+    assert sum(dataset.skipped["ignored"] for dataset in datasets) == len(OTHERS)
+    iterator: Any = iter(TgzImages(archive, index=index, batch=2))
+    next(iterator)
+    resumed = TgzImages(archive, index=index, batch=2)
+    resumed.load_state_dict(iterator.state_dict())
+    assert numbers(resumed) == [2, 3, 4, 5, 6]
+
+
+def test_workers_count_ignored_members(tmp_path: Path) -> None:
+    dataset = TgzImages(written(tmp_path, [*OTHERS, *images(4)]), batch=2)
+    assert numbers(DataLoader(dataset, batch_size=None, num_workers=1)) == list(range(4))
+    assert dataset.skipped == {"ignored": len(OTHERS)}
+
+
+def test_an_archive_read_with_given_classes_and_without_an_index_names_them_after_the_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = TgzImages(written(tmp_path, [*images(2), *OTHERS, *OTHERS]), index=False, classes=["z", "y"])
+    assert "are ignored" not in caplog.text
+    assert numbers(dataset) == numbers(dataset) == [0, 1]
+    assert caplog.text.count(f"are ignored ({2 * len(OTHERS)}): '.DS_Store', 'labels.csv'") == 1
+    assert caplog.text.count("'set/docs/LICENSE', ...") == 1
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000"])
+@pytest.mark.parametrize("packing", ["tar", "tgz"])
+def test_an_image_of_each_format_is_read_by_its_extension_or_its_first_bytes(
+    tmp_path: Path, format: str, packing: str
+) -> None:
+    Image.init()
+    names = [f"a/1{ending}" for ending, of in Image.EXTENSION.items() if of == format]
+    file = io.BytesIO()
+    Image.new("RGB", (9, 7)).save(file, format)
+    entries: list[Entry] = [(name, file.getvalue()) for name in (*names, "a/2", "a/3.JPEG", "a/4.of-the-camera")]
+    for index in ("auto", False):
+        dataset = TgzImages(written(tmp_path, entries, packing), index=index)
+        assert [tuple(pixels.shape) for pixels, _ in dataset] == [(3, 7, 9)] * len(entries)
+        assert not dataset.skipped
+
+
+def test_a_member_without_an_extension_that_is_an_image_has_the_pixels_of_the_image(tmp_path: Path) -> None:
+    for packing in ("tar", "tgz", "tar.zst"):
+        for index in ("auto", False):
+            dataset = TgzImages(written(tmp_path, [("a/0", png(pixels_of(5))), *images(1)], packing), index=index)
+            assert [number_of(pixels) for pixels, _ in dataset] == [5, 0]
+
+
+def zipped(data: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/1.png", data)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "format"),
+    [
+        (bz2.compress(tar(images(1))), "bzip2"),
+        (lzma.compress(tar(images(1))), "xz"),
+        (lzma.compress(tar(images(1)), lzma.FORMAT_ALONE), "LZMA"),
+        (zipped(b""), "zip"),
+        (b"7z\xbc\xaf\x27\x1c" + bytes(99), "7-Zip"),
+        (b"Rar!\x1a\x07" + bytes(99), "RAR"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_archive_of_another_format_is_an_error_that_names_the_format(
+    tmp_path: Path, data: bytes, format: str
+) -> None:
+    archive = tmp_path / "images.tgz"
+    archive.write_bytes(data)
+    for index in ("auto", True, False):
+        with pytest.raises(ArchiveError, match=rf"images\.tgz has the format {format} .*pack it") as raised:
+            TgzImages(archive, index=index, classes=["a"])
+        assert raised.value.path == str(archive)
+    with pytest.raises(ArchiveError, match=format):
+        classes_of(archive)
+
+
+def test_a_tar_whose_first_name_begins_as_another_format_is_read(tmp_path: Path) -> None:
+    assert numbers(TgzImages(written(tmp_path, [("BZh/1.png", png(pixels_of(3)))], "tar"))) == [3]
