@@ -8,6 +8,7 @@ package without an error.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 _SUPPORTED = "torch 2.11 to 2.15"
@@ -21,10 +22,20 @@ def _require_built() -> str:
         torch_version = ""
     native = importlib.util.find_spec("cudafuture._C")
     if not torch_version or native is None or not native.has_location:
-        raise ImportError(
-            f"cudafuture is not built: run `make setup` in its checkout (it was found in {Path(__file__).parent})"
-        )
+        raise ImportError(_not_built())
     return torch_version
+
+
+def _not_built() -> str:
+    """Return the message for sources without a native module, which may hide an installed package."""
+    found = Path(__file__).parent
+    for other in (Path(entry, found.name) for entry in sys.path):
+        if (other / "_build_info.py").exists() and not other.samefile(found):
+            return (
+                f"cudafuture is not built in {found}, which hides the package that is installed in {other}: "
+                f"{found.parent} comes first in sys.path. Run Python in another folder, or run `make setup` there"
+            )
+    return f"cudafuture is not built: run `make setup` in its checkout (it was found in {found})"
 
 
 def _require_same_torch(built: str) -> None:
@@ -34,9 +45,9 @@ def _require_same_torch(built: str) -> None:
     found = str(torch.__version__)
     if found.split(".")[:2] != built.split(".")[:2]:
         raise ImportError(
-            f"cudafuture was built against torch {built} but torch {found} is imported; install torch {built}, or "
-            "build cudafuture again: `make clean setup` in its checkout, or `pip install --no-build-isolation`; "
-            f"it supports {_SUPPORTED}"
+            f"cudafuture was built against torch {built} but torch {found} is imported; run "
+            f"`pip install 'torch=={'.'.join(built.split('.')[:2])}.*'`, or build cudafuture again in its checkout: "
+            f"`make clean setup`, or `pip install --no-build-isolation .`; it supports {_SUPPORTED}"
         )
 
 

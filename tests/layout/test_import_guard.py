@@ -30,9 +30,12 @@ def build(checkout: Path, *, torch: str) -> None:
     package.joinpath("_C.py").write_text("")
 
 
-def error_of(checkout: Path, statement: str = "import cudafuture") -> str:
-    """Run a statement in an interpreter that sees the copy and the standard library only; return its last line."""
-    code = f"import sys; sys.path.insert(0, {str(checkout)!r})\n{statement}"
+def error_of(checkout: Path, statement: str = "import cudafuture", *, after: Path | None = None) -> str:
+    """Run a statement in an interpreter that sees the copy and the standard library only; return its last line.
+
+    `after` is a folder at the end of sys.path.
+    """
+    code = f"import sys; sys.path.insert(0, {str(checkout)!r}); sys.path.append({str(after)!r})\n{statement}"
     run = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=checkout)
     return run.stderr.strip().splitlines()[-1] if run.returncode else ""
 
@@ -43,6 +46,18 @@ def test_an_unbuilt_checkout_says_so_in_one_sentence(checkout: Path, package: Pa
     assert error.startswith("ImportError: ")
     assert "not built" in error
     assert "make setup" in error
+
+
+@pytest.mark.parametrize("package", [PACKAGE, RPC], ids=lambda package: package.name)
+def test_an_unbuilt_checkout_names_the_installed_package_that_it_hides(
+    checkout: Path, tmp_path_factory: pytest.TempPathFactory, package: Path
+) -> None:
+    site = tmp_path_factory.mktemp("site")
+    (site / "cudafuture").mkdir()
+    build(site, torch="2.13.0")
+    error = error_of(checkout, f"import {package.name}", after=site)
+    assert f"{checkout / 'cudafuture'}, which hides the package that is installed in {site / 'cudafuture'}" in error
+    assert "Run Python in another folder" in error
 
 
 def test_a_build_without_its_native_module_counts_as_unbuilt(checkout: Path) -> None:
@@ -57,6 +72,7 @@ def test_another_torch_minor_is_refused_by_both_names(checkout: Path) -> None:
     assert error.startswith("ImportError: ")
     assert "2.12.1+cpu" in error
     assert "2.13.0+cpu" in error
+    assert "run `pip install 'torch==2.12.*'`" in error
     assert "it supports torch 2." in error
 
 
