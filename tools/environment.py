@@ -118,7 +118,7 @@ def build_requirements(project: dict[str, Any]) -> list[str]:
         need_on_system(f"Python.h of {sys.executable}", f"python{sys.version_info.major}.{sys.version_info.minor}-dev")
     if not has_liburing():
         want_on_system("liburing, with which files are read and written fastest", "liburing-dev", "pkg-config")
-    dependencies: list[str] = project["project"]["dependencies"]
+    dependencies: list[str] = project["tool"]["dynamic-metadata"][0]["dependencies"]
     wanted = torch_requirement(dependencies)
     wanted += [d for d in dependencies if not d.startswith("torch")]
     wanted += project["build-system"]["requires"]

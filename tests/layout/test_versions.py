@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from layout.tree import ROOT
 
 
@@ -70,6 +72,12 @@ def test_pyproject_requires_and_classifies_the_versions_of_the_matrix() -> None:
     assert minor(found(r'^requires-python = ">=([\d.]+)"', "pyproject.toml")[0]) == PYTHON[0]
     classified = re.findall(r'"Programming Language :: Python :: (\d\.\d+)"', text("pyproject.toml"))
     assert [minor(version) for version in classified] == PYTHON
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_the_docs_install_what_builds_the_package(page: str) -> None:
+    required = re.findall(r'"([^"]+)"', found(r"^requires = \[(.*)\]$", "pyproject.toml")[0])
+    assert re.findall(r'"([^"]+)"', found(r"^pip install (.*) cmake ninja ", page)[0]) == required
 
 
 def test_cmake_warns_outside_of_the_versions_of_the_matrix() -> None:

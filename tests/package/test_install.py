@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import importlib.metadata
 import os
 import re
@@ -9,14 +10,20 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+from email.message import Message
 from pathlib import Path
 
 import pytest
+from scikit_build_core import build as backend
 
 from support.soak import SOAK
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "licenses", "cmake", "cudafuture", "rpc_ext")
+PARTS = {
+    *("CHANGELOG.md", "CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "cmake", "cudafuture", "licenses"),
+    *("pyproject.toml", "rpc_ext", "tools"),
+}
 
 USE = """
 import sys
@@ -41,6 +48,75 @@ def test_the_licences_of_what_is_linked_statically_are_installed() -> None:
     assert texts["LICENSE"] == (ROOT / "LICENSE").read_text()
 
 
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the sdist and unpack it."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        name = backend.build_sdist(str(folder))
+    with tarfile.open(folder / name) as archive:
+        archive.extractall(folder, filter="data")
+    (unpacked,) = folder.glob("cudafuture-*/")
+    return unpacked
+
+
+def metadata_of(path: Path) -> Message:
+    """Return the fields and the description in a metadata file."""
+    return email.message_from_string(path.read_text(encoding="utf-8"))
+
+
+def wheel_metadata(sdist: Path, folder: Path) -> Message:
+    """Return the metadata of a wheel that would be built from an unpacked sdist; write it to a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(sdist)
+        return metadata_of(folder / backend.prepare_metadata_for_build_wheel(str(folder)) / "METADATA")
+
+
+def test_an_sdist_has_the_files_of_the_build_only_and_requires_any_supported_torch(sdist: Path) -> None:
+    assert {path.name for path in sdist.iterdir()} == PARTS
+    assert [path.name for path in (sdist / "tools").iterdir()] == ["package_metadata.py"]
+    assert {path.name for path in (sdist / "licenses").iterdir()} >= {"nanobind.txt", "liburing.txt"}
+    metadata = metadata_of(sdist / "PKG-INFO")
+    (torch_range,) = [r for r in metadata.get_all("Requires-Dist") or () if r.startswith("torch")]
+    assert "<" in torch_range
+    assert ">=" in torch_range
+    assert metadata.get_all("Dynamic") == ["Requires-Dist"]
+
+
+@pytest.mark.parametrize("installed", [None, "2.12.1", "2.15.0a0+git1234567", "2.13.0+cu130"])
+def test_a_wheel_requires_the_minor_version_of_the_torch_that_it_is_built_against(
+    sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str | None
+) -> None:
+    installed = installed or importlib.metadata.version("torch")
+    monkeypatch.setattr(importlib.metadata, "version", {"torch": installed}.__getitem__)
+    required = wheel_metadata(sdist, tmp_path).get_all("Requires-Dist") or ()
+    major, minor = installed.split(".")[:2]
+    assert [r for r in required if r.startswith("torch")] == [f"torch=={major}.{minor}.*"]
+
+
+def test_a_build_without_torch_says_how_to_build(sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(SystemExit) as caught:
+        wheel_metadata(sdist, tmp_path)
+    assert 'pip install "scikit-build-core>=' in str(caught.value)
+    assert "pip install --no-build-isolation ." in str(caught.value)
+
+
+def test_the_description_has_no_link_into_the_checkout(sdist: Path, tmp_path: Path) -> None:
+    """A package index shows the description, and none of the files that a relative link leads to."""
+    for metadata in (metadata_of(sdist / "PKG-INFO"), wheel_metadata(sdist, tmp_path)):
+        text = metadata.get_payload()
+        assert isinstance(text, str)
+        assert "# cudafuture" in text
+        assert re.findall(r"\]\((?!https?://)", text) == []
+        assert re.findall(r"^\[[^]]+\]:\s*(?!https?://)", text, re.MULTILINE) == []
+        assert re.findall(r"""(?:href|src)=["'](?!https?://)""", text) == []
+
+
 def test_the_docs_name_no_extra_that_cannot_be_installed() -> None:
     """The library is on no package index: an extra is installed from a checkout."""
     known = importlib.metadata.metadata("cudafuture").get_all("Provides-Extra") or ()
@@ -53,16 +129,12 @@ def test_the_docs_name_no_extra_that_cannot_be_installed() -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="compiles everything once more; CUDAFUTURE_SOAK=1 does it")
-def test_a_plain_install_works_without_the_checkout(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    for name in PARTS:
-        part = ROOT / name
-        ignored = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
-        shutil.copytree(part, source / name, ignore=ignored) if part.is_dir() else shutil.copy(part, source / name)
+def test_a_plain_install_works_without_the_checkout(sdist: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
     scripts = sysconfig.get_path("scripts")
     environment = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"}  # cmake and ninja may be there
     pip = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--target", str(target)]
+    source = shutil.copytree(sdist, tmp_path / "source")
     subprocess.run([*pip, str(source)], env=environment, check=True, capture_output=True, timeout=1800)
     shutil.rmtree(source)
     # -S: the editable checkout, if there is one, is not on the path, but then neither is torch.
