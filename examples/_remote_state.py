@@ -45,6 +45,32 @@ def key(bucket: Bucket) -> str:
     return f"{'+'.join(bucket.layers)}/moments"
 
 
+def write_first(store: rpc_ext.RemoteOffloader, bucket: Bucket) -> CUDAFuture[int]:
+    """Write the state with which Adam begins."""
+    bucket.optimizer.state[bucket.values]["step"] = torch.tensor(0.0)
+    return store.write(key(bucket), torch.zeros(len(MOMENTS), bucket.values.numel()))
+
+
+def set_moments(bucket: Bucket, moments: Tensor) -> None:
+    """Give a bucket's Adam its state."""
+    bucket.optimizer.state[bucket.values].update(zip(MOMENTS, moments, strict=True))
+
+
+def drop_moments(bucket: Bucket) -> None:
+    """Take the state from a bucket's Adam."""
+    for moment in MOMENTS:
+        del bucket.optimizer.state[bucket.values][moment]
+
+
+def update_blocking(store: rpc_ext.RemoteOffloader, bucket: Bucket) -> None:
+    """Read the state of a bucket, update the bucket, and write the state; wait after each call."""
+    moments = store.read(key(bucket)).wait()
+    set_moments(bucket, moments)
+    bucket.update()
+    drop_moments(bucket)
+    store.write(key(bucket), moments).wait()
+
+
 class RemoteState:
     """The state of all buckets, of which no more than that of `ahead` buckets is in memory at a time.
 
@@ -67,8 +93,7 @@ class RemoteState:
         self._updated: dict[int, Tensor] = {}  # to be written, by bucket
         self._written: list[CUDAFuture[int]] = []  # by bucket, the last one
         for bucket in buckets:
-            bucket.optimizer.state[bucket.values]["step"] = torch.tensor(0.0)  # as Adam itself begins
-            self._written.append(store.write(key(bucket), torch.zeros(len(MOMENTS), bucket.values.numel())))
+            self._written.append(write_first(store, bucket))
         for bucket in islice(self._turns, ahead):
             self._reads.append(self._written[bucket.index].then_async(partial(self._read, bucket, 1)))
 
@@ -98,7 +123,7 @@ class RemoteState:
     def _update(self, bucket: Bucket, step: int, ready: CUDAFuture[list[Tensor]]) -> list[nn.Parameter]:
         _, moments = ready.value()
         with self.timeline.span("update", bucket.index, step):
-            bucket.optimizer.state[bucket.values].update(zip(MOMENTS, moments, strict=True))
+            set_moments(bucket, moments)
             bucket.update()
         self._updated[bucket.index] = moments
         return bucket.parameters  # so that on a device whoever waits is ordered after the kernels that wrote them
@@ -106,9 +131,7 @@ class RemoteState:
     def _write(self, bucket: Bucket, step: int, updated: CUDAFuture[Any]) -> CUDAFuture[int]:
         updated.value()
         start = time.perf_counter_ns()
-        state = bucket.optimizer.state[bucket.values]
-        for moment in MOMENTS:
-            del state[moment]
+        drop_moments(bucket)
         moments = self._updated.pop(bucket.index)  # nobody but the write holds its memory now
         return self._watch("write", bucket, step, start, self.store.write(key(bucket), moments))
 

@@ -12,10 +12,13 @@ Backward goes on meanwhile, other buckets are in flight, and the loop starts on 
 waits for the one future that stands for its own parameters, and for nothing else; the writes end behind it. An error
 anywhere on the way (a dead peer, an exception in the optimizer, a write that fails) comes out of that wait.
 
+The program trains twice more, with blocking calls: with the state on the same disk, and with the state in memory. The
+first comparison shows what overlap gains, the second what the disk costs.
+
 At the end the program prints what overlapped with what, and one step as it went: collectives, callbacks, calls and
-disks in one picture. It checks what it claims, and exits with an error when a check fails: the accuracy on images it
-has not seen, the same parameters on every rank, and the same parameters and Adam's state as a plain loop that has all
-of it in memory and blocks on every all_reduce. With ``--state memory`` the state does not leave memory.
+disks in one picture. Then it prints the time of each training. It checks what it claims, and exits with an error when a
+check fails: the accuracy on images it has not seen, the same parameters on every rank, and the same parameters and
+Adam's state as with blocking calls. With ``--state memory`` the state does not leave memory.
 """
 
 from __future__ import annotations
@@ -39,10 +42,24 @@ from torch import Tensor, nn
 
 import cudafuture.distributed as cfd
 from _digits import Digits, layer_groups, make_model, same_on_every_rank
-from _remote_state import Disk, RemoteState, differing_states, next_workers_disk, read_states
+from _remote_state import (
+    Disk,
+    RemoteState,
+    differing_states,
+    next_workers_disk,
+    read_states,
+    update_blocking,
+    write_first,
+)
 from _timeline import Timeline, overlap_table, step_table, typical_step
 from cudafuture import CUDAFuture, wait_all
 
+LOOPS = {
+    "overlapped": "overlapped, Adam's state on the disk of the other worker",
+    "blocking": "blocking calls, Adam's state on the same disk",
+    "overlapped in memory": "overlapped, Adam's state in memory",
+    "blocking in memory": "blocking calls, Adam's state in memory",
+}
 DISK = "Adam's state on a disk: {mib_written:.0f} MiB written, {mib_read:.0f} MiB read, {refused} calls refused"
 WANTED_ACCURACY = 0.95
 LEARNING_RATE = 4e-3
@@ -142,12 +159,15 @@ class Overlap:
                 bucket.updated.wait(non_blocking=True)
 
 
-def plain_step(buckets: Sequence[Bucket], loss: Callable[[], Tensor]) -> None:
-    """The synchronous loop that the overlapped one has to equal: backward, then bucket after bucket, blocking."""
+def blocking_step(buckets: Sequence[Bucket], disk: Disk | None, loss: Callable[[], Tensor]) -> None:
+    """Do the work of an overlapped step with blocking calls: backward, then bucket after bucket."""
     loss().backward()
     for bucket in buckets:
         dist.all_reduce(bucket.gradients)
-        bucket.update()
+        if disk is None:
+            bucket.update()
+        else:
+            update_blocking(disk.store, bucket)
 
 
 def make_buckets(model: nn.Sequential, bucket_kib: int) -> list[Bucket]:
@@ -159,6 +179,7 @@ def make_buckets(model: nn.Sequential, bucket_kib: int) -> list[Bucket]:
 class Run:
     """What came out of one training."""
 
+    name: str  # of the loop, in LOOPS
     model: nn.Module
     buckets: Sequence[Bucket]
     steps: int
@@ -177,15 +198,18 @@ def train(args: argparse.Namespace, digits: Digits, disk: Disk | None = None, *,
     model = make_model()
     buckets = make_buckets(model, args.bucket_kib)
     overlap = Overlap(buckets, disk, args.ahead) if overlapped else None
-    step: Callable[[Callable[[], Tensor]], None] = overlap.step if overlap else partial(plain_step, buckets)
+    if disk is not None and not overlapped:
+        wait_all([write_first(disk.store, bucket) for bucket in buckets])
+    step: Callable[[Callable[[], Tensor]], None] = overlap.step if overlap else partial(blocking_step, buckets, disk)
     batches = list(digits.batches(args.epochs, args.batch_size, args.seed))
+    name = f"{'overlapped' if overlapped else 'blocking'}{'' if disk else ' in memory'}"
     dist.barrier()
     start = time.perf_counter()
-    for images, labels in track(batches, "overlapped " if overlap else "synchronous", disable=dist.get_rank() != 0):
+    for images, labels in track(batches, f"{name:20}", disable=dist.get_rank() != 0):
         step(partial(loss_of, model, images, labels))
     if overlap:
         overlap.finish()
-    return Run(model, buckets, len(batches), time.perf_counter() - start, overlap)
+    return Run(name, model, buckets, len(batches), time.perf_counter() - start, overlap)
 
 
 def differing(ours: nn.Module, theirs: nn.Module) -> list[str]:
@@ -194,13 +218,29 @@ def differing(ours: nn.Module, theirs: nn.Module) -> list[str]:
     return [name for name, parameter in ours.named_parameters() if not torch.equal(parameter, other[name])]
 
 
+def gain(seconds: Mapping[str, float]) -> str:
+    """Return a sentence about what overlap gained over blocking calls with the state in the same place."""
+    place = "" if "overlapped" in seconds else " in memory"
+    ratio = seconds[f"overlapped{place}"] / seconds[f"blocking{place}"]
+    if ratio >= 1:
+        return f"no gain from overlap on this machine: it takes {ratio:.2f} times the time of blocking calls"
+    told = f"overlap takes {ratio:.2f} of the time of blocking calls"
+    if not place:
+        of_disk = [seconds[loop] - seconds["blocking in memory"] for loop in ("blocking", "overlapped")]
+        told += f"; the disk adds {of_disk[0]:.2f} s with blocking calls, and {of_disk[1]:.2f} s with overlap"
+    return told
+
+
 def show(results: Mapping[str, Any]) -> None:
     """Print how long it took, what overlapped with what, and the outcome of every check."""
     console = Console()
     console.print(overlap_table(results["overlap"]))
     console.print(step_table(results["step"]))
+    console.print(f"{results['steps']} steps:")
     for loop, seconds in results["seconds"].items():
-        console.print(f"{loop} loop: {seconds:.2f} s for {results['steps']} steps")
+        console.print(f"  {LOOPS[loop] + ':':58} {seconds:5.2f} s")
+    if len(results["seconds"]) > 1:
+        console.print(gain(results["seconds"]))
     if results["disk"] is not None:
         console.print(DISK.format_map(results["disk"]))
     console.print(f"accuracy on new images: {results['accuracy']:.3f}, wanted {WANTED_ACCURACY}")
@@ -218,7 +258,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--state", choices=["remote", "memory"], default="remote", help="where Adam's state is kept")
     parser.add_argument("--ahead", type=int, default=3, help="buckets whose state may be in memory at a time")
     parser.add_argument("--folder", type=Path, help="on the disk that is served; default: where temporary files go")
-    parser.add_argument("--no-compare", action="store_true", help="do not train again with the synchronous loop")
+    parser.add_argument("--no-compare", action="store_true", help="do not train again with blocking calls")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     args = parser.parse_args()
     if not dist.is_torchelastic_launched():
@@ -234,23 +274,24 @@ def results_of(args: argparse.Namespace, digits: Digits) -> dict[str, Any]:
         same = same_on_every_rank(run.model)  # and all ranks have come here
         served = None if disk is None else disk.statistics()
         states = None if disk is None else read_states(disk.store, run.buckets)
+        others = [] if args.no_compare or disk is None else [train(args, digits, disk, overlapped=False)]
     assert run.overlap is not None
+    if not args.no_compare:
+        others.append(train(args, digits, overlapped=False))
     accuracy = digits.accuracy(run.model)
     results: dict[str, Any] = {
         "steps": run.steps,
-        "seconds": {"overlapped": run.seconds},
+        "seconds": {each.name: each.seconds for each in [run, *others]},
         "accuracy": accuracy,
         "checks": {"accuracy": accuracy >= WANTED_ACCURACY, "same on every rank": same},
         "overlap": run.overlap.report(),
         "step": typical_step(run.overlap.timeline.spans, [" ".join(b.layers) for b in run.buckets], WARM_UP),
         "disk": served,
     }
-    if not args.no_compare:
-        plain = train(args, digits, overlapped=False)
-        results["seconds"]["synchronous"] = plain.seconds
-        results["checks"]["same as the synchronous loop"] = not differing(run.model, plain.model)
-        if states is not None:
-            results["checks"]["same state on the disk"] = not differing_states(states, plain.buckets)
+    for other in others:
+        results["checks"][f"same as {LOOPS[other.name]}"] = not differing(run.model, other.model)
+    if states is not None and others:
+        results["checks"]["same state on the disk"] = not differing_states(states, others[-1].buckets)
     return results
 
 

@@ -190,6 +190,8 @@ def report(results: dict[str, dict[str, Any]]) -> dict[str, bool]:
     # Other programs on the machine slow a step down, and none makes it faster: so the fastest steps are compared.
     serial, overlapped = (fastest[state] - fastest["memory"] for state in ("serial", "disk"))
     print(f"the disk adds {serial:,.0f} ms to the fastest step without overlap, and {overlapped:,.0f} ms with overlap")
+    ratio = fastest["disk"] / fastest["serial"]
+    print(f"overlap: {ratio:.2f} of the time without it{'' if ratio < 1 else ', so no gain on this machine'}")
     saved = results["memory"]["peak_bytes"] - results["disk"]["peak_bytes"]
     print(f"memory saved: {saved / MIB:,.0f} MiB")
     first, *others = [(result["losses"], result["digest"]) for result in results.values()]

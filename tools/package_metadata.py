@@ -16,7 +16,7 @@ from typing import Any
 _NO_TORCH = (
     "cudafuture is built against the installed torch, and the Python that builds it has none. pip builds in an "
     "environment without your torch unless it gets --no-build-isolation. Install torch, then run: "
-    "pip install {requires} && pip install --no-build-isolation ."
+    "pip install {requires} cmake ninja && pip install --no-build-isolation ."
 )
 
 
