@@ -149,7 +149,7 @@ SCRIPT = """
 import datetime
 import torch, torch.distributed as dist
 import cudafuture.distributed as cfd
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 issue = [lambda: cfd.all_reduce(torch.ones(1)), lambda: cfd.barrier()][dist.get_rank()]
 error = issue().exception(timeout=60)
 assert "issue different collectives" in str(error), error

@@ -66,9 +66,9 @@ def test_it_asks_less_and_less_often(accelerator: Device, pauses: None) -> None:
     _C.set_watcher_pauses(first, longest)
     before = _C.statistics()["watcher_polls"]
     side = accelerator.stream()
+    begin = time.monotonic()
     with accelerator.hold(side):
         child = accelerator.completed(1.0, stream=side).then(lambda _: None, non_blocking=False)
-        begin = time.monotonic()
         while _C.statistics()["watcher_polls"] - before < 40:
             pass
         polls = _C.statistics()["watcher_polls"] - before

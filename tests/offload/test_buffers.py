@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remo
 
 SMALL = 64 << 10  # bytes of a tensor, of which many travel together
 IN_PACK = PACK // SMALL
+HOUR = 3600.0
 BUFFERS = 8  # that a client has for packs
 
 
@@ -85,14 +87,15 @@ def test_writes_that_find_no_buffer_wait_without_a_thread(remote: RemoteOffloade
 def test_a_write_that_waits_for_a_buffer_ends_at_its_deadline(service: OffloadService) -> None:
     """Also where it waits together with one that has more time, and is written in the end."""
     tensors = list(pack_of("x").items())
-    with RemoteOffloader(ME, namespace="kept", timeout=1) as remote:
+    with RemoteOffloader(ME, namespace="kept", timeout=HOUR) as remote:
         unsent = [remote._window.buffers.take(PACK + LINE * MOST_ENTRIES) for _ in range(BUFFERS)]
         assert all(buffer.done() for buffer in unsent)
         brief = remote.writev(pack_of("brief"))
         first = remote.writev(dict(tensors[: IN_PACK // 2]))
-        remote._window.seconds = PATIENCE
+        remote._window.seconds = 3 * HOUR
         second = remote.writev(dict(tensors[IN_PACK // 2 :]))  # with which the request is full
         assert remote.statistics().in_flight == 2 * PACK
+        remote._window.look(time.perf_counter() + 2 * HOUR)
         for late in (brief, first):
             assert isinstance(late.exception(timeout=PATIENCE), TimeoutError)
         assert not second.done()

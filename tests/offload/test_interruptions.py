@@ -231,8 +231,10 @@ def test_a_client_is_closed_while_rpc_has_no_room(
         alone(tmp_path / "rendezvous", num_worker_threads=4, max_in_flight=1),
         serve_offload(tmp_path / "served") as service,
     ):
-        remote = RemoteOffloader(ME, timeout=1 if released == "after that" else PATIENCE)
+        remote = RemoteOffloader(ME, timeout=PATIENCE)
         remote.write("x", numbered(3)).wait(timeout=PATIENCE)
+        if released == "after that":
+            remote._timeout = 0.1  # of the end of the session
         expect_idle(remote)
         call = rpc_async(ME, pending, (gate,), timeout=math.inf)
         assert gate.reached.wait(PATIENCE)

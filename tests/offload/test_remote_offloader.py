@@ -7,6 +7,7 @@ import math
 import random
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from support.rpc_callees import ME, alone
 from support.soak import soak_count
 
 pytestmark = [pytest.mark.world, pytest.mark.xdist_group("remote-offloader")]
+
+HOUR = 3600.0
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -287,11 +290,12 @@ def test_the_time_that_an_operation_waits_for_room_counts(tmp_path: Path) -> Non
     engine = Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
     with serve_offload(tmp_path / "slow", name="slow", engine=engine, memory=2 * PIECE, clients=1):
         try:
-            with RemoteOffloader(ME, name="slow", timeout=1) as remote:
+            with RemoteOffloader(ME, name="slow", timeout=HOUR) as remote:
                 data = numbered(PIECE // 4)
                 writes = {f"{i}": remote.write(f"{i}", data) for i in range(6)}
                 assert remote.statistics().in_flight == 2 * PIECE
                 assert remote.statistics().waiting == 4 * PIECE
+                remote._window.look(time.perf_counter() + 2 * HOUR)
                 for key, write in writes.items():
                     error = write.exception(timeout=PATIENCE)
                     assert isinstance(error, TimeoutError)

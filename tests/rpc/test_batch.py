@@ -18,7 +18,21 @@ from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_al
 from cudafuture.testing import World
 from rpc_ext import _batching, async_execution, batch, remote, rpc_async, rpc_sync
 from support.patience import PATIENCE
-from support.rpc_callees import ME, SHARED_MEMORY, Adder, Gate, add, alone, pending, raises, same, sees, waits, working
+from support.rpc_callees import (
+    ME,
+    SHARED_MEMORY,
+    Adder,
+    Gate,
+    add,
+    alone,
+    pending,
+    raises,
+    same,
+    sees,
+    wait_for,
+    waits,
+    working,
+)
 from support.soak import soak_count
 
 pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-batch")]
@@ -204,8 +218,14 @@ def test_each_call_has_its_own_timeout(worker: rpc_ext.Session, gate: Gate) -> N
     with pytest.raises(TimeoutError, match=r"pending on worker 'me' has not answered within 0.1 s"):
         futures[0].wait(timeout=PATIENCE)
     assert futures[1].wait(timeout=PATIENCE) == 1
-    for future in gate.futures:
-        future.set_result(3)
+
+    def have_answers() -> bool:
+        for future in gate.futures:  # of the calls that have begun
+            if not future.done():
+                future.set_result(3)
+        return all(future.done() for future in futures[2:4])
+
+    wait_for(have_answers)
     assert [f.wait(timeout=PATIENCE) for f in futures[2:4]] == [3, 3]
 
 

@@ -244,7 +244,7 @@ def test_waiting_for_a_value_on_its_owner_has_a_timeout(worker: rpc_ext.Session,
     assert gate.reached.wait(PATIENCE)
     gate.futures[0].set_result("there")
     assert late.wait(timeout=PATIENCE) == "there"
-    assert rref.to_here(timeout=0.05) == "there"
+    assert rref.to_here(timeout=PATIENCE) == "there"
 
 
 @pytest.mark.parametrize("making", [pending, waits])

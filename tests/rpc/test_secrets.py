@@ -20,6 +20,7 @@ import rpc_ext
 from cudafuture.testing import World
 from rpc_ext import _listeners, rpc_sync
 from support import attacker
+from support.patience import PATIENCE
 from support.rpc_callees import ME, add, alone, raises, rank_of_callee, same, working
 from support.soak import soak_count
 
@@ -38,7 +39,7 @@ def begin(file: str, secrets: list[str | None]) -> tuple[str, str]:
     """Return how a start has failed."""
     rank = dist.get_rank()
     try:
-        with working(f"w{rank}", rank, len(secrets), file, secret=secrets[rank], start_timeout=5.0):
+        with working(f"w{rank}", rank, len(secrets), file, secret=secrets[rank], start_timeout=PATIENCE):
             pass
     except Exception as e:
         assert not torch_rpc.api._is_current_rpc_agent_set()
