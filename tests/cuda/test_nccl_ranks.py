@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,23 @@ def ranks() -> Iterator[World]:
     yield from make_world(**CROWDED)
 
 
+def wait_for_turn(callback: str, first: int) -> None:
+    """Let the ranks run a callback one after the other, beginning with rank `first`."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    store = store.clone()  # a wait blocks other threads that use the same client
+    turn = (dist.get_rank() - first) % dist.get_world_size()
+    if turn > 0:
+        store.wait([f"{callback}, {turn - 1}"], dt.timedelta(seconds=LONG))
+    store.set(f"{callback}, {turn}", "")
+
+
 def test_chains_on_one_group_execute_in_one_order(ranks: World) -> None:
     def run() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         torch.cuda.set_device(rank)
 
-        def step(jitter: int, future: Any) -> Any:
-            time.sleep(0.002 * ((rank + jitter) % 3))  # the ranks' callbacks and programs meet differently
+        def step(turn: int, i: int, future: Any) -> Any:
+            wait_for_turn(f"chain {turn} {i}", first=turn + i)
             shard = future.value().mul_(0.5)
             return cfd.all_gather_into_tensor(torch.empty(shard.numel() * size, device="cuda"), shard)
 
@@ -65,7 +75,7 @@ def test_chains_on_one_group_execute_in_one_order(ranks: World) -> None:
                 gradient = torch.full((8 * size,), float(i + 1), device="cuda")
                 shard = torch.empty(8, device="cuda")
                 reduced = cfd.reduce_scatter_tensor(shard, gradient)
-                chains.append(reduced.then_async(lambda f, n=turn + i: step(n, f)))  # type: ignore[misc]
+                chains.append(reduced.then_async(lambda f, t=turn, i=i: step(t, i, f)))  # type: ignore[misc]
             for i, whole in enumerate(cudafuture.gather(*chains).wait(timeout=LONG)):
                 assert whole.tolist() == [(i + 1) * size / 2] * (8 * size)
 
@@ -77,13 +87,13 @@ def test_steps_of_several_chains_execute_in_one_order(ranks: World) -> None:
         rank = dist.get_rank()
         torch.cuda.set_device(rank)
 
-        def again(jitter: int, future: Any) -> Any:
-            time.sleep(0.002 * ((rank + jitter) % 3))
+        def again(step: int, i: int, future: Any) -> Any:
+            wait_for_turn(f"step {step} {i}", first=step + i)
             return cfd.all_reduce(future.value().clone())
 
         futures = [cfd.all_reduce(torch.full((4,), float(i), device="cuda")) for i in range(4)]
         for step in range(3):
-            futures = [f.then_async(lambda g, n=step + i: again(n, g)) for i, f in enumerate(futures)]  # type: ignore[misc]
+            futures = [f.then_async(lambda g, s=step, i=i: again(s, i, g)) for i, f in enumerate(futures)]  # type: ignore[misc]
         values = [value.tolist() for value in cudafuture.gather(*futures).wait(timeout=LONG)]
         assert values == [[i * 4.0**4] * 4 for i in range(4)]
 
@@ -96,14 +106,14 @@ def test_callbacks_of_two_groups_execute_in_one_order(ranks: World) -> None:
         torch.cuda.set_device(rank)
         first, second = cfd.ProcessGroup(), cfd.new_group()
 
-        def cross(group: cfd.ProcessGroup, jitter: int, future: Any) -> Any:
-            time.sleep(0.002 * ((rank + jitter) % 3))
+        def cross(group: cfd.ProcessGroup, way: str, turn: int, future: Any) -> Any:
+            wait_for_turn(f"{way} {turn}", first=turn)
             return group.all_reduce(future.value())
 
         for turn in range(5):
             x, y = (torch.ones(4, device="cuda") for _ in range(2))
-            there = first.all_reduce(x).then_async(lambda f, n=turn: cross(second, n, f))  # type: ignore[misc]
-            back = second.all_reduce(y).then_async(lambda f, n=turn: cross(first, n + 1, f))  # type: ignore[misc]
+            there = first.all_reduce(x).then_async(lambda f, n=turn: cross(second, "there", n, f))  # type: ignore[misc]
+            back = second.all_reduce(y).then_async(lambda f, n=turn: cross(first, "back", n, f))  # type: ignore[misc]
             last = first.all_reduce(torch.ones(4, device="cuda"))
             assert there.wait(timeout=LONG).tolist() == back.wait(timeout=LONG).tolist() == [16.0] * 4
             assert last.wait(timeout=LONG).tolist() == [4.0] * 4
