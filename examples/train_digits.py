@@ -219,7 +219,7 @@ def differing(ours: nn.Module, theirs: nn.Module) -> list[str]:
 
 
 def gain(seconds: Mapping[str, float]) -> str:
-    """Return a sentence about what overlap gained over blocking calls with the state in the same place."""
+    """Return lines about what overlap gained over blocking calls with the state in the same place."""
     place = "" if "overlapped" in seconds else " in memory"
     ratio = seconds[f"overlapped{place}"] / seconds[f"blocking{place}"]
     if ratio >= 1:
@@ -227,7 +227,7 @@ def gain(seconds: Mapping[str, float]) -> str:
     told = f"overlap takes {ratio:.2f} of the time of blocking calls"
     if not place:
         of_disk = [seconds[loop] - seconds["blocking in memory"] for loop in ("blocking", "overlapped")]
-        told += f"; the disk adds {of_disk[0]:.2f} s with blocking calls, and {of_disk[1]:.2f} s with overlap"
+        told += f"\nthe disk adds {of_disk[0]:.2f} s with blocking calls, and {of_disk[1]:.2f} s with overlap"
     return told
 
 

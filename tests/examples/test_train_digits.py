@@ -135,7 +135,7 @@ def test_training_learns_overlaps_and_equals_blocking_calls(tmp_path: Path) -> N
 def test_what_overlap_gains_is_a_comparison_on_the_same_disk(example: ModuleType) -> None:
     seconds = {"overlapped": 3.0, "blocking": 4.0, "blocking in memory": 2.0}
     assert example.gain(seconds) == (
-        "overlap takes 0.75 of the time of blocking calls; "
+        "overlap takes 0.75 of the time of blocking calls\n"
         "the disk adds 2.00 s with blocking calls, and 1.00 s with overlap"
     )
     assert example.gain(seconds | {"overlapped": 4.4}) == (
