@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from cudafuture.distributed import ProcessGroup, new_group
 from cudafuture.store import Offloader
 from cudafuture.swap import OffloadedOptimizer, offload
 from package.test_docs import CLASSES, METHODS, NAMES
+from support.soak import in_soak_alone, soak_cases
 
 # Dynamo traces these: tools of tests, and layers of a stage, which a program may compile.
 TRACED = (
@@ -35,7 +37,7 @@ NATIVE = (types.MethodDescriptorType, property, type(CUDAFuture.completed))
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # of the compiler
 
-BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"when": "backward"}, {"swap_gradients": True})
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,7 @@ def test_a_full_graph_is_refused_with_the_name_of_the_entry(name: str) -> None:
     assert name in str(raised.value).partition("from user code")[0]  # which quotes the line above, with the name
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=in_soak_alone)])
 def test_code_before_and_after_an_entry_is_compiled(group: ProcessGroup, backend: str) -> None:
     compiled: list[str] = []
 
@@ -120,8 +122,8 @@ def test_code_before_and_after_an_entry_is_compiled(group: ProcessGroup, backend
     assert set(compiled) == {__file__}
 
 
-@BACKENDS
-@pytest.mark.parametrize("options", [{}, {"when": "backward"}, {"swap_gradients": True}], ids=str)
+@pytest.mark.soak
+@pytest.mark.parametrize(("backend", "options"), soak_cases(product(["eager", "aot_eager"], OPTIONS), 2), ids=str)
 def test_a_compiled_train_step_updates_what_a_plain_one_does(
     tmp_path: Path, backend: str, options: dict[str, Any]
 ) -> None:

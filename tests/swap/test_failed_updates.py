@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from types import FrameType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cudafuture import CUDAFuture
 from cudafuture.errors import StorageError, SwapError
 from cudafuture.store import Offloader
+from support.soak import soak_cases
 from support.training import OPTIMIZERS, Make, Pair, same
 
 SMALL = ((4, 1), (3, 2), (1, 5), (2, 1))
@@ -31,6 +33,8 @@ UPDATES: dict[str, Make] = {
     "AdamW, fused": partial(torch.optim.AdamW, fused=True),
     "SGD, fused": partial(torch.optim.SGD, momentum=0.9, fused=True),
 }
+
+LAST = ("Adam", "SGD, momentum", "Adagrad", "AdamW, fused")  # they change a parameter with their last operator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,11 +90,10 @@ def count_operators(make: Make, place: str, store: Offloader, steps: int) -> int
     return fault.count
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.parametrize("place", ["store", "memory"])
-@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "place", "steps"), soak_cases(product(UPDATES, ["store", "memory"], [0, 1]), 5))
 def test_whichever_operator_of_a_step_fails_the_other_parameters_are_updated_once(
-    steps: int, name: str, place: str, store: Offloader
+    name: str, place: str, steps: int, store: Offloader
 ) -> None:
     make = UPDATES[name]
     count = count_operators(make, place, store, steps)
@@ -103,10 +106,9 @@ def test_whichever_operator_of_a_step_fails_the_other_parameters_are_updated_onc
         pair.offloaded.close()
 
 
-@pytest.mark.parametrize("place", ["store", "chunks", "gradients"])
-@pytest.mark.parametrize("name", ["Adam", "SGD, momentum", "Adagrad", "AdamW, fused"])
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "place"), soak_cases(product(LAST, ["store", "chunks", "gradients"]), 5))
 def test_state_in_the_store_is_old_if_the_value_is(name: str, place: str, store: Offloader) -> None:
-    """These optimizers change a parameter with their last operator."""
     make = UPDATES[name]
     for number in range(1, count_operators(make, place, store, 1) + 1):
         pair = trained(make, place, store, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,9 +17,11 @@ import cudafuture.swap
 from cudafuture.errors import SwapError
 from cudafuture.store import Offloader
 from cudafuture.swap import OptimizerSwapper, offload
+from support.soak import soak_cases
 from support.training import OPTIMIZERS, Pair, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+PLACES: dict[str, dict[str, Any]] = {"small": {"min_bytes": 1 << 20}, "memory": {"memory": 1 << 20}, "store": {}}
 PACKAGE = str(Path(cudafuture.swap.__file__).parent)
 
 
@@ -132,12 +135,12 @@ def test_small_parameters_share_a_read_and_a_write(store: Offloader, monkeypatch
     pair.expect_same()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("options", [{"min_bytes": 1 << 20}, {"memory": 1 << 20}, {}], ids=["small", "memory", "store"])
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "place"), soak_cases(product(OPTIMIZERS, PLACES), 7))
 def test_many_parameters_in_groups_are_updated_as_by_the_plain_optimizer(
-    name: str, options: dict[str, Any], store: Offloader
+    name: str, place: str, store: Offloader
 ) -> None:
-    pair = Pair(OPTIMIZERS[name], store, ((3, 4), (2, 5), (4, 4)) * 100, **options)
+    pair = Pair(OPTIMIZERS[name], store, ((3, 4), (2, 5), (4, 4)) * 100, **PLACES[place])
     for optimizer in (pair.optimizer, pair.offloaded):
         group = optimizer.param_groups[0]
         later = {**group, "params": group["params"][150:], "lr": 0.3}
