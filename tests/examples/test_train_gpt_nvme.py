@@ -12,7 +12,7 @@ import pytest
 
 from support.soak import in_soak_alone
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("world")]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt_nvme.py"
 
