@@ -130,8 +130,10 @@ def test_who_waits_meets_one_who_has_given_up_before(tmp_path: Path) -> None:
 
 
 def differ(rank: int, store: str, options: list[dict[str, Any]]) -> tuple[str, str]:
-    with pytest.raises((ValueError, AuthenticationError)) as caught:
-        begin(rank, 2, store, start_timeout=math.inf, **options[rank])
+    own = dict(options[rank])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((ValueError, AuthenticationError)) as caught:
+        patch.setattr("rpc_ext._agent.__version__", own.pop("version", "1.0"))
+        begin(rank, 2, store, start_timeout=math.inf, **own)
     return type(caught.value).__name__, str(caught.value)
 
 
@@ -145,9 +147,10 @@ def differ(rank: int, store: str, options: list[dict[str, Any]]) -> tuple[str, s
             ["differ in `transports`", "['shm']", "['uv']"],
         ),
         ([{"seal": "contents"}, {}], "ValueError", ["differ in `seal`", "contents", "descriptions"]),
+        ([{"version": "0.9"}, {}], "ValueError", ["differ in `version`", "1.0", "0.9"]),
         ([{}, {"secret": None}], "AuthenticationError", ["the `secret`: give all workers the same one"]),
     ],
-    ids=["transports", "seal", "secret"],
+    ids=["transports", "seal", "version", "secret"],
 )
 def test_workers_that_differ_name_each_other_without_waiting(
     tmp_path: Path, options: list[dict[str, Any]], error: str, said: list[str]
