@@ -171,7 +171,7 @@ def test_a_negative_timeout_is_refused_even_when_done(timeout: float) -> None:
 
 def test_a_timeout_that_is_no_number_is_refused() -> None:
     with pytest.raises(TypeError):
-        CUDAFuture.completed(1).wait(timeout="soon")  # type: ignore[call-overload]
+        CUDAFuture.completed(1).wait(timeout="soon")  # type: ignore[arg-type]
 
 
 def test_an_infinite_timeout_waits() -> None:

@@ -131,9 +131,10 @@ def test_who_waits_meets_one_who_has_given_up_before(tmp_path: Path) -> None:
 
 def differ(rank: int, store: str, options: list[dict[str, Any]]) -> tuple[str, str]:
     own = dict(options[rank])
-    with pytest.MonkeyPatch.context() as patch, pytest.raises((ValueError, AuthenticationError)) as caught:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rpc_ext._agent.__version__", own.pop("version", "1.0"))
-        begin(rank, 2, store, start_timeout=math.inf, **own)
+        with pytest.raises((ValueError, AuthenticationError)) as caught:
+            begin(rank, 2, store, start_timeout=math.inf, **own)
     return type(caught.value).__name__, str(caught.value)
 
 

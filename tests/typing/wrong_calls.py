@@ -63,8 +63,8 @@ def making(i: int) -> None:
 
 
 def consuming(future: CUDAFuture[int]) -> None:
-    future.wait(1.0)  # E: call-overload
-    future.wait(timeout="1")  # E: call-overload
+    future.wait(1.0)  # E: call-arg
+    future.wait(timeout="1")  # E: arg-type
     future.wait().upper()  # E: attr-defined
     future.result(1, 2)  # E: call-arg
     text: str = future.value()  # E: assignment

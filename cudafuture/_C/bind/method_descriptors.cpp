@@ -90,8 +90,8 @@ constexpr auto calls_of_methods(std::index_sequence<index...>) {
 
 constexpr auto method_calls = calls_of_methods(std::make_index_sequence<std::tuple_size_v<decltype(methods)>>());
 
-// Returns nanobind's docstring with its first line in the form from which CPython makes a signature: `self` has a mark,
-// and arguments have no types.
+// Returns nanobind's docstring behind the signature that CPython makes of its first line: `self` has a mark, and
+// arguments have no types.
 std::string with_text_signature(std::string_view doc) {
   const std::string_view head = doc.substr(0, doc.find(") ->"));
   const size_t self = head.find("self");
@@ -104,8 +104,7 @@ std::string with_text_signature(std::string_view doc) {
     if (depth == 0 && (c == ',' || c == '=')) is_type = false;
     if (!is_type) signature += c;
   }
-  const size_t body = doc.find("\n\n");
-  return signature + ")\n--\n\n" + std::string(body == doc.npos ? "" : doc.substr(body + 2));
+  return signature + ")\n--\n\n" + std::string(doc);
 }
 
 }  // namespace
