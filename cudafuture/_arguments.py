@@ -128,27 +128,30 @@ def expect_device(name: str, value: Any) -> torch.device:
     return device
 
 
-def explain_call(error: TypeError, method: Callable[..., Any], count: int, names: tuple[str, ...]) -> str | None:
+def explain_call(
+    error: TypeError, method: Callable[..., Any], given: tuple[Any, ...], names: tuple[str, ...]
+) -> str | None:
     """Return a text for the error of a native method whose arguments do not fit its signature, or None.
 
     Args:
-        count: how many arguments were given by position, ``self`` among them.
+        given: the arguments that were given by position, the object first.
         names: of the arguments that were given by name.
     """
     if "incompatible function arguments" not in str(error):
         return None
+    name, owner = method.__name__, method.__objclass__  # type: ignore[attr-defined]
     own = list(inspect.signature(method).parameters.values())[1:]
     positional = [p.name for p in own if p.kind is not p.KEYWORD_ONLY]
-    by_name = [str(p) for p in own if p.kind is p.KEYWORD_ONLY]
-    has = f"it takes {', '.join(map(str, own)) or 'no argument'}"
-    if count - 1 > len(positional) and by_name:
-        taken = f"{', '.join(positional)} by position, and the others" if positional else "its arguments"
-        return f"{method.__name__}() takes {taken} by name: {', '.join(by_name)}"
-    if count - 1 > len(positional):
-        return f"{method.__name__}() was given {count - 1} argument{'s' * (count > 2)}; {has}"
-    if unknown := [name for name in names if name not in {p.name for p in own}]:
-        return f"{method.__name__}() has no argument {', '.join(map(repr, unknown))}; {has}"
-    given = {*positional[: count - 1], *names}
-    if missing := [p.name for p in own if p.default is p.empty and p.name not in given]:
-        return f"{method.__name__}() needs the argument {', '.join(map(repr, missing))}; {has}"
+    signature = f"{name}({', '.join(map(str, own))})"
+    if not given or not isinstance(given[0], owner):
+        return f"{name}() is a method of a {owner.__name__}, not of {shown(given[0]) if given else 'nothing'}"
+    if len(given) - 1 > len(positional):
+        count = f"{len(given) - 1} argument{'s' * (len(given) > 2)}"
+        return f"{name}() was given {count} without a name, but takes {len(positional)}: {signature}"
+    if twice := [other for other in positional[: len(given) - 1] if other in names]:
+        return f"{name}() was given {', '.join(twice)} twice: {signature}"
+    if unknown := [other for other in names if other not in {p.name for p in own}]:
+        return f"{name}() has no argument {', '.join(map(repr, unknown))}: {signature}"
+    if missing := [p.name for p in own[len(given) - 1 :] if p.default is p.empty and p.name not in names]:
+        return f"{name}() needs the argument {', '.join(map(repr, missing))}: {signature}"
     return None

@@ -33,7 +33,8 @@ def _not_built() -> str:
         if (other / "_build_info.py").exists() and not other.samefile(found):
             return (
                 f"cudafuture is not built in {found}, which hides the package that is installed in {other}: "
-                f"{found.parent} comes first in sys.path. Run Python in another folder, or run `make setup` there"
+                f"{found.parent} comes first in sys.path. Run Python in another folder, or build it: run `make setup` "
+                f"in {found.parent}"
             )
     return f"cudafuture is not built: run `make setup` in its checkout (it was found in {found})"
 

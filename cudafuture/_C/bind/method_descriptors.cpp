@@ -27,14 +27,17 @@ std::array<Method, 32> methods;
 size_t number_of_methods = 0;
 
 // Gives the error of a failed call a text that names the argument, if the arguments do not fit the signature.
-[[gnu::noinline, gnu::cold]] void explain(const Method& method, size_t positional, PyObject* names) noexcept {
+[[gnu::noinline, gnu::cold]] void explain(const Method& method, PyObject* const* arguments, size_t number,
+                                          PyObject* names) noexcept {
   if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) return;
   static Imported explain_call{"cudafuture._arguments", "explain_call"};
   try {
     nb::python_error error;
+    nb::list given;
+    for (size_t i = 0; i < static_cast<size_t>(PyVectorcall_NARGS(number)); ++i) given.append(nb::handle(arguments[i]));
     const nb::object by_name = names == nullptr ? nb::object(nb::tuple()) : nb::borrow(names);
     const nb::object text =
-        call(explain_call(), error.value(), nb::handle(method.descriptor), nb::int_(positional), by_name);
+        call(explain_call(), error.value(), nb::handle(method.descriptor), nb::tuple(given), by_name);
     if (text.is_none()) {
       error.restore();
     } else {
@@ -60,7 +63,7 @@ PyObject* call_plain(const PlainCall& plain, PyObject* self, PyObject* const* ar
 // Calls a function of nanobind: `arguments` begin with the object.
 PyObject* call_function(const Method& method, PyObject* const* arguments, size_t number, PyObject* names) {
   PyObject* const result = method.call(method.function, arguments, number, names);
-  if (result == nullptr) explain(method, PyVectorcall_NARGS(number), names);
+  if (result == nullptr) explain(method, arguments, number, names);
   return result;
 }
 
