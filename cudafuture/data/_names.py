@@ -5,14 +5,23 @@ from __future__ import annotations
 import posixpath
 import re
 
-__all__ = ["FIRST_BYTES", "is_image_name", "is_image_start", "is_of_the_system"]
+__all__ = ["FIRST_BYTES", "is_image_name", "is_image_start", "is_of_the_system", "is_other_name"]
 
-FIRST_BYTES = 16  # of a member, which `is_image_start` needs
+FIRST_BYTES = 18  # of a member, which `is_image_start` needs
 _IMAGES = re.compile(
     r"\.(jpe?g|jpe|jfif|a?png|webp|bmp|dib|gif|tiff?|p[bgpn]m|pfm|avifs?|jp2|j2[kc]|jpc|jp[fx])", re.IGNORECASE
 )
+# Text and source code can begin as an image does. Raw files of cameras are TIFF with a small preview.
+_OTHERS = re.compile(
+    r"\.([ct]sv|txt|text|md|markdown|rst|tex|bib|rtf|pdf|html?|xml|xsd|svg|jsonl?|ndjson|geojson|ya?ml|toml|ini|cfg|conf"
+    r"|log|lst|list|names|labels|md5|sha\d*|pyi?|ipynb|r|jl|m|lua|sql|sh|bat|css|[jt]s|java|go|rs|[ch]|cpp|cc|hpp|proto"
+    r"|hei[cf]s?|nef|nrw|cr2|arw|dng|orf|rw2|pef|srw)",
+    re.IGNORECASE,
+)
 _STARTS = re.compile(
-    rb"\xff\xd8\xff|\x89PNG|RIFF....WEBP|BM|GIF8|II[*+]\0|MM\0[*+]|P[1-6Ff]\s|....ftyp(avi[fs]|mif1|msf1)"
+    rb"\xff\xd8\xff|\x89PNG\r\n|RIFF....WEBP|GIF8[79]a|II[*+]\0|MM\0[*+]|\0\0..ftyp(avi[fs]|mif1|msf1)"
+    rb"|BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0"  # the size of the header at byte 14
+    rb"|P[1-6]\s+(#|\d+\s+[#\d])"  # a comment, or the width and the height
     rb"|\0\0\0\x0cjP  |\xff\x4f\xff\x51",
     re.DOTALL,
 )
@@ -26,6 +35,11 @@ def is_of_the_system(name: str) -> bool:
 def is_image_name(name: str) -> bool:
     """Return True if the extension of a name is that of one of the formats of images."""
     return _IMAGES.fullmatch(posixpath.splitext(name)[1]) is not None
+
+
+def is_other_name(name: str) -> bool:
+    """Return True if the extension of a name is that of text or of another format, whatever the first bytes are."""
+    return _OTHERS.fullmatch(posixpath.splitext(name)[1]) is not None
 
 
 def is_image_start(data: bytes) -> bool:

@@ -32,7 +32,7 @@ from cudafuture.data._tar import MOST_MEMBER
 
 __all__ = ["DamagedSidecarError", "read_sidecar", "sidecar_of", "write_sidecar"]
 
-_MAGIC = b"cudafuture tgz 2"
+_MAGIC = b"cudafuture tgz 3"
 _CHECKSUM = 16  # bytes
 _TENSORS = {field.name: torch.int64 for field in fields(Index) if field.type == "torch.Tensor"}
 _TENSORS.update(names=torch.uint8, seek_points=torch.uint8)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cudafuture.data._faults import IGNORED, Fault
-from cudafuture.data._names import FIRST_BYTES, is_image_name, is_image_start, is_of_the_system
+from cudafuture.data._names import FIRST_BYTES, is_image_name, is_image_start, is_of_the_system, is_other_name
 from cudafuture.data._stream import Stream
 
 __all__ = ["MOST_MEMBER", "Member", "members_of"]
@@ -119,14 +119,16 @@ def _fault(header: tarfile.TarInfo, name: str, label: str, size: int, sparse: bo
 
 
 def _may_be_image(header: tarfile.TarInfo, name: str, size: int, stream: Stream, fault: Fault | None) -> bool:
-    """Return False for a member that no loader of images would take. A member without an extension may be one."""
+    """Return False for a member that no loader of images would take. First bytes decide where the name does not."""
     if fault is not None and fault.reason == "special_file":
         return True
     if is_of_the_system(name):
         return False
     if is_image_name(name):
         return True
-    return header.type not in _LINKS and size >= FIRST_BYTES and is_image_start(stream.peek(FIRST_BYTES))
+    if header.type in _LINKS or is_other_name(name):
+        return False
+    return is_image_start(stream.peek(min(size, FIRST_BYTES)))
 
 
 def _skip_sparse_map(block: bytes, stream: Stream) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import io
 import lzma
+import struct
 import tarfile
 import zipfile
 from pathlib import Path
@@ -106,6 +107,51 @@ def test_an_image_of_each_format_is_read_by_its_extension_or_its_first_bytes(
     for index in ("auto", False):
         dataset = TgzImages(written(tmp_path, entries, packing), index=index)
         assert [tuple(pixels.shape) for pixels, _ in dataset] == [(3, 7, 9)] * len(entries)
+        assert not dataset.skipped
+
+
+TEXTS: dict[str, bytes] = {
+    "patients.csv": b"BMI,age,sex,image\n24,33,m,0.png\n",
+    "meta/patients.csv": b"BMI,age,sex,image\n24,33,m,0.png\n",
+    "LICENSE": b"P2 Public License, version 1\n" * 3,
+    "notes/list": b"P1 is the first person, P2 the second\n",
+    "notes/ratings": b"P3 5 of the persons agree\n",
+    "notes/formats": b"GIF8 and BM and MM are first bytes of images\n",
+    "notes/readme.txt": b"BM is a format of images\n",
+    "meta/subjects.TSV": b"P2\tage\tsex\nP3\t33\tf\n",
+    "meta/scores.tsv": b"P2\t33\t5\nP3\t34\t6\n",
+    "meta/columns": b"BMI,age,height,(weight),sex,image\n",
+    "meta/brands": b"the ftypmif1 and the ftypavif\n",
+    "raw/1.NEF": b"II*\0\x08\0\0\0" + bytes(99),
+}
+
+
+@pytest.mark.parametrize(("packing", "index"), WAYS)
+def test_text_that_begins_as_an_image_is_ignored(tmp_path: Path, packing: str, index: Any) -> None:
+    dataset = TgzImages(written(tmp_path, [*TEXTS.items(), *images(3)], packing), index=index)
+    assert dataset.classes == ["x", "y", "z"]
+    assert numbers(dataset) == [0, 1, 2]
+    assert dataset.skipped == {"ignored": len(TEXTS)}
+
+
+def test_small_images_and_headers_of_each_kind_are_recognized_without_an_extension(tmp_path: Path) -> None:
+    small = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(small, "BMP")
+    reserved = bytearray(small.getvalue())
+    reserved[6:10] = b"\1\2\3\4"  # some programs use these bytes
+    core = b"BM" + struct.pack("<IIIIHHHH", 30, 0, 26, 12, 1, 1, 1, 24) + bytes(4)  # the header of OS/2
+    files = [
+        bytes(reserved),
+        core,
+        b"P1 1 1 1",
+        b"P2\n# comment\n1 1 255 9",
+        b"P6\n1 1\n255\n" + bytes(3),
+        b"P5  1\n#\n1 255 " + bytes(1),
+    ]
+    entries: list[Entry] = [(f"a/{i}", file) for i, file in enumerate(files)]
+    for index in ("auto", False):
+        dataset = TgzImages(written(tmp_path, entries), index=index)
+        assert [tuple(pixels.shape) for pixels, _ in dataset] == [(3, 1, 1)] * len(files)
         assert not dataset.skipped
 
 
