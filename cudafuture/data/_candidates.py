@@ -132,8 +132,12 @@ def streamed(path: str, part: Part, labels: dict[str, int]) -> Iterator[Candidat
     except Fault as e:
         e.owned = part.owns(image)
         raise
-    if part.rank == part.worker == 0:
-        log_ignored(path, ignored)
+    except GeneratorExit:  # the rest of the archive is not read
+        ignored.clear()
+        raise
+    finally:
+        if part.rank == part.worker == 0:
+            log_ignored(path, ignored)
 
 
 def _data(stream: Stream, size: int, candidate: Candidate) -> bytes:

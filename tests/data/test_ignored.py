@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import io
 import lzma
 import struct
@@ -92,6 +93,29 @@ def test_an_archive_read_with_given_classes_and_without_an_index_names_them_afte
     assert numbers(dataset) == numbers(dataset) == [0, 1]
     assert caplog.text.count(f"are ignored ({2 * len(OTHERS)}): '.DS_Store', 'labels.csv'") == 1
     assert caplog.text.count("'set/docs/LICENSE', ...") == 1
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("shuffle", [0, 3])
+@pytest.mark.parametrize("packing", ["tgz", "tar.zst"])
+def test_ignored_members_of_a_damaged_archive_are_named(
+    tmp_path: Path, packing: str, shuffle: int, on_error: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = written(tmp_path, [*images(6), OTHERS[0]], packing)
+    archive.write_bytes(archive.read_bytes() + b"garbage")
+    dataset = TgzImages(archive, index=False, classes=["x", "y", "z"], shuffle=shuffle, on_error=on_error)
+    with contextlib.suppress(ArchiveError):
+        list(dataset)
+    assert dataset.skipped["ignored"] == 1
+    assert caplog.text.count("are ignored (1): '.DS_Store'") == 1
+
+
+def test_ignored_members_of_a_read_that_stops_are_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = TgzImages(written(tmp_path, [OTHERS[0], *images(2)]), index=False, classes=["y", "z"])
+    iterator = iter(dataset)
+    next(iterator)
+    del iterator
+    assert "are ignored" not in caplog.text
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000"])
