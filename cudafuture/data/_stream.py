@@ -110,6 +110,17 @@ class Stream:
         self._piece = memoryview(found + self._piece)
         return found
 
+    def start(self, count: int) -> bytes:
+        """Return the first `count` bytes, or all of a shorter archive. The stream cannot be read after that.
+
+        Raises:
+            Fault: the archive is damaged, unpacks to too many bytes, or is compressed and truncated.
+        """
+        found = b""
+        while len(found) < count and self._take(self._unpack()):
+            found += self._piece[:count]
+        return found[:count]
+
     def skip(self, count: int) -> None:
         """Skip the next `count` bytes; raise as `read` does."""
         while count > len(self._piece):

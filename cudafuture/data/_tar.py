@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 from cudafuture.data._faults import IGNORED, Fault
 from cudafuture.data._names import FIRST_BYTES, is_image_name, is_image_start, is_of_the_system, is_other_name
-from cudafuture.data._stream import Stream
+from cudafuture.data._stream import Stream, open_stream
+from cudafuture.errors import ArchiveError
 
-__all__ = ["MOST_MEMBER", "Member", "members_of"]
+__all__ = ["MOST_MEMBER", "Member", "members_of", "require_tar"]
 
 MOST_MEMBER = 256 << 20  # bytes of one member, which is read as a whole
 _MOST_EXTENSION = 1 << 20  # bytes of a header's extension: a long name and attributes
 _MOST_SIZE = 1 << 60  # bytes that a header may declare, so that offsets fit in 64 bits
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(_BLOCK)
+_MAGIC, _MAGIC_AT = b"ustar", 257
+_LFS = b"version https://git-lfs."  # the start of the text that Git stores in place of a file
 _SPARSE = "sparse"
 _SPARSE_KEYS = b"GNU.sparse."
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
@@ -42,6 +45,30 @@ class Member:
     offset: int
     size: int
     fault: Fault | None
+
+
+def require_tar(path: str) -> None:
+    """Raise ArchiveError if a file is no tar archive, by its first unpacked block. Other faults are found by a read.
+
+    Raises:
+        ArchiveError: the block is no header, or the archive has another format.
+        ImportError: zstandard is not installed, and the archive needs it.
+        OSError: the archive cannot be read.
+    """
+    try:
+        with open_stream(path) as stream:
+            block = stream.start(_BLOCK)
+    except Fault:
+        return
+    if block == _END or block.startswith(_MAGIC, _MAGIC_AT):
+        return
+    try:
+        _header(block, "")
+    except Fault as e:
+        begin = f"its unpacked data begin with {block[:24]!r}" if block else "it is empty"
+        if block.startswith(_LFS):
+            begin = "it is a pointer of Git LFS; run `git lfs pull`"
+        raise ArchiveError(f"{path} is no tar archive: {begin}", path=path, reason="damaged") from e
 
 
 def members_of(stream: Stream) -> Iterator[Member]:

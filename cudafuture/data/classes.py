@@ -7,6 +7,7 @@ import os
 
 from cudafuture.data._labels import scan_classes
 from cudafuture.data._sidecar import DamagedSidecarError, read_sidecar
+from cudafuture.data._tar import require_tar
 
 __all__ = ["classes_of"]
 
@@ -22,7 +23,7 @@ def classes_of(path: str | os.PathLike[str]) -> list[str]:
         path: a .tar, .tgz (.tar.gz) or .tar.zst archive.
 
     Raises:
-        ArchiveError: the archive is truncated, damaged or a decompression bomb, or has another format.
+        ArchiveError: the archive is truncated, damaged or a decompression bomb, or is no tar archive.
         OSError: the archive cannot be read.
 
     >>> import io, tarfile
@@ -37,6 +38,7 @@ def classes_of(path: str | os.PathLike[str]) -> list[str]:
         index = read_sidecar(archive)
         if index is not None:
             return list(index.classes)
+    require_tar(archive)
     classes, fault = scan_classes(archive)
     if fault is not None:
         raise fault.error(archive) from fault

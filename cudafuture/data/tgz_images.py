@@ -21,7 +21,7 @@ from cudafuture.data._labels import scan_classes
 from cudafuture.data._partition import Part, Shard, current_shard, current_workers
 from cudafuture.data._progress import Progress, Start
 from cudafuture.data._state import integer, start_of, state_of
-from cudafuture.data._stream import packing_of
+from cudafuture.data._tar import require_tar
 
 __all__ = ["TgzImages"]
 
@@ -56,7 +56,7 @@ class TgzImages(IterableDataset[Any]):
         index: "auto" uses or builds an index if possible, True raises if it is not possible, False uses none.
 
     Raises:
-        ArchiveError: `index` is True, but the archive cannot have an index; the archive has another format.
+        ArchiveError: `index` is True, but the archive cannot have an index; the file is no tar archive.
         ImportError: a package of the extra `tgz` is missing.
         OSError: the archive cannot be read.
         TypeError: `shuffle`, `seed` or `batch` is not an integer.
@@ -104,7 +104,7 @@ class TgzImages(IterableDataset[Any]):
         pair = _size(size)
         Decoder(pair, mode)  # raises if Pillow is missing or the mode is wrong
         archive = str(Path(path).absolute())  # workers may have another current folder
-        packing_of(archive)  # raises if the archive has another format
+        require_tar(archive)
         found = index_of(archive, index is True) if index else None
         if found is not None:
             ignored = [name for name, reason, _ in found.refused if reason == IGNORED]

@@ -203,13 +203,56 @@ def test_a_checksum_of_gzip_that_is_wrong_is_found(tmp_path: Path) -> None:
             list(TgzImages(archive, index=index))
 
 
-@pytest.mark.parametrize("content", [b"", b"no archive at all" * 99, bytes(100)])
-def test_a_file_that_is_no_archive_is_an_error(tmp_path: Path, content: bytes) -> None:
-    archive = tmp_path / "images.tar"
-    archive.write_bytes(content)
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+NO_ARCHIVES = {
+    "empty": (b"", "it is empty"),
+    "text": (b"no archive at all" * 99, r"b'no archive at all"),
+    "html": (b"<!DOCTYPE html><title>Not Found</title>", r"b'<!DOCTYPE html>"),
+    "image": (GOOD, r"b'\\x89PNG"),
+    "zeros": (bytes(100), r"b'\\x00"),
+    "pointer": (LFS, "it is a pointer of Git LFS; run `git lfs pull`"),
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("content", NO_ARCHIVES)
+def test_a_file_that_is_no_archive_is_an_error_at_once(tmp_path: Path, packing: str, content: str) -> None:
+    data, text = NO_ARCHIVES[content]
+    archive = tmp_path / f"images.{packing}"
+    archive.write_bytes(packed(data, packing))
     for index in ("auto", False):
-        with pytest.raises(ArchiveError, match=r"truncated|no tar header"):
-            list(TgzImages(archive, index=index))
+        for classes in (None, ["a"]):
+            with pytest.raises(ArchiveError, match=rf"images\.{packing} is no tar archive: .*{text}") as raised:
+                TgzImages(archive, index=index, classes=classes, on_error="skip")
+            assert raised.value.path == str(archive)
+    with pytest.raises(ArchiveError, match="is no tar archive"):
+        TgzImages(archive, index=True)
+    with pytest.raises(ArchiveError, match="is no tar archive"):
+        classes_of(archive)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_archives_without_members_and_without_the_magic_word_of_tar_are_read(tmp_path: Path, packing: str) -> None:
+    archive = tmp_path / f"images.{packing}"
+    archive.write_bytes(packed(bytes(10240), packing))
+    assert classes_of(archive) == list(TgzImages(archive)) == []
+    old = bytearray(tar(images(1)))  # as before POSIX
+    old[257:512] = bytes(255)
+    old[148:156] = b" " * 8
+    old[148:156] = b"%06o\0 " % sum(old[:512])
+    archive.write_bytes(packed(bytes(old), packing))
+    assert numbers(TgzImages(archive)) == [0]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_damaged_first_header_is_a_fault_of_the_archive(tmp_path: Path, packing: str) -> None:
+    data = bytearray(tar(images(2)))
+    data[0] ^= 1
+    archive = tmp_path / f"images.{packing}"
+    archive.write_bytes(packed(bytes(data), packing))
+    dataset = TgzImages(archive, on_error="skip")
+    assert list(dataset) == []
+    assert dataset.skipped == {"damaged": 1}
 
 
 @pytest.mark.parametrize("packing", ["tgz", "tar.zst"])
