@@ -150,7 +150,6 @@ def _data(stream: Stream, size: int, candidate: Candidate) -> bytes:
 def shuffled(candidates: Iterator[Candidate], size: int, numbers: random.Random) -> Iterator[Candidate]:
     """Yield candidates in random order, from a buffer of `size`; yield the buffered ones before raising a Fault."""
     buffer: list[Candidate] = []
-    fault = None
     try:
         for candidate in candidates:
             if len(buffer) < size:
@@ -159,12 +158,12 @@ def shuffled(candidates: Iterator[Candidate], size: int, numbers: random.Random)
             chosen = numbers.randrange(size)
             candidate, buffer[chosen] = buffer[chosen], candidate
             yield candidate
-    except Fault as e:
-        fault = e
+    except Fault:
+        numbers.shuffle(buffer)
+        yield from buffer
+        raise
     numbers.shuffle(buffer)
     yield from buffer
-    if fault is not None:
-        raise fault
 
 
 def _unknown() -> Fault:

@@ -75,7 +75,7 @@ class Reader:
         self._path = path
         self._file: GzipFile | None = None
         self._stream: Stream | None = None
-        self._damage: tuple[int, Fault] | None = None
+        self._damage: tuple[int, str, str] | None = None  # place, reason, text: a traceback would refer to this
         self._descriptor = -1
         self._descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -119,7 +119,7 @@ class Reader:
     def _read_in_order(self, offset: int, size: int) -> bytes:
         """Read bytes of a damaged archive from its beginning; rapidgzip unpacks no part of a piece that has damage."""
         if self._damage is not None and offset + size > self._damage[0]:
-            raise Fault(self._damage[1].reason, str(self._damage[1]))
+            raise Fault(*self._damage[1:])
         if self._stream is None or self._stream.offset > offset:
             self._close_stream()
             self._stream = open_stream(self._path)
@@ -127,7 +127,7 @@ class Reader:
             self._stream.skip(offset - self._stream.offset)
             return self._stream.read(size)
         except Fault as e:
-            self._damage = self._stream.unpacked, e
+            self._damage = self._stream.unpacked, e.reason, str(e)
             raise
 
     def _close_stream(self) -> None:

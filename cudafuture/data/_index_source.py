@@ -46,11 +46,13 @@ def index_of(path: str, required: bool) -> Index | None:
         index = _kept(path)
         return _build(path) if index is None else index
     except (Fault, ArchiveError, ImportError) as e:
-        error = e.error(path) if isinstance(e, Fault) else e
-        if required:
-            raise error from (e if isinstance(e, Fault) else None)
-        log_once(f"{path} is read without an index, so every worker unpacks all of it: {error}")
-        return None
+        if not required:
+            text = str(e.error(path) if isinstance(e, Fault) else e)
+            log_once(f"{path} is read without an index, so every worker unpacks all of it: {text}")
+            return None
+        if isinstance(e, Fault):
+            raise e.error(path) from e
+        raise
 
 
 def _kept(path: str) -> Index | None:

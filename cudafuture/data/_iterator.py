@@ -146,7 +146,7 @@ class ImageIterator(Iterator[Any]):
                 candidate = next(self._candidates)
             except Fault as e:
                 if not first and not self._options.skips:
-                    self._candidates = _failed(e)  # the next item raises it
+                    self._candidates = _failed(e.with_traceback(None))  # the next item raises it
                 else:
                     self._candidates = _none()
                     self._handle(e)
@@ -273,7 +273,10 @@ def _label_tensor(labels: int | list[int]) -> torch.Tensor:
 
 
 def _failed(fault: Fault) -> Generator[Candidate, None, None]:
-    raise fault
+    try:
+        raise fault
+    finally:
+        del fault  # its traceback refers to this frame
     yield  # a generator
 
 

@@ -23,6 +23,6 @@ def scan_classes(path: str) -> tuple[list[str], Fault | None]:
                 elif member.fault.reason == IGNORED:
                     ignored.append(member.name)
     except Fault as e:
-        fault = e
+        fault = e.with_traceback(None)
     log_ignored(path, ignored)
     return sorted(classes), fault

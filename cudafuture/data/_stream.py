@@ -207,12 +207,12 @@ class _GzipStream(Stream):
         super().__init__(file, limit)
         self._inflate: Any = zlib.decompressobj(31)
         self._packed = b""
-        self._damage: zlib.error | None = None
+        self._damage = ""
 
     def _unpack(self) -> bytes:
         while True:
-            if self._damage is not None:
-                raise self._fault("damaged", f": {self._damage}") from self._damage
+            if self._damage:
+                raise self._fault("damaged", f": {self._damage}")
             packed = self._packed or self._file.read(_PIECE)
             if self._inflate.eof:  # zeros may follow, or another member
                 packed = packed.lstrip(b"\0")
@@ -227,7 +227,7 @@ class _GzipStream(Stream):
             try:
                 unpacked: bytes = self._inflate.decompress(packed, _PIECE)
             except zlib.error as e:
-                self._damage = e
+                self._damage = str(e)  # the exception refers to this object by its traceback
                 unpacked = _before_damage(before, packed)
             self._packed = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
             if unpacked:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import gzip
 import os
 import random
@@ -15,6 +17,9 @@ import pytest
 import zstandard
 
 from cudafuture.data import TgzImages
+from cudafuture.data._faults import Fault
+from cudafuture.data._index import Reader
+from cudafuture.data._stream import Stream
 from cudafuture.errors import ArchiveError
 from data.archives import images, numbers, tar
 
@@ -131,3 +136,41 @@ def test_damage_in_a_batch_leaves_its_images_and_the_error_comes_once_per_read(t
         with pytest.raises(ArchiveError, match="incorrect data check"):
             next(iterator)
     assert state == iterator.state_dict() == {"epoch": 0, "position": COUNT, "part": [0, 1, 0, 1]}
+
+
+ZSTD = zstandard.ZstdCompressor(write_checksum=True).compress(DATA)
+DAMAGED = {
+    "checksum": ("tgz", WHOLE, changed(WHOLE, -8)),
+    "zeros": ("tgz", WHOLE, WHOLE[: len(WHOLE) // 2].ljust(len(WHOLE), b"\0")),
+    "zstd": ("tar.zst", ZSTD, changed(ZSTD, -1)),
+}
+
+
+def left() -> list[type]:
+    """Return the kinds of the errors, streams and readers that exist."""
+    kinds = Fault, ArchiveError, Stream, Reader
+    return [type(one) for one in gc.get_objects() if issubclass(type(one), kinds)]
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+@pytest.mark.parametrize("way", ["old index", "auto", "streamed"])
+def test_no_error_keeps_an_archive_in_memory(tmp_path: Path, case: str, way: str) -> None:
+    packing, whole, damaged = DAMAGED[case]
+    archive = tmp_path / f"images.{packing}"
+    index: Any = False if way == "streamed" else "auto"
+    for content in (whole, damaged) if way == "old index" else (damaged,):
+        archive.write_bytes(content)
+        os.utime(archive, ns=(1, 1))
+        TgzImages(archive, index=index)
+    gc.collect()
+    gc.disable()
+    try:
+        for on_error in ("raise", "skip"):
+            for shuffle, batch in ((0, None), (0, 5), (3, None), (3, 5)):
+                dataset = TgzImages(archive, index=index, on_error=on_error, shuffle=shuffle, batch=batch)
+                read(dataset)
+                with contextlib.suppress(ArchiveError):
+                    next(iter(dataset))
+                assert left() == []
+    finally:
+        gc.enable()
