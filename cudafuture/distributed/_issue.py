@@ -178,7 +178,10 @@ class Issue(NamedTuple):
             self.issuer.issued -= 1
             raise cause
         future: _Future[Any] = _C.issued(self.operation.name, self.group.callbacks, self)
-        future.set_exception(self.error(cause))
+        error = self.error(cause)
+        if _compares_order:
+            _order.refusals.add(error)
+        future.set_exception(error)
         return future
 
     def run_in_queue(self, process_group: dist.ProcessGroup, function: Callable[..., object], value: T) -> _Future[T]:

@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -28,11 +29,14 @@ if TYPE_CHECKING:
     from cudafuture.distributed._issue import Issue
     from cudafuture.distributed._order_messages import Message
 
-__all__ = ["Compared", "Comparison", "checked", "queued"]
+__all__ = ["Compared", "Comparison", "checked", "queued", "refusals"]
 
 T = TypeVar("T")
 
 _PAUSE = 0.002  # seconds between two checks of the store
+
+refusals: WeakSet[BaseException] = WeakSet()
+"""Errors of the operations that the backend refused at the call: they were not issued."""
 
 
 def checked(
@@ -79,7 +83,9 @@ class Compared:
         self.heading = f"the ranks of group '{group.name}' issue different collectives{beside}, first as #{sequence}"
         self.sequence = sequence
         self.unseen = {r: f"{sequence}/{r}" for r in range(group.size) if r != group.rank}
-        Comparison.of(issuer, process_group).add(self, f"{sequence}/{group.rank}")
+        comparison = Comparison.of(issuer, process_group)
+        comparison.write(self, f"{sequence}/{group.rank}", self.entry)
+        comparison.add(self)
 
     def follow(self, future: _C.CUDAFuture[T]) -> _C.CUDAFuture[T]:
         """Return a future with the outcome of `future`, unless a difference is found first."""
@@ -113,9 +119,9 @@ class Compared:
     def fits(self, rank: int, other: Entry) -> bool:
         """Compare with the entry of another rank; if they differ, fail the result and return False."""
         issue = self.issue
-        self.unseen.pop(rank)
+        is_wanted = self.unseen.pop(rank, None) is not None  # False: the program has just skipped this recv
         lines = difference(issue.group.rank, self.entry, rank, other)
-        if lines is None:
+        if lines is None or not is_wanted:
             return True
         self.fail(
             CollectiveError(
@@ -153,7 +159,7 @@ class Comparison:
     def __init__(self, issuer: Issuer, process_group: dist.ProcessGroup) -> None:
         self.issuer = issuer
         self.store = store_of(process_group, f"order/{issuer.queue or ''}")
-        self.lock = threading.Lock()  # guards what follows
+        self.lock = threading.RLock()  # guards what follows
         self.entries: list[Compared] = []
         self.running = False
         self.messages: Counter[str] = Counter()  # so far, by sender, receiver and tag
@@ -167,24 +173,24 @@ class Comparison:
                 known = cls._all[id(issuer)] = cls(issuer, process_group)
             return known
 
-    def add(self, entry: Compared, key: str | None) -> None:
-        """Write the entry under its key, unless that is None, and compare it from now on."""
+    def write(self, entry: Compared, key: str, value: Entry) -> None:
+        """Show other ranks a value for an entry: itself, or {} if there is nothing to compare."""
         try:
-            if key is not None:
-                self.store.set(key, json.dumps(entry.entry))
+            self.store.set(key, json.dumps(value))
+        except Exception as e:  # for example, the store is gone
+            entry.fail(e)
+
+    def add(self, entry: Compared) -> None:
+        """Compare the entry from now on."""
+        try:
             with self.lock:
                 if not self.running:
                     threading.Thread(target=self._loop, name="cudafuture-order", daemon=True).start()  # may raise
                     self.running = True
                 entry.is_in_loop = True
                 self.entries.append(entry)
-        except Exception as e:  # for example, the store is gone or no thread can be started
+        except Exception as e:  # for example, no thread can be started
             entry.fail(e)
-
-    def remove(self, entry: Compared) -> None:
-        """Compare an entry no longer."""
-        with self.lock, contextlib.suppress(ValueError):  # it was removed before
-            self.entries.remove(entry)
 
     def _loop(self) -> None:
         pause = threading.Event()
@@ -196,7 +202,8 @@ class Comparison:
                     return
             for entry in entries:
                 if self._advance(entry):
-                    self.remove(entry)
+                    with self.lock:
+                        self.entries.remove(entry)
             pause.wait(_PAUSE)
 
     def _advance(self, entry: Compared) -> bool:
@@ -212,9 +219,14 @@ class Comparison:
         if future is None:  # it is about to be issued
             return False
         is_done = future.done()  # before the other end of a message is looked up, which is shown before it is issued
+        has_failed = is_done and future.exception() is not None
+        is_issuing = False
         try:
             for rank, key in sorted(entry.unseen.items()):
-                if self.store.check([key]) and not entry.fits(rank, json.loads(self.store.get(key))):
+                other = json.loads(self.store.get(key)) if self.store.check([key]) else {}
+                if "is_issuing" in other and not has_failed:  # the other rank may yet withdraw it
+                    is_issuing = True
+                elif other != {} and not entry.fits(rank, other):
                     return True
         except RuntimeError as e:  # the store is gone, with the rank that kept it
             if is_done:
@@ -222,7 +234,7 @@ class Comparison:
             else:
                 entry.fail(e)
             return True
-        if not is_done or (entry.unseen and entry.waits_for_all and future.exception() is None):
+        if not is_done or (not has_failed and (is_issuing or (entry.unseen and entry.waits_for_all))):
             return False
         entry.settle()
         return True

@@ -2,7 +2,8 @@
 
 The n-th send of a rank to another with a tag belongs to the n-th recv there. Each end writes its entry before it is
 issued, and compares it with that of the other end. A message that has arrived is not waited for: if the other end has
-no entry, it was issued by torch's own function.
+no entry, it was issued by torch's own function. An end that torch may still refuse is marked in its entry, and the
+other end waits until the entry is final or withdrawn.
 
 The sender of a recv from any rank is known when that recv is done, so only then it is compared. Where it was pending
 beside other recvs with its tag, the backend has chosen which message each of them got, and none of them is compared.
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from cudafuture import _C
-from cudafuture.distributed._order import Compared, Comparison
+from cudafuture.distributed._order import Compared, Comparison, refusals
 from cudafuture.distributed._order_entry import of_message
 
 if TYPE_CHECKING:
@@ -41,17 +42,24 @@ class End(NamedTuple):
 def checked_messages(
     issue: Issue, process_group: dist.ProcessGroup, ends: Iterable[End], call: Callable[[], _C.CUDAFuture[T]]
 ) -> _C.CUDAFuture[T]:
-    """Show the ends of messages, issue them with `call`, and return a future that fails if the other ends differ."""
+    """Issue messages with `call`, show their ends, and return a future that fails if the other ends differ."""
     comparison = Comparison.of(issue.issuer, process_group)
     messages = [Message(issue, process_group, comparison, end) for end in ends]
-    for message in messages:
-        message.begin()
-    try:
-        future = call()
-    except BaseException:
+    with comparison.lock:  # messages are numbered in the order of their issue
         for message in messages:
-            message.withdraw()
-        raise
+            message.begin()
+        try:
+            future = call()
+        except BaseException:
+            for message in messages:
+                message.withdraw()
+            raise
+        if future.done() and future.exception() in refusals:
+            for message in messages:
+                message.withdraw()
+            return future
+        for message in messages:
+            message.confirm()
     for message in messages:
         future = message.follow(future)
     return future
@@ -68,55 +76,61 @@ class Message(Compared):
         self.comparison = comparison
         self.is_send, self.peer, self.tag, _ = end
         self.is_compared = True
+        self.channel = self.key = ""  # of number()
 
     def begin(self) -> None:
-        """Write the entry, unless this is a recv from any rank."""
-        if not self.is_send:
-            with self.comparison.lock:
-                beside = [m for m in self.comparison.pending_recvs if m.tag == self.tag]
-                for other in beside:
-                    if self.peer is None or other.peer is None:
-                        self.is_compared = other.is_compared = False
-                self.comparison.pending_recvs.append(self)
+        """Number the message, and write its entry, marked as not yet issued; a recv from any rank has no entry."""
         if self.peer is not None:
-            self.count(self.peer, writes=True)
+            self.number(self.peer)
+            self.comparison.write(self, self.key, {**self.entry, "is_issuing": True})
 
-    def count(self, peer: int, writes: bool) -> None:
-        """Count the message, and begin to compare it with the end of `peer`."""
+    def withdraw(self) -> None:
+        """Undo begin(): the message was not issued, and the next one has its number."""
+        if self.peer is not None:
+            self.comparison.messages[self.channel] -= 1
+            self.comparison.write(self, self.key, {})
+
+    def confirm(self) -> None:
+        """Begin to compare the message, which has been issued."""
+        if not self.is_send:
+            pending = self.comparison.pending_recvs
+            for other in [m for m in pending if m.tag == self.tag]:
+                if self.peer is None or other.peer is None:
+                    self.skip()
+                    other.skip()
+            pending.append(self)
+        if self.peer is not None and self.is_compared:
+            self.comparison.write(self, self.key, self.entry)
+            self.comparison.add(self)
+
+    def skip(self) -> None:
+        """Compare this recv no longer, neither here nor at the other end."""
+        self.is_compared, self.unseen = False, {}
+        if self.peer is not None:
+            self.comparison.write(self, self.key, {})
+
+    def number(self, peer: int) -> None:
+        """Give the message its place among those to or from `peer` with its tag."""
         group, comparison = self.issue.group, self.comparison
         sender, receiver = (group.rank, peer) if self.is_send else (peer, group.rank)
         self.channel = f"{sender}/{receiver}/{self.tag}"
-        with comparison.lock:
-            self.sequence = comparison.messages[self.channel]
-            comparison.messages[self.channel] += 1
-        if not self.is_compared:
-            return
+        self.sequence = comparison.messages[self.channel]
+        comparison.messages[self.channel] += 1
         self.heading = (
-            f"the ranks of group '{group.name}' give different tensors for message #{self.sequence} from rank {sender} "
-            f"to rank {receiver} with tag {self.tag}"
+            f"the two ends of message #{self.sequence} from rank {sender} to rank {receiver} with tag {self.tag} on "
+            f"group '{group.name}' differ"
         )
-        key = f"{self.channel}/{self.sequence}"
         mine, other = ("send", "recv") if self.is_send else ("recv", "send")
-        self.unseen = {peer: f"{key}/{other}"}
-        comparison.add(self, f"{key}/{mine}" if writes else None)
+        self.key = f"{self.channel}/{self.sequence}/{mine}"
+        self.unseen = {peer: f"{self.channel}/{self.sequence}/{other}"}
 
     def note_end(self, future: _C.CUDAFuture[Any]) -> None:
         """Record that the operation is done, and compare a recv from any rank: its sender is known now."""
-        self.leave()
-        if self.peer is None and future.exception() is None:
-            value = future.wait(non_blocking=True)  # a Received, or the sender
-            self.count(dist.get_group_rank(self.process_group, getattr(value, "source", value)), writes=False)
-
-    def leave(self) -> None:
-        """Remove a recv from those that are pending."""
         with self.comparison.lock:
             if self in self.comparison.pending_recvs:
                 self.comparison.pending_recvs.remove(self)
-
-    def withdraw(self) -> None:
-        """Undo begin(): the message was not issued."""
-        self.leave()
-        self.comparison.remove(self)
-        if self.peer is not None:
-            with self.comparison.lock:
-                self.comparison.messages[self.channel] -= 1
+            if self.peer is None and future.exception() is None:
+                value = future.wait(non_blocking=True)  # a Received, or the sender
+                self.number(dist.get_group_rank(self.process_group, getattr(value, "source", value)))
+                if self.is_compared:
+                    self.comparison.add(self)

@@ -128,3 +128,18 @@ def test_without_a_thread_the_future_fails_and_the_next_has_one(ranks: Ranks, mo
     second = ranks.issue(CUDAFuture.completed(2))
     ranks.show(1)
     assert second.wait(timeout=PATIENCE) == 2
+
+
+def test_an_entry_that_its_rank_may_withdraw_is_not_compared_yet(ranks: Ranks) -> None:
+    issuing = json.dumps({"what": "barrier", "where": "there", "is_issuing": True})
+    first = ranks.issue(CUDAFuture.completed(1))
+    ranks.show(0, issuing)
+    second = ranks.issue(CUDAFuture.completed(2))
+    ranks.show(1)
+    assert second.wait(timeout=PATIENCE) == 2  # the thread has seen the entry of the first
+    assert not first.done()
+    ranks.show(0)
+    assert first.wait(timeout=PATIENCE) == 1
+    third = ranks.issue(CUDAFuture.failed(RuntimeError("lost")))  # it may have failed because of the difference
+    ranks.show(2, issuing)
+    assert "barrier at there" in str(third.exception(timeout=PATIENCE))
