@@ -55,7 +55,11 @@ class Operation:
     """The roles on ranks other than the root, if they differ."""
     layout: Layout = Layout.CONTIGUOUS
     has_same_tensors: bool = True
-    """All ranks give the same shapes and dtypes in every argument."""
+    """All ranks give tensors of the same sizes and dtypes in every argument."""
+    has_same_count: bool = False
+    """All ranks give the same number of objects in the first argument."""
+    split_roles: str = ""
+    """Letters of `roles`: the parts of these tensors belong to the ranks."""
     gloo_copies_cuda: bool = False
     """torch's Gloo copies CUDA tensors to the host itself. False: this library does."""
     is_matched_by_peer: bool = False
@@ -171,6 +175,7 @@ GATHER_SINGLE = Operation(
     default_root=0,
     roles_elsewhere="r-",
     has_same_tensors=False,
+    split_roles="w",
     gloo_copies_cuda=True,
 )
 SCATTER = Operation(
@@ -186,7 +191,12 @@ REDUCE_SCATTER = Operation("reduce_scatter", dist.reduce_scatter, "wr", has_same
 REDUCE_SCATTER_TENSOR = Operation("reduce_scatter_tensor", _reduce_scatter_single, "wr")
 ALL_TO_ALL = Operation("all_to_all", _all_to_all, "wr", has_same_tensors=False)
 ALL_TO_ALL_SINGLE = Operation(
-    "all_to_all_single", dist.all_to_all_single, "wr", has_same_tensors=False, gloo_copies_cuda=True
+    "all_to_all_single",
+    dist.all_to_all_single,
+    "wr",
+    has_same_tensors=False,
+    split_roles="wr",
+    gloo_copies_cuda=True,
 )
 BARRIER = Operation("barrier", dist.barrier, output=None)
 
@@ -209,7 +219,9 @@ def _broadcast_object_list(objects: list[Any], group: Any, device: torch.device 
 
 
 ALL_GATHER_OBJECT = Operation("all_gather_object", dist.all_gather_object)
-BROADCAST_OBJECT_LIST = Operation("broadcast_object_list", _broadcast_object_list, root="src", default_root=0)
+BROADCAST_OBJECT_LIST = Operation(
+    "broadcast_object_list", _broadcast_object_list, root="src", default_root=0, has_same_count=True
+)
 SCATTER_OBJECT_LIST = Operation("scatter_object_list", dist.scatter_object_list, root="src", default_root=0)
 GATHER_OBJECT = Operation("gather_object", dist.gather_object, output=1, root="dst", default_root=0)
 # The library has its own implementation of this one.

@@ -2,11 +2,15 @@
 
 An entry has the operation, the place in the program that issued it, and its options. Where the tensors may differ
 between ranks, as in all_to_all(), it has the tensors that this rank gives to each other rank and takes from it: a rank
-takes the tensor that the other gives.
+takes the tensor that the other gives. Two tensors fit if they have the same number of elements and the same dtype,
+since backends transfer elements.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +21,7 @@ from cudafuture import _frames
 if TYPE_CHECKING:
     from cudafuture.distributed._issue import Issue
 
-__all__ = ["Entry", "difference", "of_collective", "of_message", "text_of"]
+__all__ = ["Entry", "count_of", "difference", "of_collective", "of_message", "text_of"]
 
 Entry = dict[str, Any]
 _NOT_COMPARED = {"async_op", "device", "device_ids", "timeout", "input_split_sizes", "output_split_sizes"}
@@ -28,8 +32,8 @@ def of_collective(issue: Issue, function: Callable[..., Any] | None, roles: str)
     operation = issue.operation
     keywords: dict[str, Any] = getattr(function, "keywords", {})
     what = f"{operation.name} {issue.signature}".strip() if operation.has_same_tensors else operation.name
-    if operation.name == "broadcast_object_list" and isinstance(objects := getattr(function, "args", [()])[0], list):
-        what += f" of {len(objects)} objects"
+    if operation.has_same_count and isinstance(objects := getattr(function, "args", [()])[0], list):
+        what += f" of {count_of(len(objects))}"
     if issue.is_staged:
         what += " on a device"
     entry: Entry = {"what": what, "where": _frames.call_site(), "options": _options(keywords)}
@@ -67,17 +71,31 @@ def text_of(facts: Any) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
+def count_of(number: int) -> str:
+    """Return a number of objects, as ``2 objects``."""
+    return "1 object" if number == 1 else f"{number} objects"
+
+
+def _fit(one: str | None, other: str | None) -> bool:
+    """Return True if two texts differ at most in shapes of the same number of elements."""
+    return one == other or (one is not None and other is not None and _flattened(one) == _flattened(other))
+
+
+def _flattened(text: str) -> str:
+    return re.sub(r"(?<=\w)\[([\d, ]*)\]", lambda shape: f"[{math.prod(json.loads(shape[0]))}]", text)
+
+
 def _differ(rank: int, mine: Entry, other_rank: int, other: Entry) -> tuple[str, str] | None:
     if "carries" in mine:
-        return None if mine["carries"] == other["carries"] else ("", "")
-    if mine["what"] != other["what"]:
+        return None if _fit(mine["carries"], other["carries"]) else ("", "")
+    if not _fit(mine["what"], other["what"]):
         return "", ""
     options = [entry.get("options", "") for entry in (mine, other)]
     if options[0] != options[1]:
         return f", with {options[0] or 'the default options'}", f", with {options[1] or 'the default options'}"
     for given, taken in (("gives", "takes"), ("takes", "gives")):
         here, there = mine.get(given, {}).get(str(other_rank)), other.get(taken, {}).get(str(rank))
-        if here != there:
+        if not _fit(here, there):
             return _part(given, other_rank, here), _part(taken, rank, there)
     return None
 
@@ -100,11 +118,8 @@ def _exchanged(issue: Issue, keywords: dict[str, Any], roles: str) -> Iterator[t
     root = keywords.get("group_src", keywords.get("group_dst"))
     size = issue.group.size
     for tensors, role in zip(issue.tensors, roles, strict=True):
-        if issue.operation.name == "all_to_all_single":
-            rows = keywords["output_split_sizes" if role == "w" else "input_split_sizes"]
-            parts = _split(tensors, rows, size)
-        elif issue.operation.name == "gather_single" and role == "w":
-            parts = [issue.tensors[0]] * size if issue.group.rank == root else []
+        if role in issue.operation.split_roles:
+            parts = _split(tensors, keywords.get("output_split_sizes" if role == "w" else "input_split_sizes"), size)
         elif isinstance(tensors, list):
             parts = tensors
         elif tensors is None:
@@ -120,4 +135,7 @@ def _exchanged(issue: Issue, keywords: dict[str, Any], roles: str) -> Iterator[t
 
 def _split(tensor: tuple[torch.Size, torch.dtype], rows: list[int] | None, size: int) -> list[Any]:
     shape, dtype = tensor
-    return [((n, *shape[1:]), dtype) for n in rows or [shape[0] // size] * size]
+    if rows:
+        return [((n, *shape[1:]), dtype) for n in rows]
+    is_by_rows = len(shape) > 0 and shape[0] % size == 0
+    return [((shape[0] // size, *shape[1:]) if is_by_rows else (shape.numel() // size,), dtype)] * size

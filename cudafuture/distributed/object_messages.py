@@ -34,6 +34,7 @@ from cudafuture.distributed._operations import (
     SEND_OBJECT_LIST,
     Operation,
 )
+from cudafuture.distributed._order_entry import count_of
 from cudafuture.distributed._side_group import kind_of
 from cudafuture.distributed.objects import safely
 from cudafuture.distributed.point_to_point import (
@@ -103,7 +104,7 @@ def send_object_list(
         send(issue, process_group, header, peer, _HEADER_TAG)  # if it fails, so does the payload
         return send(issue, process_group, payload, peer, tag)
 
-    return compared(issue, process_group, [(True, peer, _HEADER_TAG)], issue_both, carries=_count(object_list))
+    return compared(issue, process_group, [(True, peer, _HEADER_TAG)], issue_both, carries=count_of(len(object_list)))
 
 
 def recv_object_list(
@@ -174,7 +175,7 @@ def recv_object_list(
         try:
             payload, source = arrived.value()
             if count != len(object_list):
-                raise RuntimeError(f"rank {source} sent {count} objects, but the list here has {len(object_list)}")
+                raise RuntimeError(f"rank {source} sent {count_of(count)}, but the list here has {len(object_list)}")
             sizes = payload[: 8 * count].view(torch.int64).tolist()
             parts = payload[8 * count :].split(sizes)
             objects = [c10d._tensor_to_object(p, n, group, **options) for p, n in zip(parts, sizes, strict=True)]
@@ -184,7 +185,9 @@ def recv_object_list(
         else:
             result.set_result(source)
 
-    return compared(issue, process_group, [(False, peer, _HEADER_TAG)], receive_header, carries=_count(object_list))
+    return compared(
+        issue, process_group, [(False, peer, _HEADER_TAG)], receive_header, carries=count_of(len(object_list))
+    )
 
 
 def _expect_objects(object_list: object) -> None:
@@ -192,10 +195,6 @@ def _expect_objects(object_list: object) -> None:
         raise TypeError(f"object_list is a list, not {type(object_list)}")
     if not object_list:
         raise ValueError("object_list is empty: give at least one object, the same number on both ranks")
-
-
-def _count(object_list: list[Any]) -> str:
-    return "1 object" if len(object_list) == 1 else f"{len(object_list)} objects"
 
 
 def _carrier(process_group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:

@@ -39,7 +39,7 @@ MESSAGES: dict[str, tuple[Call, Call]] = {
         lambda g: g.isend(ones(4, dtype=torch.int32), group_dst=1),
         lambda g: g.irecv(ones(4), group_src=0),
     ),
-    "recv float32[2, 2] | send float32[4]": (lambda g: g.recv(ones(2, 2), 1), lambda g: g.send(ones(4), 0)),
+    "recv float32[2, 2] | send float32[5]": (lambda g: g.recv(ones(2, 2), 1), lambda g: g.send(ones(5), 0)),
     "send float32[3] | recv float32[5]": (
         lambda g: cfd.send(ones(3), 1, g, tag=7),
         lambda g: cfd.recv(ones(5), 0, g, tag=7),
@@ -84,15 +84,15 @@ OPTIONS: dict[str, tuple[Call, Call]] = {
         lambda g: g.gather(ones(4), [ones(4), ones(4)]),
         lambda g: g.gather(ones(2)),
     ),
-    "gives float32[4] to rank 1 | takes float32[2, 2] from rank 0": (
+    "gives float32[4] to rank 1 | takes float32[2, 3] from rank 0": (
         lambda g: g.scatter(ones(4), [ones(4), ones(4)]),
-        lambda g: g.scatter(ones(2, 2)),
+        lambda g: g.scatter(ones(2, 3)),
     ),
     "takes float32[1] from rank 1 | gives float32[3] to rank 0": (
         lambda g: g.gather_single(ones(1), ones(2)),
         lambda g: g.gather_single(ones(3)),
     ),
-    "all_gather_object at | broadcast_object_list of 1 objects at": (
+    "all_gather_object at | broadcast_object_list of 1 object at": (
         lambda g: g.all_gather_object([None, None], 1),
         lambda g: g.broadcast_object_list([1]),
     ),
@@ -143,6 +143,34 @@ def differ_from_any_rank(rank: int) -> None:
 
 def test_a_recv_from_any_rank_is_compared_when_its_sender_is_known() -> None:
     run_ranks(2, differ_from_any_rank)
+
+
+@pytest.mark.world(2)
+def test_tensors_of_the_same_size_fit(world: World) -> None:
+    def run() -> None:
+        rank = dist.get_rank()
+        mine, into = (ones(4), ones(2, 2)) if rank else (ones(2, 2), ones(4))
+        parts = [torch.empty_like(mine) for _ in range(2)]
+        group = cfd.ProcessGroup()
+        with compared():
+            futures: list[CUDAFuture[Any]] = [
+                group.send(mine, 1) if rank == 0 else group.recv(into.view(4, 1), 0),
+                group.all_reduce(mine),
+                group.all_reduce_coalesced([mine.clone()]),
+                group.broadcast(mine.clone(), 0),
+                group.reduce(mine.clone(), 0),
+                group.all_to_all_single(into.clone(), mine.clone(), [len(into) // 2] * 2, [len(mine) // 2] * 2),
+                group.all_to_all_single(mine.clone(), mine.clone()),
+                group.all_gather(parts, mine.clone()),
+                group.gather(mine.clone(), None if rank else parts),
+                group.gather_single(mine.clone(), None if rank else ones(8)),
+                group.scatter(mine.clone(), None if rank else parts),
+                group.all_gather_into_tensor(ones(8) if mine.dim() == 1 else ones(4, 2), mine.clone()),
+                group.reduce_scatter(mine.clone(), parts),
+            ]
+            gather(*futures).wait(timeout=LONG)
+
+    world.run(run)
 
 
 @pytest.mark.world(2)
