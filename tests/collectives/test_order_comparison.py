@@ -143,3 +143,14 @@ def test_an_entry_that_its_rank_may_withdraw_is_not_compared_yet(ranks: Ranks) -
     third = ranks.issue(CUDAFuture.failed(RuntimeError("lost")))  # it may have failed because of the difference
     ranks.show(2, issuing)
     assert "barrier at there" in str(third.exception(timeout=PATIENCE))
+
+
+def test_the_end_of_an_operation_ends_the_pause_between_two_checks(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_order, "_PAUSE", 100 * PATIENCE)
+    pending: CUDAFuture[int] = CUDAFuture()
+    shown = ranks.issue(pending)
+    ranks.show(0)
+    pending.set_result(7)
+    assert shown.wait(timeout=PATIENCE) == 7
