@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from cudafuture import _C
+from cudafuture._arguments import expect_int
 from cudafuture.distributed import _backends
 from cudafuture.distributed._monitored_barrier import MonitoredBarrier
 from cudafuture.distributed._nccl_options import options_without_split
@@ -227,7 +228,16 @@ def resolve(group: Any) -> dist.ProcessGroup | None:
 def rank_in(
     group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str, default: int | None = None
 ) -> int:
-    """Return the rank in the group, from a global rank or from a rank in the group."""
+    """Return the rank in the group, from a global rank or from a rank in the group.
+
+    Raises:
+        TypeError: the rank is not an integer.
+        ValueError: both or none of the ranks is given, or the group has no such rank.
+    """
+    if rank is not None and type(rank) is not int:
+        rank = expect_int(name, rank)
+    if group_rank is not None and type(group_rank) is not int:
+        group_rank = expect_int(f"group_{name}", group_rank)
     if group_rank is not None and rank is not None:
         raise ValueError(f"give {name}, a global rank, or group_{name}, a rank in the group, not both")
     if group_rank is None:

@@ -107,8 +107,12 @@ def _all_to_all(outputs: Any, inputs: Any, group: Any, **options: Any) -> Any:
 
 def _gather_single(tensor: torch.Tensor, gather_tensor: Any, group: Any, group_dst: int, async_op: bool) -> Any:
     """Gather into the parts of `gather_tensor`; torch has this function from 2.14 on."""
+    c10d._check_single_tensor(tensor, "tensor")
     parts = None
-    if group.rank() == group_dst:
+    if group.rank() != group_dst:
+        if gather_tensor is not None:
+            raise ValueError(f"gather_tensor is for the output, which only rank {group_dst} of the group has")
+    else:
         c10d._check_single_tensor(gather_tensor, "gather_tensor")
         if gather_tensor.numel() != group.size() * tensor.numel():
             raise ValueError(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cudafuture import _C
+from cudafuture._arguments import expect_int
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import gather
 from cudafuture.distributed import _issue, _staged
@@ -59,6 +60,7 @@ def send(
     if issued is None:
         return nothing()
     issue, pg = issued
+    tag = expect_int("tag", tag)
     peer = peer_in(pg, dst, group_dst, "dst")
     return compared(issue, pg, [(True, peer, tag)], issue_send, issue, pg, tensor, peer, tag)
 
@@ -84,6 +86,7 @@ def recv(
     if issued is None:
         return nothing()
     issue, pg = issued
+    tag = expect_int("tag", tag)
     if src is None and group_src is None:
         return compared(issue, pg, [(False, None, tag)], issue_recv_from_anyone, issue, pg, tensor, tag)
     peer = peer_in(pg, src, group_src, "src")
@@ -116,7 +119,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> CUDAFuture[list[Rece
     if issued is None:
         return nothing()
     issue, pg = issued
-    ends = [(op.op is dist.isend, op.group_peer, op.tag) for op in ops]
+    ends = [(op.op is dist.isend, op.group_peer, expect_int("tag", op.tag)) for op in ops]
     return compared(issue, pg, ends, _issue_batch, issue, pg, ops)
 
 

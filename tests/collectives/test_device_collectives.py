@@ -525,6 +525,7 @@ def test_wrong_arguments_are_raised_at_the_call_and_nothing_is_issued(ranks: Wor
                 (ValueError, lambda: cfd.send(x, dst=dist.get_rank())),
                 (ValueError, lambda: cfd.all_gather([x, x.int()], x)),
                 (ValueError, lambda: cfd.gather(x, [x] if dist.get_rank() == 1 else None, dst=0)),
+                (ValueError, lambda: cfd.gather_single(x, torch.empty(8, device="sim"), 1 - dist.get_rank())),
                 (TypeError, lambda: cfd.all_gather(x, x)),  # type: ignore[arg-type]
                 (TypeError, lambda: cfd.all_reduce([x])),  # type: ignore[arg-type]
             ]

@@ -178,6 +178,17 @@ def test_wrong_arguments_are_refused_at_the_call(world: World) -> None:
                 refused(function, t, **{f"group_{root}": 2})
             if me == 1:
                 refused(getattr(cfd, name), t, 0, group)  # not in the group
+        wrong: Any
+        for wrong in ("a", 1.0, [peer]):
+            for tensors, function, root in RANKS:
+                for name in (root, f"group_{root}"):
+                    with pytest.raises(TypeError, match=f"^{name} is an int, not "):
+                        function(*tensors(t), **{name: wrong})
+            for function in (cfd.send, cfd.recv):
+                with pytest.raises(TypeError, match=r"^tag is an int, not "):
+                    function(t, peer, tag=wrong)
+            with pytest.raises(TypeError, match=r"^tag is an int, not "):
+                cfd.batch_isend_irecv([dist.P2POp(dist.isend, t, peer, tag=wrong)])
         refused(cfd.send, t)
         refused(cfd.send, torch.ones(4)[::2], peer)
         refused(cfd.recv, torch.ones(4)[::2], peer)
@@ -189,6 +200,22 @@ def test_wrong_arguments_are_refused_at_the_call(world: World) -> None:
             refused(cfd.batch_isend_irecv, [p2p, dist.P2POp(dist.isend, t, group=group, group_peer=0)])
 
     world.run(run)
+
+
+RANKS: list[tuple[Any, Any, str]] = [  # arguments, function, and what the rank is called
+    (lambda t: (t,), cfd.send, "dst"),
+    (lambda t: (t,), cfd.recv, "src"),
+    (lambda t: ([t],), cfd.send_object_list, "dst"),
+    (lambda t: ([t],), cfd.recv_object_list, "src"),
+    (lambda t: (t,), cfd.broadcast, "src"),
+    (lambda t: (t,), cfd.reduce, "dst"),
+    (lambda t: (t,), cfd.gather, "dst"),
+    (lambda t: (t,), cfd.gather_single, "dst"),
+    (lambda t: (t,), cfd.scatter, "src"),
+    (lambda t: ([t],), cfd.broadcast_object_list, "src"),
+    (lambda t: ([t],), cfd.scatter_object_list, "src"),
+    (lambda t: (t,), cfd.gather_object, "dst"),
+]
 
 
 def refused(function: Any, *args: Any, **kwargs: Any) -> None:

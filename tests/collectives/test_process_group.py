@@ -255,5 +255,9 @@ def test_gather_single_gives_what_gather_gives(world: World) -> None:
         for wrong in (None, torch.zeros(5), torch.zeros(4, 3).t()):
             with pytest.raises((TypeError, ValueError)):
                 cfd.gather_single(torch.ones(2, 2), wrong, dst=rank)
+        with pytest.raises(ValueError, match=f"only rank {(rank + 1) % 3} of the group has"):
+            cfd.gather_single(torch.ones(2, 2), torch.ones(12), dst=(rank + 1) % 3)
+        with pytest.raises(TypeError, match=r"torch\.Tensor"):
+            cfd.gather_single(3, torch.ones(3), dst=rank)  # type: ignore[arg-type]
 
     world.run(run)
