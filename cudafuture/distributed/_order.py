@@ -34,6 +34,7 @@ __all__ = ["Compared", "Comparison", "checked", "queued", "refusals"]
 T = TypeVar("T")
 
 _PAUSE = 0.002  # seconds between two checks of the store
+_CHECKS_AFTER_FAILURE = 250  # for the entries of ranks that have not issued a failed operation yet
 
 refusals: WeakSet[BaseException] = WeakSet()
 """Errors of the operations that the backend refused at the call: they were not issued."""
@@ -74,6 +75,7 @@ class Compared:
         self.sequence = issue.sequence
         self.heading = ""  # of the message if there is a difference
         self.unseen: dict[int, str] = {}  # the keys of the entries of other ranks
+        self.checks_left = _CHECKS_AFTER_FAILURE
         self.wake: threading.Event | None = None  # wakes the thread that completes the result
 
     def show(self, issuer: Issuer, process_group: dist.ProcessGroup, sequence: int) -> None:
@@ -239,6 +241,9 @@ class Comparison:
             else:
                 entry.fail(e)
             return True
+        if has_failed and entry.unseen and entry.checks_left > 0:
+            entry.checks_left -= 1
+            return False
         if not is_done or (not has_failed and (is_issuing or (entry.unseen and entry.waits_for_all))):
             return False
         entry.settle()

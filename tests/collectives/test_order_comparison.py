@@ -154,3 +154,16 @@ def test_the_end_of_an_operation_ends_the_pause_between_two_checks(
     ranks.show(0)
     pending.set_result(7)
     assert shown.wait(timeout=PATIENCE) == 7
+
+
+def test_an_operation_that_fails_before_another_rank_issues_it_is_compared(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where one rank's arguments contradict each other, so that it fails at the call."""
+    monkeypatch.setattr(_order, "_CHECKS_AFTER_FAILURE", 10**9)
+    failed = ranks.issue(CUDAFuture.failed(RuntimeError("enforce fail")))
+    later = ranks.issue(CUDAFuture.completed(2))
+    ranks.show(1)
+    assert later.wait(timeout=PATIENCE) == 2  # the thread has looked for the entry of the other rank
+    ranks.show(0, json.dumps({"what": "barrier", "where": "there"}))
+    assert "barrier at there" in str(failed.exception(timeout=PATIENCE))
