@@ -11,7 +11,7 @@ beside other recvs with its tag, the backend has chosen which message each of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -37,6 +37,8 @@ class End(NamedTuple):
     tag: int
     carries: str
     """Shape and dtype of the tensor, or the number of objects."""
+    sources: Sequence[int] = ()
+    """Gets the sender of objects from any rank, as a global rank, when their header has arrived."""
 
 
 def checked_messages(
@@ -74,7 +76,7 @@ class Message(Compared):
         super().__init__(issue, of_message(issue, end.carries))
         self.process_group = process_group
         self.comparison = comparison
-        self.is_send, self.peer, self.tag, _ = end
+        self.is_send, self.peer, self.tag, _, self.sources = end
         self.is_compared = True
         self.channel = self.key = ""  # of number()
 
@@ -129,8 +131,11 @@ class Message(Compared):
         with self.comparison.lock:
             if self in self.comparison.pending_recvs:
                 self.comparison.pending_recvs.remove(self)
-            if self.peer is None and future.exception() is None:
-                value = future.wait(non_blocking=True)  # a Received, or the sender
-                self.number(dist.get_group_rank(self.process_group, getattr(value, "source", value)))
+            if self.peer is not None:
+                return
+            if not self.sources and future.exception() is None:
+                self.sources = [future.wait(non_blocking=True).source]
+            for source in self.sources:
+                self.number(dist.get_group_rank(self.process_group, source))
                 if self.is_compared:
                     self.comparison.add(self)

@@ -147,6 +147,7 @@ def recv_object_list(
         raise ValueError("recv_object_list() with use_batch=True needs src or group_src")
     recv = _recv_in_batch if use_batch else issue_recv
     over_nccl = carrier.type in issue.group.nccl_devices
+    sources: list[int] = []
 
     def receive_header() -> CUDAFuture[int]:
         if peer is None:
@@ -162,6 +163,7 @@ def recv_object_list(
     def receive_payload(received: CUDAFuture[Received]) -> None:
         try:
             source = received.value().source
+            sources.append(source)
             tag, count, nbytes = header.tolist()
             payload = _empty(nbytes, carrier)
             if over_nccl:
@@ -185,9 +187,8 @@ def recv_object_list(
         else:
             result.set_result(source)
 
-    return compared(
-        issue, process_group, [(False, peer, _HEADER_TAG)], receive_header, carries=count_of(len(object_list))
-    )
+    ends, carries = [(False, peer, _HEADER_TAG)], count_of(len(object_list))
+    return compared(issue, process_group, ends, receive_header, carries=carries, sources=sources)
 
 
 def _expect_objects(object_list: object) -> None:

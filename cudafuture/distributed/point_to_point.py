@@ -153,15 +153,17 @@ def compared(
     function: Callable[..., CUDAFuture[T]],
     *arguments: Any,
     carries: str | None = None,
+    sources: Sequence[int] = (),
 ) -> CUDAFuture[T]:
     """Call the function, which issues messages; with CUDAFUTURE_DEBUG=order, compare them with their other ends.
 
     `ends`: for each message, True for a send, the peer, and the tag. `carries`: None: the tensors of `issue`, in order.
+    `sources`: as in End.
     """
     if not _issue._compares_order:
         return function(*arguments)
     tensors = [text_of(facts) for facts in issue.tensors] if carries is None else [carries]
-    shown = [End(*end, tensor) for end, tensor in zip(ends, tensors, strict=True)]
+    shown = [End(*end, tensor, sources) for end, tensor in zip(ends, tensors, strict=True)]
     return checked_messages(issue, group, shown, partial(function, *arguments))
 
 

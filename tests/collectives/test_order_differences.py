@@ -128,17 +128,34 @@ def test_operations_that_do_not_fit_are_named_with_both_call_sites(kind: str) ->
     run_ranks(2, differ, kind)
 
 
+class Unloadable:
+    """An object that can be pickled, but raises when it is unpickled."""
+
+    def __setstate__(self, _: object) -> None:
+        raise ArithmeticError("not loaded")
+
+    def __getstate__(self) -> int:
+        return 1
+
+
 def differ_from_any_rank(rank: int) -> None:
     group = short_group()
     with compared():
         if rank == 0:
             for size in (2, 3):
                 group.send(ones(size), 1).wait(timeout=LONG)
+            for objects in ([1, 2], [Unloadable()], [3]):
+                group.send_object_list(objects, 1).wait(timeout=LONG)
             return
         assert group.recv(ones(2)).wait(timeout=LONG).source == 0
         error = group.recv(ones(5)).exception(timeout=LONG)
-    assert isinstance(error, CollectiveError)
-    assert "message #1 from rank 0 to rank 1" in str(error)
+        assert isinstance(error, CollectiveError)
+        assert "message #1 from rank 0 to rank 1" in str(error)
+        error = group.recv_object_list([None]).exception(timeout=LONG)
+        assert str(error).count(f"{Path(__file__).name}:") == 2, error
+        with pytest.raises(ArithmeticError, match="not loaded"):
+            group.recv_object_list([None]).wait(timeout=LONG)
+        assert group.recv_object_list([None], 0).wait(timeout=LONG) == 0  # message #2, as the sender says
 
 
 def test_a_recv_from_any_rank_is_compared_when_its_sender_is_known() -> None:
