@@ -81,7 +81,7 @@ class Message(Compared):
         self.channel = self.key = ""  # of number()
 
     def begin(self) -> None:
-        """Number the message, and write its entry, marked as not yet issued; a recv from any rank has no entry."""
+        """Write the entry under the next number, marked as not yet issued; a recv from any rank has neither."""
         if self.peer is not None:
             self.number(self.peer)
             self.comparison.write(self, self.key, {**self.entry, "is_issuing": True})
