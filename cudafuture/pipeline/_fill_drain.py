@@ -38,14 +38,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import compress
+from operator import ne
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
-from cudafuture.pipeline._minibatch import join_rows
+from cudafuture.pipeline._minibatch import passing_changes
+from cudafuture.pipeline._sharing import distinct, refuse_overlap, versions_of
 from cudafuture.pipeline.checkpoint import RandomState, checkpointing, is_checkpointing, is_recomputing, recomputing
 from cudafuture.pipeline.copy import Handover, copy, depart, wait
 from cudafuture.pipeline.dependency import fork, join, phony
@@ -104,12 +107,13 @@ class _Shape(NamedTuple):
 
     number: int
     is_atomic: bool
-    size: int
+    size: int  # tensors of the batch, each counted once
+    indices: list[int]  # of the items of the batch, among these tensors
     skips: dict[_Key, bool]
 
     def parcel(self, tensors: Sequence[Tensor]) -> _Parcel:
-        rest = iter(tensors)
-        value = next(rest) if self.is_atomic else tuple(islice(rest, self.size))
+        value = tensors[0] if self.is_atomic else tuple(tensors[i] for i in self.indices)
+        rest = iter(tensors[self.size :])
         skips = {key: next(rest) if is_there else None for key, is_there in self.skips.items()}
         return _Parcel(Batch(value, self.number), skips)
 
@@ -122,11 +126,12 @@ class _Parcel:
     skips: dict[_Key, Tensor | None]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*self.batch, *(tensor for tensor in self.skips.values() if tensor is not None))
+        return (*distinct(tuple(self.batch))[0], *(tensor for tensor in self.skips.values() if tensor is not None))
 
     def shape(self) -> _Shape:
         skips = {key: tensor is not None for key, tensor in self.skips.items()}
-        return _Shape(self.batch.index, self.batch.atomic, len(self.batch), skips)
+        found, indices = distinct(tuple(self.batch))
+        return _Shape(self.batch.index, self.batch.atomic, len(found), indices, skips)
 
 
 class _Errors:
@@ -160,6 +165,7 @@ class _Cell:
         self.name = name
         self.shape = shape  # of the input
         self.errors = errors
+        self.has_changed: list[bool] = []  # for each tensor of the input, whether the last run changed it in place
         # Of a checkpointed cell:
         self.sent_shape: _Shape | None = None
         self.random: RandomState | None = None  # the states of the generators
@@ -172,11 +178,15 @@ class _Cell:
         assert self.sent_shape is not None
         return self.sent_shape.parcel(outputs)
 
-    def run(self, received: _Parcel) -> _Parcel:
+    def run(self, given: Sequence[Tensor]) -> _Parcel:
+        received, before = self.shape.parcel(given), versions_of(given)
         tracker = SkipTracker()
         tracker.tensors.update(received.skips)
         with use_skip_tracker(tracker):
             value = self.stage.module(received.batch.value)
+        self.has_changed = list(map(ne, before, versions_of(given)))
+        if torch.is_grad_enabled():
+            refuse_overlap(given, self.has_changed, self.name)
         check(value)
         if isinstance(value, tuple) and not value:
             raise ValueError(f"{self.name} returned no tensor: an empty tuple")
@@ -187,11 +197,11 @@ class _Cell:
         stage = self.stage
         protects = stage.changes_input is not False
         given = [tensor.clone() if protects else tensor for tensor in tensors]
-        before = [tensor._version for tensor in given]
         with checkpointing():
             self.random = RandomState.capture(stage.device)
-            sent = self.run(self.shape.parcel(given))
-        if before != [tensor._version for tensor in given]:
+            sent = self.run(given)
+        refuse_overlap(tensors, self.has_changed, self.name)
+        if any(self.has_changed):
             stage.changes_input = True
             if not protects:
                 raise RuntimeError(
@@ -209,7 +219,7 @@ class _Cell:
         leaves = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved)
         with torch.enable_grad(), recomputing(self.random):
             given = [leaf.clone() if self.stage.changes_input else leaf for leaf in leaves]
-            sent = self.run(self.shape.parcel(given))
+            sent = self.run(given)
         self.recomputed = sent.tensors(), leaves
         return sent.batch
 
@@ -318,8 +328,10 @@ class _Step:
             is_tracked = carrier is not None and carrier.requires_grad
             after = carrier if is_tracked else phony(stage.device, requires_grad=True)
             sent, carrier = cell.run_with_checkpoint(tensors, cast(Tensor, after)), None  # [2] and [6]
+            if j == 0 and self.checkpointed < len(self.batches):  # the others will change the mini-batch
+                increment_version(compress(tensors, cell.has_changed))  # before [4] saves parts of it
         else:
-            sent = cell.run(shape.parcel(tensors))  # [2]
+            sent = cell.run(tensors)  # [2]
         outputs = self._finished(i, j, sent.tensors(), (cell, tensors) if is_checkpointed else None, carrier)
         parcel = sent.shape().parcel(outputs)
         self.skips[i].update(parcel.skips)
@@ -343,7 +355,8 @@ class _Step:
         return tensors
 
     def _is_checkpointed(self, i: int, stage: Stage, inputs: Sequence[Tensor]) -> bool:
-        if i >= self.checkpointed or not torch.is_grad_enabled() or is_checkpointing() or is_recomputing():
+        has_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if i >= self.checkpointed or not has_graph or is_checkpointing() or is_recomputing():
             return False
         return any(tensor.requires_grad for tensor in (*inputs, *stage.module.parameters()))
 
@@ -381,14 +394,6 @@ def _name(i: int, j: int) -> str:
 def fill_drain(
     minibatch: TensorOrTensors, batches: Sequence[Batch], stages: Sequence[Stage], checkpointed: int
 ) -> list[Batch]:
-    """Run the micro-batches of a mini-batch through stages, the first `checkpointed` of them with checkpoints.
-
-    Return the outputs. If the first stage works in place, it changes the mini-batch, as it does without a pipeline.
-    """
-    columns = list(zip(*batches, strict=True))
-    before = [[part.grad_fn for part in parts] for parts in columns]
-    outputs = _Step(batches, stages, checkpointed).run()
-    for tensor, parts, functions in zip(Batch(minibatch), columns, before, strict=True):
-        if tensor.dim() > 0 and functions != [part.grad_fn for part in parts]:
-            join_rows(tensor, parts)
-    return outputs
+    """Return the outputs of the micro-batches of a mini-batch, the first `checkpointed` of them with checkpoints."""
+    with passing_changes(minibatch, [batch.value for batch in batches]):
+        return _Step(batches, stages, checkpointed).run()

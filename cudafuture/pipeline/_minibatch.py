@@ -3,18 +3,22 @@
 A stage may change its input in place, and the micro-batches lie in the memory of the mini-batch. Views of one tensor
 have one version counter, so autograd would take a change of one micro-batch for a change of all. Therefore each
 micro-batch has its own counter. The first one shares that of the mini-batch, so that autograd notices later changes by
-the program.
+the program; ``passing_changes`` counts changes of the others on the mini-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import ne
 from typing import Any, TypeGuard
 
 import torch
 from torch.utils import _pytree
 
-__all__ = ["join", "join_rows", "rows_of", "split", "split_rows", "split_target"]
+from cudafuture.pipeline._sharing import versions_of, with_each
+
+__all__ = ["join", "passing_changes", "rows_of", "split", "split_rows", "split_target"]
 
 
 def rows_of(batch: Any) -> int:
@@ -37,9 +41,10 @@ def split(batch: Any, count: int) -> list[Any]:
     Numbers, strings and other leaves, and tensors without a dimension, go to every micro-batch.
     """
     leaves, structure = _pytree.tree_flatten(batch)
-    parts = [
-        split_rows(leaf, _sizes(leaf.shape[0], count)) if _has_rows(leaf) else _repeat(leaf, count) for leaf in leaves
-    ]
+    parts = with_each(
+        leaves,
+        lambda leaf: split_rows(leaf, _sizes(len(leaf), count)) if _has_rows(leaf) else _repeat(leaf, count),
+    )
     return [_pytree.tree_unflatten([part[m] for part in parts], structure) for m in range(count)]
 
 
@@ -56,10 +61,22 @@ def split_rows(tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Ten
     return parts
 
 
-def join_rows(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Give a tensor the history of its parts from ``split_rows``, after stages have changed them in place."""
-    with torch.autograd._unsafe_preserve_version_counter(tensor):  # the changes were counted when they happened
-        _JoinRows.apply(tensor, *parts)  # type: ignore[no-untyped-call]
+@contextmanager
+def passing_changes(minibatch: Any, parts: Sequence[Any]) -> Iterator[None]:
+    """Count in-place changes of the parts as changes of their mini-batch, and give it their history, at the end."""
+    every = zip(*(_pytree.tree_leaves(value) for value in (minibatch, *parts)), strict=True)
+    columns = {id(leaf): (leaf, parts) for leaf, *parts in every if _has_rows(leaf)}.values()
+    before = [(versions_of(parts), _functions_of(parts)) for _, parts in columns]
+    try:
+        yield
+    finally:
+        for (tensor, parts), (versions, _) in zip(columns, before, strict=True):
+            changed = list(map(ne, versions, versions_of(parts)))
+            if any(changed) and not changed[0]:
+                torch.autograd.graph.increment_version(tensor)
+    for (tensor, parts), (_, functions) in zip(columns, before, strict=True):
+        if functions != _functions_of(parts):
+            _join_rows(tensor, parts)
 
 
 def split_target(target: Any, batch_rows: int, count: int) -> list[Any]:
@@ -75,17 +92,18 @@ def split_target(target: Any, batch_rows: int, count: int) -> list[Any]:
         return []
     sizes = _sizes(batch_rows, count)
     leaves, structure = _pytree.tree_flatten(target)
-    parts: list[Sequence[Any]] = []
-    for leaf in leaves:
+
+    def split_leaf(leaf: Any) -> Sequence[Any]:
         if not _has_rows(leaf):
-            parts.append(_repeat(leaf, count))
-            continue
+            return _repeat(leaf, count)
         times, rest = divmod(leaf.shape[0], batch_rows)
         if rest or not times:
             raise ValueError(
                 f"a target has {leaf.shape[0]} rows for a mini-batch of {batch_rows}: it needs as many, or a multiple"
             )
-        parts.append(split_rows(leaf, [times * size for size in sizes]))
+        return split_rows(leaf, [times * size for size in sizes])
+
+    parts = with_each(leaves, split_leaf)
     return [_pytree.tree_unflatten([part[m] for part in parts], structure) for m in range(count)]
 
 
@@ -114,6 +132,16 @@ class _SplitRows(torch.autograd.Function):
         return torch.cat(gradients), None
 
 
+def _functions_of(parts: Sequence[torch.Tensor]) -> list[Any]:
+    return [part.grad_fn for part in parts]
+
+
+def _join_rows(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Give a tensor the history of its parts from ``split_rows``, after stages have changed them in place."""
+    with torch.autograd._unsafe_preserve_version_counter(tensor):  # the changes were counted when they happened
+        _JoinRows.apply(tensor, *parts)  # type: ignore[no-untyped-call]
+
+
 class _JoinRows(torch.autograd.Function):
     """Tensor whose memory has the values of its parts already."""
 
@@ -124,8 +152,9 @@ class _JoinRows(torch.autograd.Function):
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *gradient.split_with_sizes(ctx.sizes)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # The history of the tensor itself gets zeros: None would end that of its base, if the tensor is a view.
+        return torch.zeros_like(gradient), *gradient.split_with_sizes(ctx.sizes)
 
 
 def _with_own_versions(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -137,7 +166,7 @@ def _with_own_versions(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _repeat(leaf: Any, count: int) -> list[Any]:
-    """Return the leaf for each micro-batch: of a tensor a copy, except for the first one."""
+    """Return the leaf itself first, and copies of a tensor after it."""
     return [leaf, *(leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for _ in range(count - 1))]
 
 

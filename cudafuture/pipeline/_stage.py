@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree
 
 from cudafuture._tensors import version_of
+from cudafuture.pipeline._sharing import distinct, refuse_overlap, with_each
 from cudafuture.pipeline._split_backward import WeightPart, input_gradient
 from cudafuture.pipeline.checkpoint import RandomState, checkpointing, drawing, recomputing
 from cudafuture.pipeline.dependency import phony
@@ -27,22 +28,32 @@ class Message(NamedTuple):
     """Value of any nesting that is sent between two stages."""
 
     leaves: list[Any]
+    """Each once, even if it is in several places of the value."""
     structure: _pytree.TreeSpec
+    indices: list[int]
+    """Of the places of the value, among the leaves."""
     needs_gradient: list[bool]
     """For each leaf, whether the sender needs its gradient."""
 
     @classmethod
     def of(cls, value: Any, needs_gradient: Callable[[torch.Tensor], bool]) -> Message:
         """Return a value split into leaves; its tensors are detached."""
-        leaves, structure = _pytree.tree_flatten(value)
+        every, structure = _pytree.tree_flatten(value)
+        leaves, indices = distinct(every)
         for leaf in leaves:
             _expect_leaf(leaf)
         needs = [isinstance(leaf, torch.Tensor) and needs_gradient(leaf) for leaf in leaves]
-        return cls([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure, needs)
+        return cls(
+            [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure, indices, needs
+        )
 
     def value(self) -> Any:
         """Return the value, assembled from its leaves."""
-        return _pytree.tree_unflatten(self.leaves, self.structure)
+        return self.value_of(self.leaves)
+
+    def value_of(self, leaves: Sequence[Any]) -> Any:
+        """Return the value, assembled from other leaves."""
+        return _pytree.tree_unflatten([leaves[i] for i in self.indices], self.structure)
 
 
 class Sent(NamedTuple):
@@ -197,9 +208,13 @@ class Stage:
         with checkpointing(), torch.no_grad():
             saved.random = RandomState.capture(self.device)
             sent, loss = self._run(saved, self.loss, given)
-        if given.has_changed():
+        changed = given.changed()
+        if changed:
             if not protects:
-                raise RuntimeError(f"stage {self.index} changes its input in place, but did not before: do so always")
+                raise RuntimeError(
+                    f"stage {self.index} changes its {' and its '.join(changed)} in place, but did not before: do so "
+                    "always, or never"
+                )
             self._changes_input = True
         elif self._changes_input is None:
             self._changes_input = False
@@ -225,11 +240,13 @@ class Stage:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise TypeError(f"a loss returns a tensor with one element, not {_described(loss)}")
             loss = loss * saved.weight
+        given.refuse_overlap(f"stage {self.index}")
         has_graph = torch.is_grad_enabled()
         needs_gradient = self._needs_gradient(saved, has_graph)
         message = Message.of(value, needs_gradient)
         if has_graph:
-            roots: dict[Any, Any] = {"loss": loss} if loss is not None else dict(enumerate(_pytree.tree_leaves(value)))
+            leaves = distinct(_pytree.tree_leaves(value))[0]
+            roots: dict[Any, Any] = {"loss": loss} if loss is not None else dict(enumerate(leaves))
             for key, tensor in (roots | given.stashed).items():
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     saved.roots[key] = get_gradient_edge(tensor)
@@ -258,7 +275,8 @@ class _Given(SkipTracker):
     def __init__(self, saved: _Saved, protects: bool) -> None:
         super().__init__()
         self._saved, self._protects = saved, protects
-        self._tensors: list[tuple[torch.Tensor, int]] = []  # and their versions
+        self._lent: dict[str, list[tuple[torch.Tensor, torch.Tensor, int]]] = {"input": [], "target": []}
+        # Of each, the tensor that is kept, the one that is given, and the version of that before the run.
         self.stashed: dict[Skip, torch.Tensor | None] = {}
 
     def value(self) -> Any:
@@ -266,15 +284,23 @@ class _Given(SkipTracker):
         received = self._saved.received
         leaves = zip(received.leaves, received.needs_gradient, strict=True)
         given = [self._give(i, leaf, needs) for i, (leaf, needs) in enumerate(leaves)]
-        return _pytree.tree_unflatten(given, received.structure)
+        return received.value_of(given)
 
     def target(self) -> Any:
         """Return the target, which the loss may change in place."""
-        return _pytree.tree_map_only(torch.Tensor, self._lend, self._saved.target)
+        leaves, structure = _pytree.tree_flatten(self._saved.target)
+        return _pytree.tree_unflatten(with_each(leaves, lambda leaf: self._lend(leaf, "target")), structure)
 
-    def has_changed(self) -> bool:
-        """Return whether the stage has changed one of the tensors in place."""
-        return any(version_of(tensor) != version for tensor, version in self._tensors)
+    def changed(self) -> list[str]:
+        """Return "input", "target", both or neither: what the stage and its loss have changed in place."""
+        return [what for what, lent in self._lent.items() if any(map(_has_changed, lent))]
+
+    def refuse_overlap(self, name: str) -> None:
+        """Raise RuntimeError if autograd or a copy has hidden a change of one tensor from another one."""
+        if self._protects or torch.is_grad_enabled():
+            for lent in self._lent.values():
+                if len(lent) > 1:
+                    refuse_overlap([kept for kept, _, _ in lent], [_has_changed(each) for each in lent], name)
 
     def save(self, batch: Any, ns: Any, name: str, tensor: torch.Tensor | None) -> None:
         """Keep a tensor that a module stashes."""
@@ -290,17 +316,22 @@ class _Given(SkipTracker):
         return given
 
     def _give(self, key: Any, leaf: Any, needs_gradient: bool) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        given = self._lend(leaf)
+        given = self._lend(leaf, "input")
         if not needs_gradient or not torch.is_grad_enabled():
             return given
         return _Start.apply(self._saved.start, self._saved.gradients, key, given)  # type: ignore[no-untyped-call]
 
-    def _lend(self, leaf: torch.Tensor) -> torch.Tensor:
+    def _lend(self, leaf: Any, what: str) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
         given = leaf.clone() if self._protects else leaf.detach()
-        self._tensors.append((given, version_of(given)))
+        self._lent[what].append((leaf, given, version_of(given)))
         return given
+
+
+def _has_changed(lent: tuple[torch.Tensor, torch.Tensor, int]) -> bool:
+    _, given, version = lent
+    return version_of(given) != version
 
 
 def _given(

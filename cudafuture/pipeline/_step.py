@@ -193,7 +193,7 @@ class Step:
         stage = self._stages[s]
         gradients: dict[Any, torch.Tensor | None] = {}
         if stage.loss is None:
-            gradients.update(enumerate(self._receive(("B", s, m)).leaves))
+            gradients.update(enumerate(self._receive(("B", s, m)).value()))
         for skip, stash in self._route.stashed_by.items():
             if stash == s:
                 gradients[skip] = self._receive(("skip gradient", skip, m)).leaves[0]
@@ -210,7 +210,7 @@ class Step:
 
     def _send(self, key: tuple[Any, ...], message: Message, to: int) -> None:
         device = self._stages[to].device
-        self._link.send(key, message.leaves, device, (message.structure, message.needs_gradient))
+        self._link.send(key, message.leaves, device, tuple(message[1:]))
 
     def _receive(self, key: tuple[Any, ...]) -> Message:
         leaves, header = self._link.receive(key)

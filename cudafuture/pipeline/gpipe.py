@@ -11,6 +11,7 @@ from torch import nn
 
 from cudafuture.pipeline._division import move
 from cudafuture.pipeline._fill_drain import Stage, fill_drain, stages_of
+from cudafuture.pipeline._sharing import with_each
 from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from cudafuture.pipeline.checkpoint import is_recomputing
 from cudafuture.pipeline.microbatch import TensorOrTensors, check, gather, scatter
@@ -180,7 +181,7 @@ class GPipe(nn.Module):
         if isinstance(input, tuple) and not input:
             raise ValueError("a mini-batch needs at least one tensor; the tuple is empty")
         there = self.devices[0]
-        moved = input.to(there) if isinstance(input, torch.Tensor) else tuple(tensor.to(there) for tensor in input)
+        moved = input.to(there) if isinstance(input, torch.Tensor) else tuple(with_each(input, lambda x: x.to(there)))
         batches = scatter(moved, self.chunks)
         if self.training and not is_recomputing():
             for norm in self._deferred:

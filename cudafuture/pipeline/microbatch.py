@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cudafuture.pipeline._minibatch import split_rows
+from cudafuture.pipeline._sharing import with_each
 
 __all__ = ["Batch", "check", "gather", "scatter"]
 
@@ -148,7 +149,7 @@ def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
     if isinstance(input, Tensor):
         values = _chunks(input, chunks)
     else:
-        parts = [_chunks(tensor, chunks) for tensor in input]
+        parts = with_each(input, lambda tensor: _chunks(tensor, chunks))
         if len({len(part) for part in parts}) > 1:
             rows = [len(tensor) for tensor in input]
             raise ValueError(f"the tensors of a mini-batch need the same number of rows, not {rows}")

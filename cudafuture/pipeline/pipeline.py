@@ -18,7 +18,8 @@ from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.pipeline._division import divide, layers_of, move, places_of, refuse_shared, route_of, table_of
 from cudafuture.pipeline._fill_drain import fill_drain, stages_of
-from cudafuture.pipeline._minibatch import join, rows_of, split, split_target
+from cudafuture.pipeline._minibatch import join, passing_changes, rows_of, split, split_target
+from cudafuture.pipeline._sharing import with_each
 from cudafuture.pipeline._stage import Message, Stage
 from cudafuture.pipeline._step import Step
 from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
@@ -169,7 +170,8 @@ class Pipeline(nn.Module):
             step = Step(
                 self._stages, schedule, self._link(), self._route, weights, recomputes, keeps_outputs=return_outputs
             )
-            self._run(step, parts, targets, timeout)
+            with passing_changes((batch, target), list(zip(parts, targets or [None] * count, strict=True))):
+                self._run(step, parts, targets, timeout)
             self.peak_activations = tuple(step.peak_activations)
             losses = self._stages[-1].losses
             loss = losses[0]
@@ -183,7 +185,9 @@ class Pipeline(nn.Module):
             count = schedule.microbatches
             weights = [1.0] * count
             step = Step(self._stages, schedule, self._link(), self._route, weights, lambda m: False, is_inference=True)
-            self._run(step, self._split(batch, count), [], None)
+            parts = self._split(batch, count)
+            with passing_changes(batch, parts):
+                self._run(step, parts, [], None)
             return _joined(step)
 
     @contextmanager
@@ -303,7 +307,7 @@ class Pipeline(nn.Module):
         for layer in self._batch_norms:
             layer.set_chunks(count)
         first = self.stage_devices[0]
-        moved = batch.to(first) if isinstance(batch, torch.Tensor) else tuple(x.to(first) for x in batch)
+        moved = batch.to(first) if isinstance(batch, torch.Tensor) else tuple(with_each(batch, lambda x: x.to(first)))
         batches = [Batch(part, m) for m, part in enumerate(split(moved, count))]
         checkpointed = {"never": 0, "always": count, "except_last": count - 1}[self._checkpoint]
         return gather(fill_drain(moved, batches, self._drained, checkpointed))

@@ -111,6 +111,168 @@ def test_a_change_of_the_minibatch_before_backward_is_an_error(make: Make, requi
         output.sum().backward()
 
 
+@pytest.mark.parametrize("make", [gpipe, pipeline])
+def test_the_base_of_a_changed_view_keeps_its_gradient(make: Make) -> None:
+    found: list[list[Tensor | None]] = []
+    for model in (model_of(Scale), model_of(Scale)):
+        source = minibatch().requires_grad_()
+        base = source * 1
+        view = base[1:]
+        output = (make(model, 4, "never") if found else model)(view)
+        (output.sum() + base.square().sum() + view.sum()).backward()
+        found.append([source.grad, *gradients(model)])
+    torch.testing.assert_close(*found)
+
+
+class ScaleLater(Scale):
+    """Stage that works in place, but for the first rows of a mini-batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x[0, 0] == 0 else x.mul_(2)
+
+
+@pytest.mark.parametrize("run", ["gpipe", "pipeline", "no_grad", "inference_mode", "step"])
+@pytest.mark.parametrize(("first", "checkpoint"), [(Scale, "never"), (Scale, "except_last"), (ScaleLater, "never")])
+def test_a_change_of_any_micro_batch_is_a_change_of_the_minibatch(
+    run: str, first: Callable[[], nn.Module], checkpoint: Any
+) -> None:
+    weight, batch = torch.ones(4, requires_grad=True), torch.arange(16.0).view(4, 4)
+    earlier = (batch * weight).sum()
+    model = model_of(first).float()
+    if run == "step":
+        made = Pipeline(model, balance=[2, 2], microbatches=4, checkpoint=checkpoint, loss=torch.mean)
+        made.step(batch)
+    else:
+        mode = getattr(torch, run, torch.enable_grad)
+        with mode():
+            (gpipe if run == "gpipe" else pipeline)(model, 4, checkpoint)(batch)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        earlier.backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+def test_a_change_of_any_part_of_the_target_is_a_change_of_the_target(checkpoint: Any) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output * target.sub_(1)).mean()
+
+    weight, target = torch.ones(2, requires_grad=True), torch.ones(4, 2)
+    earlier = (target * weight).sum()
+    Pipeline([nn.Linear(2, 2)], microbatches=4, checkpoint=checkpoint, loss=loss).step(torch.ones(4, 2), target)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        earlier.backward()
+
+
+class ScaleSecond(Scale):
+    def forward(self, pair: Any) -> Tensor:
+        first, second = pair
+        super().forward(second)
+        total: Tensor = first + second
+        return total
+
+
+class Pair(nn.Module):
+    def __init__(self, second: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.second = second
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y, self.second(y)
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def view_of(x: Tensor) -> Tensor:
+    return x.view(x.shape)
+
+
+def results(model: nn.Module, divided: nn.Module, value: Any, source: Tensor) -> list[Tensor | None]:
+    output = divided(value)
+    output.square().sum().backward()
+    return [output.detach(), source.grad, *gradients(model)]
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("make", [gpipe, pipeline])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_tensor_in_two_places_of_a_minibatch_stays_one_tensor(
+    make: Make, checkpoint: str, requires_grad: bool
+) -> None:
+    found: list[list[Tensor | None]] = []
+    for _ in range(2):
+        model, source = model_of(ScaleSecond), minibatch().requires_grad_(requires_grad)
+        x = source * 1
+        found.append(results(model, make(model, 4, checkpoint) if found else model, (x, x), source))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.sim(devices=2)
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("make", [GPipe, Pipeline])
+def test_a_tensor_in_two_places_between_two_stages_stays_one_tensor(make: Any, device: str, checkpoint: str) -> None:
+    devices = ["cpu", "cpu"] if device == "cpu" else ["sim:0", "sim:1"]
+    found: list[list[Tensor | None]] = []
+    for _ in range(2):
+        model, source = nn.Sequential(Pair(same), ScaleSecond()), torch.arange(8.0).view(4, 2).requires_grad_()
+        made: nn.Module = model
+        if found:
+            kind = {"chunks": 4} if make is GPipe else {"microbatches": 4}
+            made = make(model, balance=[1, 1], devices=devices, checkpoint=checkpoint, **kind)
+        output = made(source).cpu()
+        output.square().sum().backward()
+        found.append(
+            [output.detach(), source.grad, *(each.grad.cpu() for each in model.parameters() if each.grad is not None)]
+        )
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("table", ["1f1b", "zb1p"])
+def test_a_step_keeps_a_tensor_in_two_places_as_one(table: str, checkpoint: Any) -> None:
+    def loss(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        targets[0].sub_(1)
+        return (output * targets[1]).mean()
+
+    x, target = torch.arange(8.0).view(4, 2), torch.arange(8.0).view(4, 2)
+    plain, model = ([nn.Sequential(ScaleSecond(), Pair(same)), ScaleSecond()] for _ in range(2))
+    copied, wanted = x.clone(), target.clone()
+    expected = loss(plain[1](plain[0]((copied, copied))), (wanted, wanted))
+    expected.backward()
+    made = Pipeline(model, ["cpu"] * 2, microbatches=4, schedule=table, checkpoint=checkpoint, loss=loss)
+    got = made.step((x, x), (target, target))
+    torch.testing.assert_close(
+        [got, *gradients(nn.ModuleList(model))], [expected.detach(), *gradients(nn.ModuleList(plain))]
+    )
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("run", ["gpipe", "pipeline", "step"])
+def test_a_change_of_memory_that_two_tensors_share_is_an_error(run: str, checkpoint: Any) -> None:
+    def call(stages: nn.Sequential, value: Any) -> None:
+        if run == "gpipe":
+            GPipe(stages, [1] * len(stages), ["cpu"] * len(stages), chunks=2, checkpoint=checkpoint)(value)
+            return
+        made = Pipeline(list(stages), microbatches=2, checkpoint=checkpoint, loss=torch.mean)
+        made.step(value) if run == "step" else made(value)
+
+    x = torch.ones(4, 2)
+    with pytest.raises(RuntimeError, match="shares memory with another tensor"):
+        call(nn.Sequential(ScaleSecond()), (x, x.view(4, 2)))
+    with pytest.raises(RuntimeError, match="shares memory with another tensor"):
+        call(nn.Sequential(Pair(view_of), ScaleSecond()), x)
+    both = torch.ones(4, 4)
+    call(nn.Sequential(ScaleSecond()), (both[:, :2], both[:, 2:]))  # of one storage, but of different elements
+    call(nn.Sequential(Add(), nn.Linear(2, 2)), (x, x.view(4, 2)))
+
+
+class Add(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
 class ShiftBoth(nn.Module):
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         return pair[0].add_(1) * pair[1].add_(1)
@@ -140,6 +302,8 @@ def test_inference_tensors_are_taken_as_by_the_undivided_model(
     with torch.inference_mode():
         batch = minibatch()
         torch.testing.assert_close(made(batch), plain(minibatch()))
+        with torch.enable_grad():  # there is no graph all the same
+            torch.testing.assert_close(made(minibatch()), plain(minibatch()))
     if first is nn.Tanh:  # the others change the inference tensor, which torch refuses here
         made(batch).sum().backward()
         plain(batch).sum().backward()
