@@ -84,14 +84,14 @@ def refuse_shared(parts: Sequence[nn.Module]) -> None:
                 at, other = owner.setdefault(id(tensor), (s, name))
                 if at != s:
                     raise ValueError(
-                        f"stage {at} and stage {s} share a {kind}, {other} and {name}, which cannot lie on two "
-                        "devices; put its layers into one stage"
+                        f"stage {at} and stage {s} share a {kind}, {other} and {name}. Two stages cannot share one, "
+                        "even on one device: put its layers into one stage"
                     )
 
 
 def move(parts: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
     """Move each part to its device. Layers of one device still share their tensors, even where torch replaces them."""
-    places = [
+    shared = [
         (tensors, name, id(tensor))
         for part in parts
         for module in part.modules()
@@ -102,7 +102,7 @@ def move(parts: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
     for part, device in zip(parts, devices, strict=True):
         part.to(device)
     moved: dict[int, torch.Tensor | None] = {}
-    for tensors, name, key in places:
+    for tensors, name, key in shared:
         if tensors[name] is not moved.setdefault(key, tensors[name]):
             tensors[name] = moved[key]  # type: ignore[assignment]
 
