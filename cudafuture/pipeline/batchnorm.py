@@ -138,8 +138,11 @@ def convert_deferred_batch_norm(module: _Module, chunks: int = 1) -> _Module:
     """Return the module with each BatchNorm that has running statistics replaced by a ``DeferredBatchNorm``.
 
     Args:
-        module: a BatchNorm, which does not change, or a module with some inside, in which they are replaced.
+        module: a BatchNorm, which does not change, or a container of some.
         chunks: micro-batches of a mini-batch. Default 1.
+
+    This changes the containers of the given model, as torchgpipe does: the new layers replace the old ones in them. The
+    model itself is returned, unless it is a BatchNorm. Copy it before to keep the original.
 
     The new layers have the parameters, buffers and hooks of the old ones: the same objects. A ``DeferredBatchNorm``
     with another number of chunks is replaced too.

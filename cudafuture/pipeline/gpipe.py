@@ -43,7 +43,7 @@ class GPipe(nn.Module):
         checkpoint: the micro-batches whose activations are recomputed in the backward pass in training: "always",
             "except_last" (default; the last one's are the first to be needed), or "never".
         deferred_batch_norm: update the running statistics of BatchNorms once for each mini-batch; see
-            ``DeferredBatchNorm``. Default False.
+            ``DeferredBatchNorm``. It changes the containers of the given model, as torchgpipe does. Default False.
 
     All micro-batches go forward, and ``backward()`` of a loss of the output runs them all back ("fill and drain").
     The gradients are those of the model called with one micro-batch after the other.
@@ -214,15 +214,15 @@ def _check_layers(module: nn.Module) -> None:
 
 
 def _check_shared(module: nn.Module, balance: Sequence[int], devices: Sequence[torch.device]) -> None:
-    places = itertools.chain.from_iterable(itertools.repeat(*each) for each in zip(devices, balance, strict=True))
+    of_layers = itertools.chain.from_iterable(itertools.repeat(*each) for each in zip(devices, balance, strict=True))
     owners: dict[int, tuple[str, torch.device]] = {}
-    for (name, layer), device in zip(module.named_children(), places, strict=True):
+    for (name, layer), device in zip(module.named_children(), of_layers, strict=True):
         for tensor in itertools.chain(layer.parameters(), layer.buffers()):
-            other, place = owners.setdefault(id(tensor), (name, device))
-            if place != device:
+            other, other_device = owners.setdefault(id(tensor), (name, device))
+            if other_device != device:
                 raise ValueError(
                     f"the layers {other!r} and {name!r} share a parameter or a buffer, which cannot lie on two devices "
-                    f"({place}, {device}): put them into one partition"
+                    f"({other_device}, {device}): put them into one partition"
                 )
 
 

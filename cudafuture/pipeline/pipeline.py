@@ -54,7 +54,8 @@ class Pipeline(nn.Module):
             output is the loss.
         loss_reduction: of `loss` over the rows; "mean" (default): losses of micro-batches are weighted by their rows,
             so that the gradients are those of the whole mini-batch; "sum".
-        deferred_batch_norm: let BatchNorm layers collect statistics of whole mini-batches. Default False.
+        deferred_batch_norm: let BatchNorm layers collect statistics of whole mini-batches. New layers replace them in
+            the containers inside the stages, so the given model changes, as with torchgpipe. Default False.
         link: creates the link between the stages for each step. Default: LocalLink.
 
     Parameters keep the names that they have in the nn.Sequential (for a list of modules: in ``nn.Sequential(*list)``),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from cudafuture.pipeline import GPipe, Pipeline
 from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from cudafuture.pipeline.checkpoint import RandomState, recomputing
 
@@ -115,6 +116,16 @@ def test_a_converted_model_has_the_parameters_buffers_and_hooks_of_the_original(
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     model(torch.ones(2, 5))
     assert calls == [1]
+
+
+def test_a_pipeline_converts_the_containers_of_the_given_model() -> None:
+    for make in (
+        lambda model: GPipe(model, [1], ["cpu"], deferred_batch_norm=True),
+        lambda model: Pipeline(model, ["cpu"], balance=[1], microbatches=1, deferred_batch_norm=True),
+    ):
+        model: Any = nn.Sequential(nn.Sequential(nn.BatchNorm1d(5)))
+        make(model)
+        assert isinstance(model[0][0], DeferredBatchNorm)
 
 
 def test_a_layer_in_two_places_stays_one_layer() -> None:
