@@ -162,6 +162,20 @@ def test_a_change_of_any_part_of_the_target_is_a_change_of_the_target(checkpoint
         earlier.backward()
 
 
+@pytest.mark.parametrize("changed", ["input", "target"])
+def test_the_error_of_a_change_that_did_not_happen_before_names_what_changed(changed: str) -> None:
+    class ShiftLater(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.add_(1) if changed == "input" and x[0, 0] > 1 else x)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output * (target.sub_(1) if changed == "target" and target[0, 0] > 1 else target)).mean()
+
+    made = Pipeline([ShiftLater(2, 2)], microbatches=2, checkpoint="always", loss=loss)
+    with pytest.raises(RuntimeError, match=f"stage 0 changes its {changed} in place, but did not before"):
+        made.step(torch.arange(4.0).view(2, 2), torch.arange(4.0).view(2, 2))
+
+
 class ScaleSecond(Scale):
     def forward(self, pair: Any) -> Tensor:
         first, second = pair
