@@ -270,8 +270,6 @@ def begin(
         state = group_of(process_group)
     else:
         state = known[1]
-    if _coalesced:
-        _refuse_coalesced(operation, process_group)
     queue = _C.issuing_serial_queue(state.callbacks)
     first = tensors[0] if len(tensors) == 1 else None
     if (
@@ -293,6 +291,8 @@ def begin(
         issuer = state.program
     else:
         issuer = state.side_group(process_group, queue, connected=not is_staged)
+    if _coalesced:  # in the place of this operation, after those that callbacks issue before it
+        _refuse_coalesced(operation, process_group)
     sequence = issuer.issued
     issuer.issued = sequence + 1
     return _new(Issue, (operation, state, issuer, sequence, facts, is_staged)), process_group
@@ -313,12 +313,12 @@ def begin_beside(operation: Operation, group: Any, tensors: tuple[Any, ...]) -> 
     if process_group is None:
         return None
     state = group_of(process_group)
-    if _coalesced:
-        _refuse_coalesced(operation, process_group)
     facts = tuple([_facts(t, operation, process_group) for t in tensors])
     is_staged = _staged.is_staged(state, process_group, operation, tensors)
     if tensors and state.has_nccl and _is_over_nccl(state, tensors, None):
         state.wait_for_issue_order(operation.name, _C.issuing_serial_queue(state.callbacks))
+    if _coalesced:
+        _refuse_coalesced(operation, process_group)
     sequence = state.beside.issued
     state.beside.issued = sequence + 1
     return Issue(operation, state, state.beside, sequence, facts, is_staged), process_group

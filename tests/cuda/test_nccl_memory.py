@@ -22,7 +22,7 @@ from support.nccl_ranks import run_nccl
 pytestmark = [pytest.mark.cuda, pytest.mark.world, pytest.mark.slow]
 
 BLOCKING_WAIT = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
-# They have no tensors on the device, or NCCL does not have them.
+# They take no tensors on the device, or NCCL does not have them.
 WITHOUT_MEMORY = {
     "barrier",
     "all_gather_coalesced",
@@ -31,6 +31,8 @@ WITHOUT_MEMORY = {
     "scatter_object_list",
     "gather_object",
     "monitored_barrier",
+    "send_object_list",
+    "recv_object_list",
 }
 
 

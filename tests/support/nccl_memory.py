@@ -43,6 +43,7 @@ ISSUES: dict[str, Callable[[int], CUDAFuture[Any]]] = {
     "all_gather uneven": lambda rank: cfd.all_gather(uneven(0.0), full(1.0, SIZES[rank])),
     "all_gather_into_tensor": lambda rank: cfd.all_gather_into_tensor(full(0.0, 2 * FLOATS), full(1.0)),
     "gather": lambda rank: cfd.gather(full(1.0), [full(0.0), full(0.0)] if rank == 1 else None, dst=1),
+    "gather_single": lambda rank: cfd.gather_single(full(1.0), full(0.0, 2 * FLOATS) if rank == 1 else None, dst=1),
     "scatter": lambda rank: cfd.scatter(full(0.0), [full(1.0), full(1.0)] if rank == 1 else None, src=1),
     "reduce_scatter": lambda rank: cfd.reduce_scatter(full(0.0), [full(0.5), full(0.5)]),
     "reduce_scatter uneven": lambda rank: cfd.reduce_scatter(full(0.0, SIZES[rank]), uneven(0.5)),
