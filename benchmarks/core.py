@@ -222,7 +222,7 @@ def memory(_rounds: int) -> Row:
         return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     ours, peer = measure("ours"), measure("torch")
-    return Row("memory", "one of a million pending futures", "bytes", ours, peer, "torch", "bytes", ours, 550)
+    return Row("memory", "one of a million pending futures", "bytes", ours, peer, "torch", "bytes", ours, 430)
 
 
 def gloo_rank(rank: int, store: str, rounds: int, results: str) -> None:
@@ -270,10 +270,10 @@ def gloo(rounds: int) -> Row:
 
 
 LIMITS: dict[str, Callable[[int], Row]] = {
-    "complete": partial(compare, "complete", "create + set_result + wait", 0.20, complete),
+    "complete": partial(compare, "complete", "create + set_result + wait", 0.16, complete),
     "callback": partial(compare, "callback", "create + add_done_callback + set_result", 0.25, callback),
     "then": partial(compare, "then", "one then() of a chain of 100", 0.35, then),
-    "gather": partial(compare, "gather", "gather of 1,000, per future", 0.30, gathering),
+    "gather": partial(compare, "gather", "gather of 1,000, per future", 0.175, gathering),
     "await": awaiting,
     "latency-two-cores": partial(latency, "latency-two-cores", "on two cores", (CORES[0], CORES[-1])),
     "latency-one-core": partial(latency, "latency-one-core", "on one core", (CORES[0], CORES[0])),
