@@ -290,14 +290,14 @@ void bind_future(nb::module_& m) {
   c.def("result", result, nb::arg("timeout") = nb::none(), docs::result);
   c.def("value", value, docs::value);
   c.def("exception", exception, nb::arg("timeout") = nb::none(), docs::exception);
+  static const nb::handle pool = nb::steal<nb::str>(PyUnicode_InternFromString("pool")).release();
   const auto def_then = [&](const char* name, bool async, const char* doc) {
     c.def(
         name,
         [async](nb::handle self, nb::handle fn, std::optional<int> priority, nb::handle stream, nb::handle executor,
                 bool non_blocking) { return then(self, fn, priority, stream, executor, non_blocking, async); },
-        nb::arg("fn").none(), nb::kw_only(), nb::arg("priority") = nb::none(),
-        nb::arg("stream") = nb::steal<nb::str>(PyUnicode_InternFromString("pool")), nb::arg("executor") = nb::none(),
-        nb::arg("non_blocking") = true, doc);
+        nb::arg("fn").none(), nb::kw_only(), nb::arg("priority") = nb::none(), nb::arg("stream") = pool,
+        nb::arg("executor") = nb::none(), nb::arg("non_blocking") = true, doc);
   };
   def_then("then", false, docs::then);
   def_then("then_async", true, docs::then_async);
@@ -328,7 +328,6 @@ void bind_future(nb::module_& m) {
       "released", released, [](PyFuture& self, const PyFuture& released) { self.core->set_released(released.core); },
       docs::released);
   c.def("__repr__", [](PyFuture& self) { return repr(*self.core); });
-  static const nb::handle pool = nb::steal<nb::str>(PyUnicode_InternFromString("pool")).release();
   use_method_descriptors(
       c, {{"wait", 0, [](nb::handle self, nb::handle) { return wait(of(self), false, nb::none()); }},
           {"result", 0, [](nb::handle self, nb::handle) { return wait(of(self), false, nb::none()); }},

@@ -54,8 +54,11 @@ PyObject* call_plain(const PlainCall& plain, PyObject* self, PyObject* const* ar
   } catch (nb::python_error& e) {
     e.restore();
   } catch (...) {
-    const nb::object error = exception_of(std::current_exception());
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    try {
+      raise(exception_of(std::current_exception()));
+    } catch (nb::python_error& e) {  // or that of the conversion
+      e.restore();
+    }
   }
   return nullptr;
 }
