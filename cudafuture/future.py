@@ -138,7 +138,7 @@ def packed_nbytes(value: object) -> int:
     return _C.batch_nbytes([leaves[i] for i in _C.packable(leaves)])
 
 
-def fail(future: CUDAFuture[Any], exc: BaseException) -> bool:
+def fail(future: CUDAFuture[Any], exc: BaseException | type[BaseException]) -> bool:
     """Fail a future with an exception that other code raised, whatever its type; return False if the future is done.
 
     For producers that run a program's function. ``set_exception()`` refuses a StopIteration, and raises

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from cudafuture import CancelledError, CUDAFuture, executors, gather, submit
+from cudafuture import CancelledError, CUDAFuture, executors, fail, gather, submit
 from support.child import run_script
 
 Future = CUDAFuture[Any]
@@ -274,6 +274,9 @@ def test_a_class_of_exceptions_is_called() -> None:
     future.set_exception(KeyError)
     assert isinstance(future.exception(), KeyError)
     assert isinstance(CUDAFuture.failed(SystemExit).exception(), SystemExit)
+    other: Future = CUDAFuture()
+    assert fail(other, StopIteration)
+    assert isinstance(other.exception(), StopIteration)
 
 
 def test_a_class_of_exceptions_that_cannot_be_called_leaves_the_future_pending() -> None:
