@@ -176,6 +176,7 @@ def peer_in(group: dist.ProcessGroup, rank: int | None, group_rank: int | None, 
 
 
 def issue_send(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> CUDAFuture[None]:
+    """Send a tensor to rank `peer` of the group, behind the sends that wait for their copies to the host."""
     function = partial(SEND.function, tag=tag, group_dst=peer)
     if issue.is_staged or _is_behind_others(issue, tensor):
         return _staged.run_send(issue, group, function, tensor)
@@ -190,6 +191,7 @@ def _is_behind_others(issue: Issue, tensor: torch.Tensor) -> bool:
 def issue_recv(
     issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int
 ) -> CUDAFuture[Received]:
+    """Receive into a tensor from rank `peer` of the group."""
     function = partial(RECV.function, tag=tag, group_src=peer)
     received = Received(tensor, dist.get_global_rank(group, peer))
     if issue.is_staged:

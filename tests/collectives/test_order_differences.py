@@ -237,7 +237,7 @@ def test_recvs_that_the_backend_may_exchange_are_not_compared(world: World) -> N
     world.run(run)
 
 
-REFUSED: dict[str, tuple[Call, Call]] = {  # what one rank issues in vain, while the other rank waits for the next
+REFUSED: dict[str, tuple[Call, Call]] = {  # a refused call of one rank, and that of the other rank, which waits
     "not a tensor": (lambda g: cfd.send(3, 1, g), lambda g: cfd.recv(ones(3), 0, g)),  # type: ignore[arg-type]
     "no tag": (lambda g: cfd.send(ones(9), 1, g, tag="x"), lambda g: cfd.recv(ones(3), 0, g)),  # type: ignore[arg-type]
     "recv of no tensor": (lambda g: cfd.recv([1], 1, g), lambda g: cfd.send(ones(3), 0, g)),  # type: ignore[arg-type]

@@ -58,13 +58,11 @@ CASES = cases()
 def intact(archive: bytes) -> list[int]:
     """Return the images that a reader unpacks which gives the archive to zlib byte by byte."""
     unpacked, inflate = bytearray(), zlib.decompressobj(31)
-    try:
+    with contextlib.suppress(zlib.error):
         for i in range(len(archive)):
             if inflate.eof:
                 inflate = zlib.decompressobj(31)
             unpacked += inflate.decompress(archive[i : i + 1])
-    except zlib.error:
-        pass
     return [image for image, end in enumerate(ENDS) if unpacked[:end] == DATA[:end]]
 
 
