@@ -90,7 +90,8 @@ def test_results_take_memory_of_few_streams(
 ) -> None:
     if make is RESERVED["packed copies"] and not waits:
         pytest.skip("each slab belongs to the caller's stream, which gets it back after its copy")
-    host = torch.ones(16 * MIB // 4)
+    # The caller's thread copies up to 1 MiB itself: no other thread holds a result when the next one takes memory.
+    host = torch.ones(MIB // 4)
     x = host.to(cuda.at())
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -100,4 +101,4 @@ def test_results_take_memory_of_few_streams(
         if waits:
             future.wait()
         del future  # its memory goes back to the stream that made it
-    assert torch.cuda.memory_reserved() - before <= 64 * MIB
+    assert torch.cuda.memory_reserved() - before <= 4 * 2 * MIB  # a segment of the allocator for each pool stream
