@@ -14,7 +14,7 @@ import torch
 from _gpu import IS_FAKE, MIB, Medians, against, expect_equal, folder, medians, sync
 from _rows import Row, Skipped
 from cudafuture.errors import StorageError
-from cudafuture.storage import BACKENDS, File
+from cudafuture.io import BACKENDS, File
 from cudafuture.swap import offload
 
 # ---- swapping

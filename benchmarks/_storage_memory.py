@@ -3,7 +3,7 @@
     python benchmarks/_storage_memory.py FOLDER SHAPE
 
 Prints bytes: the largest resident set while all tensors are written and read, one by one and all at once, less what was
-resident before there was an offloader.
+resident before there was a store.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from _storage_peers import SHAPES
 from cudafuture import wait_all
-from cudafuture.store import Offloader
+from cudafuture.store import DiskStore
 
 
 def resident(what: str) -> int:
@@ -28,12 +28,12 @@ def peak(folder: str, shape_name: str) -> int:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident now
     before = resident("VmRSS")
-    with Offloader(folder) as offloader:
+    with DiskStore(folder) as store:
         for _ in range(2):
-            wait_all([offloader.write(key, tensor) for key, tensor in tensors.items()])
-            offloader.writev(tensors).wait()
-            wait_all([offloader.read(key, tensor) for key, tensor in tensors.items()])
-            offloader.readv(list(tensors), list(tensors.values())).wait()
+            wait_all([store.write(key, tensor) for key, tensor in tensors.items()])
+            store.writev(tensors).wait()
+            wait_all([store.read(key, tensor) for key, tensor in tensors.items()])
+            store.readv(list(tensors), list(tensors.values())).wait()
     return resident("VmHWM") - before
 
 

@@ -310,7 +310,7 @@ class TensorNVMe(Contender):
     def __init__(self, folder: Path, shape: Shape) -> None:
         super().__init__(shape, shape.tensors())
         folder.mkdir()
-        self.native = importlib.import_module("tensornvme._C").Offloader(str(folder / "file"), 128, "uring")
+        self.native = importlib.import_module("tensornvme._C").DiskStore(str(folder / "file"), 128, "uring")
         self.keys = [str(i) for i in range(shape.count)]
         self.written = False
 

@@ -3,7 +3,7 @@
     python benchmarks/remote.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 
 The folder is CUDAFUTURE_BENCH_DIR, or the current one; it needs 3 GiB and a file system with O_DIRECT. Who takes part
-has processes of its own, which run by turns: ours; a local Offloader; and bare torch.distributed.rpc, where the callee
+has processes of its own, which run by turns: ours; a local DiskStore; and bare torch.distributed.rpc, where the callee
 drops the tensors that it gets, keeps some to give away, or, as the peer for small tensors, writes and reads each with
 DeepSpeed's aio_handle, or as a plain file where that is not installed. All write over what they have written before.
 
@@ -33,7 +33,7 @@ from _pairs import Measure, Variant, bare_worker, groups
 from _rows import Row, by_turns, control, run
 from _storage_peers import DeepSpeed, missing
 from cudafuture import wait_all
-from cudafuture.store import Offloader
+from cudafuture.store import DiskStore
 
 now = time.perf_counter_ns
 OTHER = "worker1"
@@ -202,30 +202,30 @@ class Ours:
     transports: tuple[str, ...] | None = None
 
     @contextmanager
-    def __call__(self, rank: int, folder: Path) -> Iterator[rpc_ext.RemoteOffloader | None]:
+    def __call__(self, rank: int, folder: Path) -> Iterator[rpc_ext.RemoteStore | None]:
         where = f"file://{folder}/store"
         joined = rpc_ext.init_rpc(rank=rank, world_size=2, init_method=where, transports=self.transports)
         with joined, ExitStack() as stack:
             if rank == 1:
-                rpc_ext.serve_offload(folder / "served")
+                rpc_ext.serve_store(folder / "served")
                 rpc_ext.rpc_sync("worker0", set_served)
                 yield None
             else:
                 SERVED.wait()
-                yield stack.enter_context(rpc_ext.RemoteOffloader(OTHER))
+                yield stack.enter_context(rpc_ext.RemoteStore(OTHER))
 
 
 @dataclass(frozen=True)
 class Local:
-    """An offloader of this process."""
+    """A store of this process."""
 
     name: str = "local"
     ranks: int = 1
 
     @contextmanager
-    def __call__(self, rank: int, folder: Path) -> Iterator[Offloader]:
-        with Offloader(folder / "local") as offloader:
-            yield offloader
+    def __call__(self, rank: int, folder: Path) -> Iterator[DiskStore]:
+        with DiskStore(folder / "local") as store:
+            yield store
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ def pieces(direction: str, rounds: int, who: tuple[Ours, Torch, Torch]) -> Took:
 def wall(direction: str, rounds: int) -> Row:
     times = pieces(direction, rounds, POLLED).wall
     ours, local, bare, _ = medians(times)
-    peer, name = max((local, "local Offloader"), (bare, "TensorPipe"))
+    peer, name = max((local, "local DiskStore"), (bare, "TensorPipe"))
     same = [a / b for a, b in zip(times[3], times[2], strict=True)]
     what = f"{direction} 64 x 16 MiB (local {local:,.0f}, TensorPipe {bare:,.0f})"
     return Row(f"{direction}-1GiB", what, "ms", ours, peer, name, "x", ours / peer, 1 / 0.85, *control("torch", same))

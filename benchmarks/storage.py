@@ -55,8 +55,8 @@ from _storage_peers import (
     now,
 )
 from cudafuture import wait_all
-from cudafuture.storage import default_engine, empty
-from cudafuture.store import Offloader
+from cudafuture.io import default_engine, empty
+from cudafuture.store import DiskStore
 
 DIRECTIONS = ("write", "read")
 FIO = {"8x128MiB": 0.97, "512x1MiB": 0.97, "4096x64KiB": 0.95, "65536x4KiB": 0.5}  # so much of fio's speed at least
@@ -76,11 +76,11 @@ def folder() -> Iterator[Path]:
 
 
 class Ours(Contender):
-    """An offloader, with one call for all tensors or one for each."""
+    """A store, with one call for all tensors or one for each."""
 
-    def __init__(self, offloader: Offloader, shape: Shape, tensors: Sequence[torch.Tensor], *, at_once: bool) -> None:
+    def __init__(self, store: DiskStore, shape: Shape, tensors: Sequence[torch.Tensor], *, at_once: bool) -> None:
         super().__init__(shape, tensors)
-        self.offloader, self.at_once = offloader, at_once
+        self.store, self.at_once = store, at_once
         self.label = "ours, all at once" if at_once else "ours, one by one"
         self.named_tensors = {f"tensor {i}": tensor for i, tensor in enumerate(tensors)}
         keys = list(self.named_tensors)
@@ -89,21 +89,21 @@ class Ours(Contender):
 
     def write(self) -> None:
         if self.at_once:
-            self.offloader.writev(self.named_tensors).wait()
+            self.store.writev(self.named_tensors).wait()
         else:
-            wait_all([self.offloader.write(key, tensor) for key, tensor in self.named_tensors.items()])
+            wait_all([self.store.write(key, tensor) for key, tensor in self.named_tensors.items()])
 
     def read(self) -> None:
         if self.at_once:
-            self.offloader.readv(self.keys, self.outs).wait()
+            self.store.readv(self.keys, self.outs).wait()
         else:
-            wait_all([self.offloader.read(key, out) for key, out in zip(self.keys, self.outs, strict=True)])
+            wait_all([self.store.read(key, out) for key, out in zip(self.keys, self.outs, strict=True)])
 
 
 def pair(where: Path, shape: Shape, stack: ExitStack, tensors: Sequence[torch.Tensor], **how: Any) -> list[Ours]:
-    """Both ways of using one offloader."""
-    offloader = stack.enter_context(Offloader(where, **how))
-    return [Ours(offloader, shape, tensors, at_once=at_once) for at_once in (False, True)]
+    """Both ways of using one store."""
+    store = stack.enter_context(DiskStore(where, **how))
+    return [Ours(store, shape, tensors, at_once=at_once) for at_once in (False, True)]
 
 
 # ---- measuring
@@ -251,16 +251,16 @@ def cached(direction: str, name: str, rounds: int) -> Row:
 def read_latency(rounds: int) -> Row:
     """From the call until the tensor is there, with nothing else to do; fio reads pages of a file of the same size."""
     shape = Shape(16384, PAGE, 1)
-    with folder() as place, Offloader(place / "ours", direct=True) as offloader:
+    with folder() as place, DiskStore(place / "ours", direct=True) as store:
         Fio(place / "fio", "write", shape, blocks=(MIB,), depths=(8,))
-        ours = Ours(offloader, shape, shape.tensors(), at_once=True)
+        ours = Ours(store, shape, shape.tensors(), at_once=True)
         ours.prove()
 
         def each() -> float:
             took = []
             for key, out in zip(ours.keys[:LATENCIES], ours.outs, strict=False):
                 start = now()
-                offloader.read(key, out).wait()
+                store.read(key, out).wait()
                 took.append(now() - start)
             return statistics.mean(took)
 
@@ -279,15 +279,15 @@ def urgent(rounds: int) -> Row:
     """From the call until a tensor of 1 MiB is there, behind 1 GiB of queued writes, with a negative priority and 0."""
     shape = Shape(128, 8 * MIB, 1)
     out = torch.empty(MIB, dtype=torch.uint8)
-    with folder() as place, Offloader(place / "ours", direct=True) as offloader:
-        ours = Ours(offloader, shape, shape.tensors(), at_once=False)
+    with folder() as place, DiskStore(place / "ours", direct=True) as store:
+        ours = Ours(store, shape, shape.tensors(), at_once=False)
         ours.prove()
-        offloader.write("wanted", torch.ones(MIB, dtype=torch.uint8)).wait()
+        store.write("wanted", torch.ones(MIB, dtype=torch.uint8)).wait()
 
         def read(priority: int) -> float:
-            writes = [offloader.write(key, tensor) for key, tensor in ours.named_tensors.items()]
+            writes = [store.write(key, tensor) for key, tensor in ours.named_tensors.items()]
             start = now()
-            offloader.read("wanted", out, priority=priority).wait()
+            store.read("wanted", out, priority=priority).wait()
             took = now() - start
             wait_all(writes)
             return took
@@ -304,17 +304,17 @@ def links(rounds: int) -> Row:
     names = [f"step {i}" for i in range(10_000)]
     tensors = dict.fromkeys(names, torch.ones(64 * 1024, dtype=torch.uint8))
     best = {f"best {name}": name for name in names}
-    with folder() as place, Offloader(place / "ours", direct=True) as offloader:
-        offloader.writev(tensors).wait()
+    with folder() as place, DiskStore(place / "ours", direct=True) as store:
+        store.writev(tensors).wait()
 
         def write() -> float:
             start = now()
-            offloader.writev(tensors).wait()
+            store.writev(tensors).wait()
             return now() - start
 
         def link() -> float:
             start = now()
-            offloader.link(best).wait()
+            store.link(best).wait()
             return now() - start
 
         linked, written, again = by_turns(rounds, link, write, write)
@@ -327,12 +327,12 @@ def links(rounds: int) -> Row:
 def atomic(rounds: int) -> Row:
     """256 tensors of 64 KiB in a call of a durable store: all of them or none, and each by itself."""
     tensors = {str(i): torch.ones(64 * 1024, dtype=torch.uint8) for i in range(256)}
-    with folder() as place, Offloader(place / "ours", direct=True, durable=True) as offloader:
+    with folder() as place, DiskStore(place / "ours", direct=True, durable=True) as store:
 
         def write(is_atomic: bool) -> float:
             start = now()
             for _ in range(8):
-                offloader.writev(tensors, atomic=is_atomic).wait()
+                store.writev(tensors, atomic=is_atomic).wait()
             return now() - start
 
         write(True)

@@ -28,8 +28,8 @@ import torch
 from _rows import Row, by_turns, control, run
 from _swap_peers import DeepSpeedSwapper, missing_deepspeed
 from cudafuture import CUDAFuture, wait_all
-from cudafuture.storage import empty
-from cudafuture.store import Offloader
+from cudafuture.io import empty
+from cudafuture.store import DiskStore
 from cudafuture.swap import offload
 
 now = time.perf_counter_ns
@@ -88,7 +88,7 @@ class Transfers:
 
     AT_ONCE = 128 * MIB
 
-    def __init__(self, store: Offloader, sizes: list[int], names: str = "abc") -> None:
+    def __init__(self, store: DiskStore, sizes: list[int], names: str = "abc") -> None:
         self.store = store
         large = [size for size in sizes if 4 * size >= MIB]
         self.keys = [[f"{i}/{name}" for name in names] for i in range(len(large))]
@@ -138,7 +138,7 @@ def ours(name: str, place: Path, **options: Any) -> Iterator[Callable[[], Any]]:
 
 def beside_bound(name: str, rounds: int) -> Row:
     """A step, against the larger of its updates and its reads and writes."""
-    with folder() as place, ours(name, place / "ours") as step, Offloader(place / "alone", direct=True) as store:
+    with folder() as place, ours(name, place / "ours") as step, DiskStore(place / "alone", direct=True) as store:
         halves, gradients = prepared(name)
         updates, transfers = Updates([half.detach() for half in halves]), Transfers(store, SETS[name])
         each = [timed(step), timed(partial(updates.step, gradients)), timed(transfers.step), timed(transfers.step)]
@@ -167,7 +167,7 @@ def beside_deepspeed(name: str, rounds: int) -> Row:
 def saving(rounds: int) -> Row:
     """A checkpoint, against writing the state."""
     name = "64x16MiB"
-    with folder() as place, Offloader(place / "store", durable=True) as store:
+    with folder() as place, DiskStore(place / "store", durable=True) as store:
         parameters = [torch.nn.Parameter(torch.zeros(size)) for size in SETS[name]]
         with offload(torch.optim.Adam(parameters), store) as optimizer:
             for parameter in parameters:
@@ -189,7 +189,7 @@ def during_backward(rounds: int) -> Row:
     The batch is as large as it takes for forward and backward to last as long as the reads and writes.
     """
     layers, width = 24, 2048
-    with folder() as place, Offloader(place / "alone", direct=True) as store:
+    with folder() as place, DiskStore(place / "alone", direct=True) as store:
         transfers = Transfers(store, [width * width] * layers, "ab")
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
         inputs = torch.randn(64, width)

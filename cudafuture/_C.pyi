@@ -243,7 +243,7 @@ class StorageFaults:
     ) -> None: ...
 
 class StorageFile:
-    """A file that is open; `cudafuture.storage.File` is what to use."""
+    """A file that is open; `cudafuture.io.File` is what to use."""
 
     @property
     def is_direct(self) -> bool: ...
@@ -257,7 +257,7 @@ class StorageFile:
     def close(self) -> None: ...
 
 class StorageEngine:
-    """A native engine; `cudafuture.storage.Engine` is what to use."""
+    """A native engine; `cudafuture.io.Engine` is what to use."""
 
     @property
     def backend(self) -> Literal["io_uring", "threads"]: ...
@@ -286,14 +286,14 @@ def start_storage_engine(
 ) -> StorageEngine: ...
 
 class BufferLoan:
-    """The memory of one buffer; `cudafuture.storage.Buffer` is what to use."""
+    """The memory of one buffer; `cudafuture.io.Buffer` is what to use."""
 
     @property
     def tensor(self) -> torch.Tensor | None: ...
     def release(self) -> None: ...
 
 class BufferPool:
-    """A native pool; `cudafuture.storage.BufferPool` is what to use."""
+    """A native pool; `cudafuture.io.BufferPool` is what to use."""
 
     def take(self, size: int, buffer: _T, loan: BufferLoan, name: str) -> CUDAFuture[_T]: ...
     def allocator(self) -> object: ...
@@ -310,7 +310,7 @@ def aligned_bytes(size: int) -> torch.Tensor: ...
 def open_storage_file(path: str, mode: str, direct: bool | None) -> StorageFile: ...
 
 class Checksum:
-    """A native digest; `cudafuture.storage.Digest` is what to use."""
+    """A native digest; `cudafuture.io.Digest` is what to use."""
 
     def __init__(self, size: int) -> None: ...
     def take(self, at: int, bytes: torch.Tensor) -> int: ...
@@ -326,7 +326,7 @@ class MultipartWrite:
     def nbytes(self) -> int: ...
 
 class Snapshot:
-    """The tensor that a key had at one time; see `cudafuture.store.Offloader.snapshots`."""
+    """The tensor that a key had at one time; see `cudafuture.store.DiskStore.snapshots`."""
 
     @property
     def key(self) -> str: ...
@@ -344,7 +344,7 @@ class Snapshot:
     def seed(self) -> int: ...
 
 class Store:
-    """A native store; `cudafuture.store.Offloader` is what to use."""
+    """A native store; `cudafuture.store.DiskStore` is what to use."""
 
     def begin_write(self, key: str, dtype: torch.dtype, shape: Sequence[int], priority: int) -> MultipartWrite: ...
     def snapshots(self, keys: list[str]) -> list[Snapshot | None]: ...

@@ -45,7 +45,7 @@ def key(bucket: Bucket) -> str:
     return f"{'+'.join(bucket.layers)}/moments"
 
 
-def write_first(store: rpc_ext.RemoteOffloader, bucket: Bucket) -> CUDAFuture[int]:
+def write_first(store: rpc_ext.RemoteStore, bucket: Bucket) -> CUDAFuture[int]:
     """Write the state with which Adam begins."""
     bucket.optimizer.state[bucket.values]["step"] = torch.tensor(0.0)
     return store.write(key(bucket), torch.zeros(len(MOMENTS), bucket.values.numel()))
@@ -62,7 +62,7 @@ def drop_moments(bucket: Bucket) -> None:
         del bucket.optimizer.state[bucket.values][moment]
 
 
-def update_blocking(store: rpc_ext.RemoteOffloader, bucket: Bucket) -> None:
+def update_blocking(store: rpc_ext.RemoteStore, bucket: Bucket) -> None:
     """Read the state of a bucket, update the bucket, and write the state; wait after each call."""
     moments = store.read(key(bucket)).wait()
     set_moments(bucket, moments)
@@ -82,9 +82,7 @@ class RemoteState:
     same error, up to the update that a forward waits for.
     """
 
-    def __init__(
-        self, store: rpc_ext.RemoteOffloader, buckets: Sequence[Bucket], timeline: Timeline, ahead: int
-    ) -> None:
+    def __init__(self, store: rpc_ext.RemoteStore, buckets: Sequence[Bucket], timeline: Timeline, ahead: int) -> None:
         if not 1 <= ahead <= len(buckets):
             raise ValueError(f"ahead={ahead}: from 1 to {len(buckets)}, the number of buckets")
         self.store, self.timeline, self.ahead, self.count = store, timeline, ahead, len(buckets)
@@ -143,8 +141,8 @@ class RemoteState:
 class Disk:
     """The disk of the next worker, and this one's, which the worker before uses."""
 
-    store: rpc_ext.RemoteOffloader
-    service: rpc_ext.OffloadService
+    store: rpc_ext.RemoteStore
+    service: rpc_ext.StoreService
 
     def statistics(self) -> dict[str, Any]:
         """What this worker's disk has done for the other, and how many messages were refused here."""
@@ -165,9 +163,9 @@ def next_workers_disk(folder: Path | None) -> Iterator[Disk]:
         nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory(prefix="states-") as own,
         rpc_ext.init_rpc(secret=shared_secret(), transports=["uv"]) as session,  # which leaves the cores to training
     ):
-        service = rpc_ext.serve_offload(own)  # until RPC ends, which is when all workers are done
+        service = rpc_ext.serve_store(own)  # until RPC ends, which is when all workers are done
         dist.barrier()
-        with rpc_ext.RemoteOffloader((session.rank + 1) % dist.get_world_size()) as store:
+        with rpc_ext.RemoteStore((session.rank + 1) % dist.get_world_size()) as store:
             yield Disk(store, service)
 
 
@@ -183,7 +181,7 @@ def shared_secret() -> bytes | None:
     return bytes(secret.tolist())
 
 
-def read_states(store: rpc_ext.RemoteOffloader, buckets: Sequence[Bucket]) -> list[Tensor]:
+def read_states(store: rpc_ext.RemoteStore, buckets: Sequence[Bucket]) -> list[Tensor]:
     """What the store has of each bucket."""
     return store.readv([key(bucket) for bucket in buckets]).wait()
 

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/kv_cache_offload.py --folder /mnt/nvme
 
-Rank 0 decodes, once with its own disk (``Offloader``) and once with that of rank 1 (``RemoteOffloader``), which only
+Rank 0 decodes, once with its own disk (``DiskStore``) and once with that of rank 1 (``RemoteStore``), which only
 serves. Started by plain ``python`` it does the first alone.
 
 As in paged attention, keys and values lie in blocks of 16 tokens in a pool, and each sequence has a table of its
@@ -44,7 +44,7 @@ from torch.nn import functional
 
 import rpc_ext
 from cudafuture import CUDAFuture, gather, wait_all
-from cudafuture.store import Offloader
+from cudafuture.store import DiskStore
 
 T = TypeVar("T")
 
@@ -172,7 +172,7 @@ class Slot:
 class Pool:
     """A cache of so many blocks; the others are in a store."""
 
-    def __init__(self, store: Offloader | rpc_ext.RemoteOffloader, count: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, store: DiskStore | rpc_ext.RemoteStore, count: int, shape: tuple[int, ...]) -> None:
         self.store, self.counts = store, Counts()
         self.memory = pages(count, shape)
         self.free = list(range(count))
@@ -314,7 +314,7 @@ class Run:
         return [f"{self.block_kib} KiB", self.store, *ratios, *numbers, *times]
 
 
-Stores = dict[str, Callable[[], Offloader | rpc_ext.RemoteOffloader]]
+Stores = dict[str, Callable[[], DiskStore | rpc_ext.RemoteStore]]
 
 
 def compare(args: argparse.Namespace, stores: Stores) -> tuple[list[Run], dict[str, bool]]:
@@ -379,17 +379,17 @@ def main() -> int:
     """Decode or serve, by the rank; the number of checks that failed."""
     args = arguments()
     torch.set_num_threads(1)
-    stores: Stores = {"local": lambda: Offloader(args.folder)}
+    stores: Stores = {"local": lambda: DiskStore(args.folder)}
     if not dist.is_torchelastic_launched():
         return report(args, stores)
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # both ranks are here: nobody else needs to reach them
     if os.environ["RANK"] == "1":
-        with rpc_ext.serve_offload(args.folder), rpc_ext.init_rpc(STORAGE, transports=["uv"]):
+        with rpc_ext.serve_store(args.folder), rpc_ext.init_rpc(STORAGE, transports=["uv"]):
             rpc_ext.shutdown(timeout=math.inf)  # comes back when rank 0 needs it no more
         return 0
     with rpc_ext.init_rpc("decoder", transports=["uv"]):
-        return report(args, {**stores, "remote": lambda: rpc_ext.RemoteOffloader(STORAGE)})
+        return report(args, {**stores, "remote": lambda: rpc_ext.RemoteStore(STORAGE)})
 
 
 if __name__ == "__main__":

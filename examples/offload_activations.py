@@ -3,7 +3,7 @@
     python examples/offload_activations.py --folder /mnt/nvme
 
 Autograd saves the activations of forward for backward. Two hooks (``torch.autograd.graph.saved_tensors_hooks``) put
-each large one into an ``Offloader`` instead, and get it back when backward asks for it. Backward wants them in the
+each large one into a ``DiskStore`` instead, and get it back when backward asks for it. Backward wants them in the
 opposite order: so each time that it asks, the ones before are read as well. Both go on while the model computes.
 
 The program makes the same step as plain torch does it, compares all gradients, and prints both peaks and times. It
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from cudafuture import CUDAFuture
-from cudafuture.store import Offloader
+from cudafuture.store import DiskStore
 
 WIDTH = 128
 MIB = 1 << 20
@@ -49,7 +49,7 @@ class OffloadActivations:
     disk beyond that. Backward has `ahead` activations more than it asks for.
     """
 
-    def __init__(self, store: Offloader, at_least: int = MIB, in_flight: int = 128 * MIB, ahead: int = 2) -> None:
+    def __init__(self, store: DiskStore, at_least: int = MIB, in_flight: int = 128 * MIB, ahead: int = 2) -> None:
         self.store, self.at_least, self.in_flight, self.ahead = store, at_least, in_flight, ahead
         self.saved: list[Saved] = []
         self.known: dict[tuple[int, int], tuple[Saved, CUDAFuture[int]]] = {}  # by memory, while that is being written
@@ -180,7 +180,7 @@ def main() -> None:
     model, batch = make_model(arguments.depth, device), torch.randn(arguments.rows, WIDTH, device=device)
     step(model, batch, None)  # warm
     wanted, plain_seconds, plain_peak = step(model, batch, None)
-    with Offloader(arguments.folder) as store:
+    with DiskStore(arguments.folder) as store:
         offload = OffloadActivations(store, in_flight=arguments.in_flight * MIB)
         step(model, batch, offload)
         offload.end_step()

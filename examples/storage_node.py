@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 3 examples/storage_node.py --folder /mnt/nvme
 
-The last rank serves the folder (``serve_offload``), and its main thread just waits for the others' end. All other ranks
+The last rank serves the folder (``serve_store``), and its main thread just waits for the others' end. All other ranks
 train a small CNN, data-parallel, in buckets. As soon as backward has filled the gradients of one:
 
     cfd.all_reduce(gradients).then_async(the state that was read ahead).then(step Adam, write the state)
@@ -69,7 +69,7 @@ class Stop:
 
 
 class Memory:
-    """What a RemoteOffloader does here, without leaving this process."""
+    """What a RemoteStore does here, without leaving this process."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -87,7 +87,7 @@ class Memory:
 class Bucket:
     """Layers whose gradients travel together, and whose state is somewhere else between two steps."""
 
-    def __init__(self, number: int, layers: Collection[nn.Module], states: Memory | rpc_ext.RemoteOffloader) -> None:
+    def __init__(self, number: int, layers: Collection[nn.Module], states: Memory | rpc_ext.RemoteStore) -> None:
         parameters = [p for layer in layers for p in layer.parameters()]
         self.states, self.keys = states, [f"{name} of bucket {number}" for name in STATES]
         self.values = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
@@ -144,7 +144,7 @@ class Bucket:
 class Training:
     """A model, and where the states of its optimizers are."""
 
-    def __init__(self, args: argparse.Namespace, states: Memory | rpc_ext.RemoteOffloader) -> None:
+    def __init__(self, args: argparse.Namespace, states: Memory | rpc_ext.RemoteStore) -> None:
         torch.manual_seed(args.seed)
         self.model = make_model()
         groups = layer_groups(self.model, args.bucket_kib)
@@ -186,7 +186,7 @@ class Trained:
     checks: dict[str, bool]
 
 
-def train(args: argparse.Namespace, states: rpc_ext.RemoteOffloader, stop: Stop) -> Trained:
+def train(args: argparse.Namespace, states: rpc_ext.RemoteStore, stop: Stop) -> Trained:
     """Train with the states on the storage node, and in memory; compare."""
     digits = Digits.load(args.seed)
     remote, memory = Training(args, states), Training(args, Memory())
@@ -245,7 +245,7 @@ def plain_table(title: str, *headings: str) -> Table:
 
 def serve(args: argparse.Namespace) -> None:
     """Serve until all others have ended, and say what it has come to."""
-    with rpc_ext.serve_offload(args.folder) as service:  # before RPC begins: who finds this worker finds it
+    with rpc_ext.serve_store(args.folder) as service:  # before RPC begins: who finds this worker finds it
         begin = time.perf_counter()
         try:
             with begin_rpc(STORAGE, args):
@@ -305,7 +305,7 @@ def main() -> int:
         return 0
     dist.init_process_group("gloo", rank=rank, world_size=trainers)
     with begin_rpc(f"trainer{rank}", args) as session:
-        with rpc_ext.RemoteOffloader(STORAGE, namespace=session.name) as states:
+        with rpc_ext.RemoteStore(STORAGE, namespace=session.name) as states:
             trained = train(args, states, stop)
         everyones: list[Any] = [None] * trainers
         cfd.all_gather_object(everyones, trained).wait()

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import cudafuture.distributed as cfd
 from _digits import Digits, layer_groups, make_model, same_on_every_rank
 from cudafuture import CUDAFuture, wait_all
-from cudafuture.store import Offloader
+from cudafuture.store import DiskStore
 from cudafuture.swap import offload
 
 WANTED_ACCURACY = 0.95
@@ -47,7 +47,7 @@ TOLERANCE = 1e-6  # of a parameter after all steps: what another order of summin
 class Bucket:
     """Layers whose parameters and gradients lie in two flat buffers, of which this rank owns one shard."""
 
-    def __init__(self, layers: Collection[nn.Module], store: Offloader | None, name: str) -> None:
+    def __init__(self, layers: Collection[nn.Module], store: DiskStore | None, name: str) -> None:
         parameters = [p for layer in layers for p in layer.parameters()]
         world = dist.get_world_size()
         size = sum(p.numel() for p in parameters)
@@ -99,7 +99,7 @@ class Run:
     state_bytes: int  # of the optimizer, on this rank
 
 
-def train_zero1(args: argparse.Namespace, digits: Digits, store: Offloader | None) -> tuple[Run, int]:
+def train_zero1(args: argparse.Namespace, digits: Digits, store: DiskStore | None) -> tuple[Run, int]:
     """Train with sharded state. Beside the run: the most buckets that were in flight when backward returned."""
     torch.manual_seed(args.seed)
     model = make_model().to(digits.device)
@@ -211,7 +211,7 @@ def main() -> int:
         store = None
         if args.state == "disk":
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            store = stack.enter_context(Offloader(folder))
+            store = stack.enter_context(DiskStore(folder))
         zero1, in_flight = train_zero1(args, digits, store)
         results = compare(digits, zero1, train_plain(args, digits), in_flight)
         if store is not None:

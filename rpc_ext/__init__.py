@@ -6,26 +6,26 @@ from rpc_ext._serve import async_execution
 from rpc_ext._statistics import DestinationStatistics, Statistics
 from rpc_ext.barrier import barrier
 from rpc_ext.calls import broadcast_call, map_call, rpc_async, rpc_sync
-from rpc_ext.offload import (
-    OffloadService,
-    OffloadServiceStatistics,
-    RemoteOffloader,
-    RemoteOffloaderStatistics,
-    serve_offload,
-)
 from rpc_ext.rref import RRef, remote
 from rpc_ext.session import Session, call_at_end, current, init_rpc, shutdown, statistics
+from rpc_ext.store import (
+    RemoteStore,
+    RemoteStoreStatistics,
+    StoreService,
+    StoreServiceStatistics,
+    serve_store,
+)
 from rpc_ext.watch import watch
 
 __all__ = [
     "DestinationStatistics",
-    "OffloadService",
-    "OffloadServiceStatistics",
     "RRef",
-    "RemoteOffloader",
-    "RemoteOffloaderStatistics",
+    "RemoteStore",
+    "RemoteStoreStatistics",
     "Session",
     "Statistics",
+    "StoreService",
+    "StoreServiceStatistics",
     "async_execution",
     "barrier",
     "batch",
@@ -35,7 +35,7 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
-    "serve_offload",
+    "serve_store",
     "shutdown",
     "statistics",
     "watch",

@@ -20,7 +20,7 @@ from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
 from cudafuture import __version__
 from cudafuture.errors import AuthenticationError
-from cudafuture.storage import BufferPool
+from cudafuture.io import BufferPool
 from rpc_ext import _C, _engine, _listeners
 from rpc_ext._codec import DeviceMap
 from rpc_ext._devices import Plan, local_devices, plan

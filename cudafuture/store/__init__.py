@@ -1,20 +1,20 @@
-"""Stores of tensors by key: on one disk (``Offloader``), on several (``ShardedOffloader``), or your own (``Store``)."""
+"""Stores of tensors by key: on one disk (``DiskStore``), on several (``ShardedStore``), or your own (``Store``)."""
 
 from cudafuture._C import Snapshot
 from cudafuture.graph_breaks import break_graphs
+from cudafuture.store.disk_store import DiskStore
 from cudafuture.store.multipart_write import MultipartWrite
-from cudafuture.store.offloader import Offloader
-from cudafuture.store.protocol import Entry, OffloaderStatistics, Store
+from cudafuture.store.protocol import DiskStoreStatistics, Entry, Store
 from cudafuture.store.salvage import SalvagedStore
-from cudafuture.store.sharded_offloader import ShardedOffloader
+from cudafuture.store.sharded_store import ShardedStore
 
 __all__ = [
+    "DiskStore",
+    "DiskStoreStatistics",
     "Entry",
     "MultipartWrite",
-    "Offloader",
-    "OffloaderStatistics",
     "SalvagedStore",
-    "ShardedOffloader",
+    "ShardedStore",
     "Snapshot",
     "Store",
 ]

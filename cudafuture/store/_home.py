@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cudafuture.errors import StorageError
-from cudafuture.storage.engine import PAGE, Engine
-from cudafuture.storage.file import File
+from cudafuture.io.engine import PAGE, Engine
+from cudafuture.io.file import File
 
 __all__ = ["DurableHome", "EphemeralHome", "durable_home", "is_direct", "log_recovery"]
 
@@ -123,7 +123,7 @@ def _lock_or_fail(dir: str, flags: int, kind: int) -> int:
         is_own = any(os.path.samestat(os.fstat(other), file) for other in _locks if other != lock)
         _close(lock)
         if is_own:
-            message = f"{dir} is a durable store that this process has open: use that Offloader, or close it first"
+            message = f"{dir} is a durable store that this process has open: use that DiskStore, or close it first"
         else:
             message = f"{dir} is a durable store that process {owner} has open"
         raise StorageError(message, errno=errno.EBUSY, path=dir) from None

@@ -51,7 +51,7 @@ class Failure(NamedTuple):
     error: BaseException
 
 
-def named(offloaders: Mapping[str, Store] | Sequence[Store]) -> dict[str, Store]:
+def named(stores: Mapping[str, Store] | Sequence[Store]) -> dict[str, Store]:
     """Return shards by name, in the order of the names.
 
     Raises:
@@ -59,28 +59,28 @@ def named(offloaders: Mapping[str, Store] | Sequence[Store]) -> dict[str, Store]
         TypeError: a name is not a str.
     """
     pairs: Iterable[tuple[str, Store]]
-    if isinstance(offloaders, Mapping):
-        pairs = offloaders.items()
+    if isinstance(stores, Mapping):
+        pairs = stores.items()
     else:
-        pairs = [(_name_of(each), each) for each in listed("offloaders", offloaders, "stores, or a mapping of names")]
+        pairs = [(_name_of(each), each) for each in listed("stores", stores, "stores, or a mapping of names")]
     shards: dict[str, Store] = {}
     for name, shard in pairs:
         if not isinstance(name, str):
             raise TypeError(f"a shard's name is a str, not {name!r}")
         _expect_store(shard)
         if name in shards:
-            raise ValueError(f"two shards are called {name!r}: give a mapping of names to offloaders")
+            raise ValueError(f"two shards are called {name!r}: give a mapping of names to stores")
         shards[name] = shard
     if not shards:
-        raise ValueError("no offloaders were given: pass at least one")
+        raise ValueError("no stores were given: pass at least one")
     if len({id(shard) for shard in shards.values()}) < len(shards):
-        raise ValueError(f"one offloader is used for several of {sorted(shards)}")
+        raise ValueError(f"one store is used for several of {sorted(shards)}")
     return dict(sorted(shards.items()))
 
 
 def _expect_store(shard: Store) -> None:
     if not hasattr(shard, "readv"):
-        raise TypeError(f"offloaders are stores, such as Offloader('folder'), not {shown(shard)}")
+        raise TypeError(f"shards are stores, such as DiskStore('folder'), not {shown(shard)}")
 
 
 def _name_of(shard: Store) -> str:
@@ -89,7 +89,7 @@ def _name_of(shard: Store) -> str:
     for fact in ("worker", "dir"):
         if isinstance(name := getattr(shard, fact, None), str):
             return name
-    raise ValueError(f"{shard!r} has no worker and no folder: give a mapping of names to offloaders")
+    raise ValueError(f"{shard!r} has no worker and no folder: give a mapping of names to stores")
 
 
 def blamed(failures: Sequence[Failure]) -> BaseException:

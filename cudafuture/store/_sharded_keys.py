@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ShardedKeys:
-    """Methods of ``ShardedOffloader`` that find and list keys."""
+    """Methods of ``ShardedStore`` that find and list keys."""
 
     _shards: dict[str, Store]
     _inventory: Inventory
@@ -37,8 +37,8 @@ class ShardedKeys:
         Raises:
             WorkerLostError: a shard is lost; the error names it.
 
-        >>> from cudafuture.store import Offloader, ShardedOffloader
-        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).keys()
+        >>> from cudafuture.store import DiskStore, ShardedStore
+        >>> ShardedStore([DiskStore("one disk"), DiskStore("another disk")]).keys()
         []
         """
         found: list[str] = []
@@ -67,8 +67,8 @@ class ShardedKeys:
             WorkerLostError: its shard is lost.
 
         >>> import torch
-        >>> from cudafuture.store import Offloader, ShardedOffloader
-        >>> store = ShardedOffloader([Offloader("one disk"), Offloader("another disk")])
+        >>> from cudafuture.store import DiskStore, ShardedStore
+        >>> store = ShardedStore([DiskStore("one disk"), DiskStore("another disk")])
         >>> store.write("weight", torch.eye(3)).wait()
         36
         >>> store.stat("weight")
@@ -83,8 +83,8 @@ class ShardedKeys:
     def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
         """Return a future of the entry of each key, None if the key does not exist.
 
-        >>> from cudafuture.store import Offloader, ShardedOffloader
-        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).find(["weight"]).wait()
+        >>> from cudafuture.store import DiskStore, ShardedStore
+        >>> ShardedStore([DiskStore("one disk"), DiskStore("another disk")]).find(["weight"]).wait()
         [None]
         """
         names = listed_keys(keys)
@@ -101,8 +101,8 @@ class ShardedKeys:
     def list_keys(self) -> CUDAFuture[list[str]]:
         """Return a future of ``keys()``, in the same order.
 
-        >>> from cudafuture.store import Offloader, ShardedOffloader
-        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).list_keys().wait()
+        >>> from cudafuture.store import DiskStore, ShardedStore
+        >>> ShardedStore([DiskStore("one disk"), DiskStore("another disk")]).list_keys().wait()
         []
         """
         self._expect_open()
@@ -121,8 +121,8 @@ class ShardedKeys:
     def trim(self) -> int:
         """Remove the empty files of all shards; return their bytes.
 
-        >>> from cudafuture.store import Offloader, ShardedOffloader
-        >>> ShardedOffloader([Offloader("one disk"), Offloader("another disk")]).trim()
+        >>> from cudafuture.store import DiskStore, ShardedStore
+        >>> ShardedStore([DiskStore("one disk"), DiskStore("another disk")]).trim()
         0
         """
         removed = 0

@@ -12,20 +12,20 @@ from cudafuture._C import CUDAFuture
 from cudafuture.ownership import owns
 
 if TYPE_CHECKING:
-    from cudafuture.store._offloader_parts import OffloaderParts
+    from cudafuture.store._disk_store_parts import DiskStoreParts
 
 __all__ = ["MultipartWrite"]
 
 
 class MultipartWrite:
-    """Tensor that separate calls write in parts, and that takes effect as a whole; see ``Offloader.begin_write()``.
+    """Tensor that separate calls write in parts, and that takes effect as a whole; see ``DiskStore.begin_write()``.
 
     Readers see the old tensor of the key until ``commit`` has completed. Parts may be put in any order, from several
     threads, and several may be in flight. A multipart write that is freed without ``commit`` is aborted, and so are
     those that are open when the store is closed.
 
-    >>> from cudafuture.store import Offloader
-    >>> store = Offloader("states")
+    >>> from cudafuture.store import DiskStore
+    >>> store = DiskStore("states")
     >>> write = store.begin_write("weight", torch.float32, [50_000])
     >>> parts = [write.put(at, torch.ones(16384)[: 50_000 - at // 4]) for at in range(0, 200_000, 65536)]
     >>> write.commit().wait()
@@ -34,7 +34,7 @@ class MultipartWrite:
     tensor(50000.)
     """
 
-    def __init__(self, store: OffloaderParts, native: _C.MultipartWrite) -> None:
+    def __init__(self, store: DiskStoreParts, native: _C.MultipartWrite) -> None:
         self._store = store  # a store that is freed is closed
         self._native = native
 
@@ -62,8 +62,8 @@ class MultipartWrite:
             TypeError: `at` is not an int, or `tensor` is not a tensor, or has no memory.
             InvalidStateError: the write was committed or aborted, or the store is closed.
 
-        >>> from cudafuture.store import Offloader
-        >>> write = Offloader("states").begin_write("bias", torch.float32, [3])
+        >>> from cudafuture.store import DiskStore
+        >>> write = DiskStore("states").begin_write("bias", torch.float32, [3])
         >>> write.put(0, torch.zeros(3)).wait()
         12
         """
@@ -81,7 +81,7 @@ class MultipartWrite:
         writes and deletions of a key the last one wins; this one counts from the call of ``commit``.
 
         The future fails with the error of the first part that failed, with InvalidStateError if bytes are missing, with
-        ChecksumError if the digest differs, and as ``Offloader.write`` does. Then the write is aborted, and the key
+        ChecksumError if the digest differs, and as ``DiskStore.write`` does. Then the write is aborted, and the key
         does not change.
 
         Args:
@@ -91,8 +91,8 @@ class MultipartWrite:
             InvalidStateError: the write was committed or aborted, or the store is closed.
             ValueError: the digest is not a number of 64 bits.
 
-        >>> from cudafuture.store import Offloader
-        >>> Offloader("states").begin_write("nothing", torch.float32, [0]).commit().wait()
+        >>> from cudafuture.store import DiskStore
+        >>> DiskStore("states").begin_write("nothing", torch.float32, [0]).commit().wait()
         0
         """
         return self._native.commit(digest)
@@ -102,8 +102,8 @@ class MultipartWrite:
 
         It does nothing after ``commit`` or ``abort``, and never raises.
 
-        >>> from cudafuture.store import Offloader
-        >>> store = Offloader("states")
+        >>> from cudafuture.store import DiskStore
+        >>> store = DiskStore("states")
         >>> write = store.begin_write("weight", torch.float32, [50_000])
         >>> write.abort()
         >>> store.statistics().used

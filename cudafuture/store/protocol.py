@@ -13,12 +13,12 @@ from typing_extensions import Self
 from cudafuture._arguments import expect_device, expect_int, expect_mapping, expect_str, expect_tensor, listed
 from cudafuture._C import CUDAFuture
 
-__all__ = ["Entry", "OffloaderStatistics", "Store"]
+__all__ = ["DiskStoreStatistics", "Entry", "Store"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Dtype, shape and size of the tensor of a key; see ``Offloader.stat()``."""
+    """Dtype, shape and size of the tensor of a key; see ``DiskStore.stat()``."""
 
     key: str
     dtype: torch.dtype
@@ -27,8 +27,8 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class OffloaderStatistics:
-    """Counts of a store since it was opened, and its sizes now; see ``Offloader.statistics()``."""
+class DiskStoreStatistics:
+    """Counts of a store since it was opened, and its sizes now; see ``DiskStore.statistics()``."""
 
     keys: int
     bytes: int
@@ -153,13 +153,13 @@ def tensors_to_fill(outs: Any, keys: int) -> list[Any]:
 class Store(Protocol):
     """Methods of a store of tensors by key, for type annotations.
 
-    ``Offloader``, ``ShardedOffloader`` and ``rpc_ext.RemoteOffloader`` have them; ``Offloader`` describes them. A class
+    ``DiskStore``, ``ShardedStore`` and ``rpc_ext.RemoteStore`` have them; ``DiskStore`` describes them. A class
     of yours that has them is a store, too: docs/own-store.md states the contract.
 
-    >>> from cudafuture.store import Offloader
+    >>> from cudafuture.store import DiskStore
     >>> def weights(store: Store) -> list[str]:
     ...     return [key for key in store.keys() if key.endswith("weight")]
-    >>> weights(Offloader("states"))
+    >>> weights(DiskStore("states"))
     []
     """
 

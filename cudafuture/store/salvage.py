@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 
 from cudafuture.errors import StorageError
-from cudafuture.storage.engine import Engine
-from cudafuture.store.offloader import Offloader
+from cudafuture.io.engine import Engine
+from cudafuture.store.disk_store import DiskStore
 
 __all__ = ["SalvagedStore"]
 
 _AT_ONCE = 64 << 20  # bytes that are read at a time
 
 
-class SalvagedStore(Offloader):
-    """Keys of a damaged durable store that can be verified, read-only; see ``Offloader.salvage()``.
+class SalvagedStore(DiskStore):
+    """Keys of a damaged durable store that can be verified, read-only; see ``DiskStore.salvage()``.
 
     It has the keys whose records are valid and whose bytes match their checksums.
 
-    >>> Offloader("states", durable=True).close()
-    >>> with Offloader.salvage("states") as found, Offloader("mended", durable=True) as mended:
+    >>> DiskStore("states", durable=True).close()
+    >>> with DiskStore.salvage("states") as found, DiskStore("mended", durable=True) as mended:
     ...     for key in found.keys():
     ...         if key not in found.uncertain:
     ...             mended.write(key, found.read(key).wait()).wait()

@@ -14,8 +14,8 @@ import torch
 from cudafuture._arguments import expect_int
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import wait_all
-from cudafuture.storage import File
-from cudafuture.storage.engine import PAGE
+from cudafuture.io import File
+from cudafuture.io.engine import PAGE
 from cudafuture.store import Store
 from cudafuture.swap._parameter_state import StoredTensor
 from cudafuture.swap._unit import places

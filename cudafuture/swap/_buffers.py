@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import wait
-from cudafuture.storage import Buffer, BufferPool
+from cudafuture.io import Buffer, BufferPool
 
 __all__ = ["Buffers"]
 

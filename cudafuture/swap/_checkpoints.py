@@ -29,7 +29,7 @@ import torch
 from cudafuture._arguments import expect_str
 from cudafuture._modes import outside_inference
 from cudafuture.errors import NotFoundError, StorageError
-from cudafuture.store import Offloader, Store
+from cudafuture.store import DiskStore, Store
 from cudafuture.swap._namespace import Namespace
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, cast, key_of
 
@@ -74,7 +74,7 @@ class Checkpoints(ABC):
     def save(self, checkpoint: str) -> None:
         """Save the state of all parameters, and the options of their groups, under a name in the store.
 
-        In an ``Offloader`` a checkpoint links to the tensors without copying them, because later steps write new ones.
+        In a ``DiskStore`` a checkpoint links to the tensors without copying them, because later steps write new ones.
         Other stores copy. A checkpoint of the same name is replaced when the new one is complete. A checkpoint does not
         contain the values of parameters, unless they have master weights.
 
@@ -84,10 +84,10 @@ class Checkpoints(ABC):
             TypeError: the name, an option or a value of a state has a type ``load()`` cannot read; nothing is written.
             ValueError: the name is empty, or has a "/".
 
-        >>> from cudafuture.store import Offloader
+        >>> from cudafuture.store import DiskStore
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
-        >>> optimizer = offload(torch.optim.Adam([weight]), Offloader("states", durable=True))
+        >>> optimizer = offload(torch.optim.Adam([weight]), DiskStore("states", durable=True))
         >>> optimizer.save("epoch 1")
         >>> optimizer.checkpoints()
         ['epoch 1']
@@ -111,10 +111,10 @@ class Checkpoints(ABC):
             StorageError: a tensor cannot be read. Some parameters have the state of the checkpoint, the others and the
                 options have not changed: load it again, or load another one.
 
-        >>> from cudafuture.store import Offloader
+        >>> from cudafuture.store import DiskStore
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
-        >>> optimizer = offload(torch.optim.Adam([weight]), Offloader("states", durable=True))
+        >>> optimizer = offload(torch.optim.Adam([weight]), DiskStore("states", durable=True))
         >>> optimizer.save("epoch 1")
         >>> optimizer.load("epoch 1")
         """
@@ -126,10 +126,10 @@ class Checkpoints(ABC):
     def checkpoints(self) -> list[str]:
         """Return the names of the checkpoints in the store, sorted.
 
-        >>> from cudafuture.store import Offloader
+        >>> from cudafuture.store import DiskStore
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
-        >>> optimizer = offload(torch.optim.Adam([weight]), Offloader("states", durable=True))
+        >>> optimizer = offload(torch.optim.Adam([weight]), DiskStore("states", durable=True))
         >>> optimizer.checkpoints()
         []
         """
@@ -141,10 +141,10 @@ class Checkpoints(ABC):
         Raises:
             NotFoundError: the checkpoint does not exist.
 
-        >>> from cudafuture.store import Offloader
+        >>> from cudafuture.store import DiskStore
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
-        >>> optimizer = offload(torch.optim.Adam([weight]), Offloader("states", durable=True))
+        >>> optimizer = offload(torch.optim.Adam([weight]), DiskStore("states", durable=True))
         >>> optimizer.save("epoch 1")
         >>> optimizer.delete_checkpoint("epoch 1")
         """
@@ -323,7 +323,7 @@ def _class_names(optimizer: type[torch.optim.Optimizer]) -> list[str]:
 
 
 def _copy(store: Store, links: dict[str, str]) -> None:
-    if isinstance(store, Offloader):
+    if isinstance(store, DiskStore):
         store.link(links).wait()
         return
     for new, old in links.items():

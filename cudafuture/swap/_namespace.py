@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 from cudafuture._arguments import expect_str, shown
-from cudafuture.store import Offloader, Store
+from cudafuture.store import DiskStore, Store
 
 __all__ = ["Namespace"]
 
@@ -34,7 +34,7 @@ class Namespace:
             raise ValueError(f"name={name!r} is empty or has a '/'")
         if not isinstance(store, (str, os.PathLike)) and not hasattr(store, "readv"):
             raise TypeError(f"store is a store or the path of a folder, not {shown(store)}")
-        self._own_store = Offloader(store) if isinstance(store, (str, os.PathLike)) else None
+        self._own_store = DiskStore(store) if isinstance(store, (str, os.PathLike)) else None
         self.store: Store = store if self._own_store is None else self._own_store  # type: ignore[assignment]
         self.name, self.state_prefix = name, f"{name}/state/"
         owners = _owners.setdefault(self.store, {})

@@ -19,8 +19,8 @@ import torch
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import collect_all
 from cudafuture.errors import SwapError
-from cudafuture.storage import Buffer
-from cudafuture.store import Offloader, Store
+from cudafuture.io import Buffer
+from cudafuture.store import DiskStore, Store
 from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._gradients import FIRST, Gradients, StoredGradient
 from cudafuture.swap._interrupts import interrupts_deferred
@@ -281,7 +281,7 @@ class Pipeline(Writes):
         """
         chunks = state.chunks()
         try:
-            if mapped and device.type == "cpu" and not state.unwritten and isinstance(self._store, Offloader):
+            if mapped and device.type == "cpu" and not state.unwritten and isinstance(self._store, DiskStore):
                 return self._store.map([self._key(chunk, name) for chunk in chunks]).view(stored.shape)
             if state.is_chunked:
                 whole = torch.empty(stored.shape, dtype=stored.dtype, device=device)

@@ -12,7 +12,7 @@ import torch
 from cudafuture._arguments import expect_dtype, expect_int, expect_tensor, listed
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import wait_all
-from cudafuture.storage import empty
+from cudafuture.io import empty
 from cudafuture.swap._assembly import assembled, partitions_of, staged
 from cudafuture.swap._namespace import Namespace
 from cudafuture.swap._parameter_swapper import ParameterSwapper

@@ -12,7 +12,7 @@ import torch
 
 from cudafuture._arguments import expect_mapping
 from cudafuture.errors import SwapError
-from cudafuture.store import Offloader, Store
+from cudafuture.store import DiskStore, Store
 from cudafuture.swap._buffers import Buffers
 from cudafuture.swap._computation import Computation, Group
 from cudafuture.swap._gradients import Gradients
@@ -55,7 +55,7 @@ class Swapper:
         name_of: Callable[[torch.Tensor], str],
     ) -> None:
         self._store, self._prefix, self._update, self._options = store, prefix, update, options
-        self.layout = StateLayout(update, options, store_may_die=not isinstance(store, Offloader))
+        self.layout = StateLayout(update, options, store_may_die=not isinstance(store, DiskStore))
         self.optimizer_class = update.optimizer_class
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._name_of = name_of

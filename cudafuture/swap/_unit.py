@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from cudafuture._C import CUDAFuture
-from cudafuture.storage import Buffer
-from cudafuture.storage.engine import PAGE
+from cudafuture.io import Buffer
+from cudafuture.io.engine import PAGE
 from cudafuture.swap._parameter_state import UNDO, Chunk, ParameterState, StoredTensor, UndoPlace
 
 __all__ = ["Unit", "Write", "by_parameter", "copies", "cut", "layout_of", "places"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 
-from cudafuture.storage.engine import BackendName, Engine
+from cudafuture.io.engine import BackendName, Engine
 
 __all__ = ["FaultyEngine"]
 
@@ -31,7 +31,7 @@ class FaultyEngine(Engine):
 
     >>> import errno
     >>> import torch
-    >>> from cudafuture.storage import File
+    >>> from cudafuture.io import File
     >>> with FaultyEngine(at={2: errno.EIO}) as engine, File("numbers", "w", engine=engine) as file:
     ...     good, bad = file.write(torch.ones(4)), file.write(torch.ones(4), 16)
     ...     good.wait(), bad.exception().errno == errno.EIO

@@ -91,7 +91,7 @@ Agent::Agent(const std::vector<std::string>& names, int rank, py::object exchang
              const std::unordered_map<std::string, rpc::DeviceMap>& reverse_device_maps,
              const std::vector<c10::Device>& devices, std::shared_ptr<SealedPipes> pipes,
              std::shared_ptr<Refusals> refusals, py::object serve)
-    : TensorPipeAgent(c10::make_intrusive<AgentStore>(names, std::move(exchange)), names.at(rank),
+    : TensorPipeAgent(c10::make_intrusive<AgentRendezvous>(names, std::move(exchange)), names.at(rank),
                       static_cast<rpc::worker_id_t>(rank), static_cast<int>(names.size()), options, reverse_device_maps,
                       devices, std::make_unique<RequestCallback>(std::move(serve))),
       pipes_(std::move(pipes)),

@@ -9,10 +9,10 @@
 #include <string>
 
 #include "callback.h"
-#include "pipe.h"
 #include "python.h"
-#include "refusals.h"
-#include "store.h"
+#include "rendezvous.h"
+#include "seal/pipe.h"
+#include "seal/refusals.h"
 
 namespace rpc_ext {
 

@@ -5,8 +5,8 @@
 #include <torch/csrc/distributed/rpc/python_remote_call.h>
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
-#include "pipe.h"
 #include "references.h"
+#include "seal/pipe.h"
 
 namespace rpc_ext {
 namespace {

@@ -9,15 +9,15 @@
 #include "agent.h"
 #include "autograd.h"
 #include "channel.h"
-#include "client/bind.h"
 #include "destination.h"
 #include "histogram.h"
-#include "offload/bind.h"
 #include "python.h"
 #include "receiving.h"
 #include "references.h"
 #include "reply.h"
 #include "sendable.h"
+#include "store/client/bind.h"
+#include "store/service/bind.h"
 
 namespace rpc_ext {
 namespace {
@@ -310,8 +310,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("expect_memory", expect_memory, py::arg("tensor"));
   m.def("expect_storage", expect_storage, py::arg("tensor"));
   m.def("sendable", sendable, py::arg("tensor"));
-  offload::bind(m);
-  offload::client::bind(m);
+  store::bind(m);
+  store::client::bind(m);
 }
 
 }  // namespace rpc_ext

@@ -1,5 +1,5 @@
 // Buffer pool: allocation without blocking, for threads that must not wait.
-#include "storage/buffer_pool.h"
+#include "io/buffer_pool.h"
 
 #include <cstdint>
 #include <memory>
@@ -7,16 +7,16 @@
 #include <utility>
 #include <vector>
 
+#include "io/aligned.h"
+#include "io/page.h"
 #include "rules.h"
-#include "storage/aligned.h"
-#include "storage/page.h"
 
 using cudafuture::Foreign;
 using cudafuture::Future;
-using cudafuture::storage::BufferPool;
-using cudafuture::storage::BufferPoolAllocator;
-using cudafuture::storage::kPage;
-using cudafuture::storage::make_aligned_bytes;
+using cudafuture::io::BufferPool;
+using cudafuture::io::BufferPoolAllocator;
+using cudafuture::io::kPage;
+using cudafuture::io::make_aligned_bytes;
 
 namespace {
 

@@ -5,11 +5,11 @@
 #include <vector>
 
 #include "folder.h"
+#include "io/page.h"
 #include "rules.h"
-#include "storage/page.h"
 #include "store/read_coalescer.h"
 
-using namespace cudafuture::storage;
+using namespace cudafuture::io;
 using namespace cudafuture::store;
 
 namespace {

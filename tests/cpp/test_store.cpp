@@ -18,9 +18,9 @@
 #include "callback.h"
 #include "fake_runtime.h"
 #include "folder.h"
+#include "io/failure.h"
+#include "io/free_space.h"
 #include "rules.h"
-#include "storage/failure.h"
-#include "storage/free_space.h"
 #include "store/journal.h"
 #include "store/store.h"
 #include "store/write_batcher.h"
@@ -28,7 +28,7 @@
 
 using namespace cudafuture;
 using namespace cudafuture::fake;
-using namespace cudafuture::storage;
+using namespace cudafuture::io;
 using namespace cudafuture::store;
 
 namespace {

@@ -6,8 +6,8 @@
 #include "core/process.h"
 #include "fake_device.h"
 #include "folder.h"
+#include "io/engine.h"
 #include "rules.h"
-#include "storage/engine.h"
 
 using namespace cudafuture;
 using namespace cudafuture::fake;
@@ -16,17 +16,16 @@ TEST_SUITE_BEGIN("watch");
 
 TEST_CASE("alone: a write that waits for a device when the process exits" * doctest::skip()) {
   const Folder folder;
-  storage::Engine::Options options;
-  options.backend = storage::BackendKind::threads;
-  const auto engine = storage::Engine::start(options);
-  const auto file =
-      storage::File::open(folder.file(), storage::Access::read_write, storage::Start::empty, storage::Direct::no);
+  io::Engine::Options options;
+  options.backend = io::BackendKind::threads;
+  const auto engine = io::Engine::start(options);
+  const auto file = io::File::open(folder.file(), io::Access::read_write, io::Start::empty, io::Direct::no);
   const c10::Stream current = stream(0, 0);
   accelerator.launch(current);
-  storage::Request request;
-  request.direction = storage::Direction::write;
+  io::Request request;
+  request.direction = io::Direction::write;
   request.file = file;
-  request.device = std::make_shared<storage::DeviceSide>(current.device(), storage::Direction::write, 0);
+  request.device = std::make_shared<io::DeviceSide>(current.device(), io::Direction::write, 0);
   request.memory.add_on_device(tensor_on(current.device()));
   request.future = pending();
   const FuturePtr future = request.future;

@@ -23,7 +23,7 @@ from support.harness import Cuda
 pytestmark = pytest.mark.cuda
 
 TIMES = 3  # that a scenario runs with its edge cut, unless it fails earlier
-ON_FAKE_DEVICES = ("wait.stream", "event.synchronize", "copy.source_wait", "storage.target_copied")
+ON_FAKE_DEVICES = ("wait.stream", "event.synchronize", "copy.source_wait", "io.target_copied")
 SEEN_AS = (AssertionError, torch.AcceleratorError, fakecuda.RaceError)
 HAS_GPU = torch.cuda.is_available() and not fakecuda.is_active()
 EDGES = list(SCENARIOS) if HAS_GPU else ON_FAKE_DEVICES

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rpc_ext
-from rpc_ext import RemoteOffloader, serve_offload
+from rpc_ext import RemoteStore, serve_store
 from support.cuda_calls import LONG, begin, only, slow
 from support.harness import Cuda
 
@@ -21,15 +21,15 @@ SIZES = [1000, (16 << 20) // 4 + 100]  # float32s: in a batch; in two parts
 
 
 @pytest.fixture
-def remote(cuda: Cuda, tmp_path: Path) -> Iterator[RemoteOffloader]:
+def remote(cuda: Cuda, tmp_path: Path) -> Iterator[RemoteStore]:
     begin(tmp_path / "meeting", 0, 1)
-    with serve_offload(tmp_path / "served"), RemoteOffloader("worker0") as remote:
+    with serve_store(tmp_path / "served"), RemoteStore("worker0") as remote:
         yield remote
     rpc_ext.shutdown(timeout=LONG)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=["small", "pieces"])
-def test_what_the_gpu_was_writing_comes_back(remote: RemoteOffloader, size: int) -> None:
+def test_what_the_gpu_was_writing_comes_back(remote: RemoteStore, size: int) -> None:
     tensor = slow(1.0).repeat(5)[:size]
     write = remote.write("x", tensor)
     assert write.released is not None
@@ -41,7 +41,7 @@ def test_what_the_gpu_was_writing_comes_back(remote: RemoteOffloader, size: int)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=["small", "pieces"])
-def test_a_read_comes_after_what_the_gpu_was_writing(remote: RemoteOffloader, size: int) -> None:
+def test_a_read_comes_after_what_the_gpu_was_writing(remote: RemoteStore, size: int) -> None:
     remote.write("x", torch.full((size,), 3.0)).wait(timeout=LONG)
     out = slow(-1.0).repeat(5)[:size]
     assert remote.read("x", out).wait(timeout=LONG, non_blocking=True) is out

@@ -238,22 +238,22 @@ SCENARIOS: dict[str, Scenario] = {
     "guard.destroy": wrong_device(test_guards.test_more_events_elsewhere_than_are_kept_are_destroyed, "del futures"),
     "guard.to_torch": wrong_device(test_guards.test_an_event_of_torch_for_what_is_elsewhere, ".to_torch_event()"),
     # in storage: the engine's thread has no stack of Python
-    "storage.source_wait": race(
+    "io.source_wait": race(
         test_storage.test_a_write_takes_what_the_caller_has_enqueued, "x = accelerator.produce(3.0)", None, priority=0
     ),
-    "storage.source_copied": wrong_data(test_storage.test_the_disk_gets_a_buffer_when_the_device_has_filled_it),
-    "storage.target_wait": race(
+    "io.source_copied": wrong_data(test_storage.test_the_disk_gets_a_buffer_when_the_device_has_filled_it),
+    "io.target_wait": race(
         test_storage.test_a_read_follows_the_earlier_use_of_its_target, "x = accelerator.produce(1.0)", None
     ),
-    "storage.target_record_stream": Scenario(
+    "io.target_record_stream": Scenario(
         test_storage.test_the_target_may_be_dropped_when_the_read_is_done, "reuse", None, "fill_(9.0)"
     ),
-    "storage.target_copied": wrong_data(test_storage.test_a_buffer_is_used_again_when_the_device_has_emptied_it),
-    "storage.read_record": race(test_storage.test_whoever_waits_is_ordered_after_the_read, None, "doubled = x * 2"),
-    "storage.failure_record": race(
+    "io.target_copied": wrong_data(test_storage.test_a_buffer_is_used_again_when_the_device_has_emptied_it),
+    "io.read_record": race(test_storage.test_whoever_waits_is_ordered_after_the_read, None, "doubled = x * 2"),
+    "io.failure_record": race(
         test_storage.test_who_catches_a_failure_is_ordered_after_what_was_read, None, "x.fill_(3.0)"
     ),
-    "storage.buffer_record": wrong_data(test_storage.test_memory_of_a_pool_is_lent_again_when_the_device_has_read_it),
+    "io.buffer_record": wrong_data(test_storage.test_memory_of_a_pool_is_lent_again_when_the_device_has_read_it),
     # in Python
     "copy.source_wait": race(
         test_copy.test_the_source_is_read_after_what_the_caller_has_enqueued,

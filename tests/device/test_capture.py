@@ -15,10 +15,10 @@ import torch
 
 from cudafuture import CUDAFuture, as_completed, copy, own_stream, prefetch, submit, wait
 from cudafuture.errors import InvalidStateError
+from cudafuture.io import File
 from cudafuture.pipeline.microbatch import Batch
 from cudafuture.pipeline.worker import Task, spawn_workers
 from cudafuture.pipeline.workers import Workers
-from cudafuture.storage import File
 from support.harness import Device
 from support.patience import PATIENCE
 

@@ -16,8 +16,8 @@ import torch
 
 from cudafuture import InvalidStateError
 from cudafuture.errors import StorageError
-from cudafuture.storage import File, gds
-from cudafuture.storage.gds import GDSFile
+from cudafuture.io import File, gds
+from cudafuture.io.gds import GDSFile
 from cudafuture.testing import fakecuda
 from support.harness import SIZE, Device
 from support.patience import PATIENCE

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, gather
-from cudafuture.storage import Engine
-from cudafuture.store import Offloader, ShardedOffloader
+from cudafuture.io import Engine
+from cudafuture.store import DiskStore, ShardedStore
 from support.harness import PRIORITIES, SIZE, Device
 from support.patience import PATIENCE
 
@@ -19,10 +19,10 @@ KEYS = [f"{i}" for i in range(6)]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[ShardedOffloader]:
+def store(tmp_path: Path) -> Iterator[ShardedStore]:
     with (
         Engine(queue_depth=4, block_size=1 << 18, threads=2) as engine,
-        ShardedOffloader({name: Offloader(tmp_path / name, engine=engine) for name in ("one", "two")}) as store,
+        ShardedStore({name: DiskStore(tmp_path / name, engine=engine) for name in ("one", "two")}) as store,
     ):
         assert {store.where(key) for key in KEYS} == {"one", "two"}
         yield store
@@ -30,9 +30,7 @@ def store(tmp_path: Path) -> Iterator[ShardedOffloader]:
 
 @pytest.mark.parametrize("priority", PRIORITIES)
 @pytest.mark.parametrize("size", [SIZE, 300_000])
-def test_streams_are_in_order_all_the_way(
-    accelerator: Device, store: ShardedOffloader, priority: int, size: int
-) -> None:
+def test_streams_are_in_order_all_the_way(accelerator: Device, store: ShardedStore, priority: int, size: int) -> None:
     with accelerator.on(accelerator.stream()):
         tensors = {key: torch.empty(size, device=accelerator.at()) for key in KEYS}
         accelerator.delay()
@@ -55,7 +53,7 @@ def test_streams_are_in_order_all_the_way(
     assert [accelerator.read(got) for got in doubled.wait(timeout=PATIENCE)] == [6.0] * 6
 
 
-def test_tensors_go_from_any_device_to_any_other(accelerator: Device, store: ShardedOffloader) -> None:
+def test_tensors_go_from_any_device_to_any_other(accelerator: Device, store: ShardedStore) -> None:
     places = [torch.device("cpu"), *(accelerator.at(i) for i in accelerator.indices())]
     tensors = {key: torch.full((1000,), float(i), device=places[i % len(places)]) for i, key in enumerate(KEYS)}
     store.writev(tensors).wait(timeout=PATIENCE)
@@ -86,7 +84,7 @@ def test_who_waits_is_ordered_after_the_device_of_a_shard_elsewhere(accelerator:
     with accelerator.hold(side):
         parts = {key: accelerator.completed(float(i), stream=side) for i, key in enumerate(KEYS)}
         shards: dict[str, Any] = {name: Elsewhere(name, parts) for name in ("one", "two")}
-        store = ShardedOffloader(shards)
+        store = ShardedStore(shards)
         reads = [store.readv(KEYS)] if many else [store.read(key).then(lambda done: [done.value()]) for key in KEYS]
         with accelerator.on(reader):
             values = [got * 2 for read in reads for got in read.wait(non_blocking=True, timeout=PATIENCE)]

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cudafuture import gather, wait
 from cudafuture.errors import StorageError
-from cudafuture.storage import BufferPool, Engine, File
+from cudafuture.io import BufferPool, Engine, File
 from support.harness import PRIORITIES, SIZE, Device
 from support.patience import PATIENCE
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cudafuture.storage import Engine
-from cudafuture.store import Offloader
+from cudafuture.io import Engine
+from cudafuture.store import DiskStore
 from cudafuture.swap import offload
 from support.harness import Device
 from support.training import OPTIMIZERS, Pair
@@ -25,10 +25,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Offloader]:
+def store(tmp_path: Path) -> Iterator[DiskStore]:
     with (
         Engine(queue_depth=4, block_size=1 << 18, threads=2) as engine,
-        Offloader(tmp_path, engine=engine) as store,
+        DiskStore(tmp_path, engine=engine) as store,
     ):
         yield store
 
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Iterator[Offloader]:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", ["Adam", "SGD, momentum", "Adafactor"])
 def test_steps_on_a_device_are_those_of_the_plain_optimizer(
-    accelerator: Device, store: Offloader, name: str, options: dict[str, Any]
+    accelerator: Device, store: DiskStore, name: str, options: dict[str, Any]
 ) -> None:
     with accelerator.on(accelerator.stream()):
         pair = Pair(OPTIMIZERS[name], store, ((200, 201), (64, 50), (3,)), device=str(accelerator.at()), **options)
@@ -47,7 +47,7 @@ def test_steps_on_a_device_are_those_of_the_plain_optimizer(
 
 
 @pytest.mark.parametrize("when", ["step", "backward"])
-def test_the_host_updates_parameters_of_a_device(accelerator: Device, store: Offloader, when: str) -> None:
+def test_the_host_updates_parameters_of_a_device(accelerator: Device, store: DiskStore, when: str) -> None:
     """As for a copy of the parameters on the host."""
     host = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (64, 50)), name="host")
     pair = Pair(
@@ -68,7 +68,7 @@ def test_the_host_updates_parameters_of_a_device(accelerator: Device, store: Off
         assert pair.offloaded.state_of(b)["exp_avg"].device.type == "cpu"
 
 
-def test_parameters_of_several_devices_are_updated_in_one_step(accelerator: Device, store: Offloader) -> None:
+def test_parameters_of_several_devices_are_updated_in_one_step(accelerator: Device, store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, ((64, 50), (64, 51)))
     devices = [accelerator.at(i) for i in accelerator.indices()]
     parameters = [[p.detach().to(devices[i % len(devices)]) for i, p in enumerate(pair.plain)] for _ in range(2)]

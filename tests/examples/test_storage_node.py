@@ -25,13 +25,13 @@ A_STATE_THAT_IS_NOT_WRITTEN_AGAIN = """
 import sys, rpc_ext, storage_node
 from cudafuture import CUDAFuture
 
-class Stale(rpc_ext.RemoteOffloader):
+class Stale(rpc_ext.RemoteStore):
     def writev(self, tensors):
         if "exp_avg of bucket 0" in tensors and "exp_avg of bucket 0" in self.keys():
             return CUDAFuture.completed(0)
         return super().writev(tensors)
 
-rpc_ext.RemoteOffloader = Stale
+rpc_ext.RemoteStore = Stale
 sys.exit(storage_node.main())
 """
 

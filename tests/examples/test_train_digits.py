@@ -44,7 +44,7 @@ import os, sys, rpc_ext, train_digits
 from collections import Counter
 from cudafuture import CUDAFuture, errors
 
-read, write = rpc_ext.RemoteOffloader.read, rpc_ext.RemoteOffloader.write
+read, write = rpc_ext.RemoteStore.read, rpc_ext.RemoteStore.write
 turns, first = Counter(), {}
 
 def is_turn(key, turn):
@@ -74,7 +74,7 @@ def write_and_fail(self, key, tensor, **options):
     return write(self, key, tensor, **options)
 
 wrong = sys.argv.pop(1)
-setattr(rpc_ext.RemoteOffloader, wrong.partition("_")[0], globals()[wrong])
+setattr(rpc_ext.RemoteStore, wrong.partition("_")[0], globals()[wrong])
 sys.exit(train_digits.main())
 """
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, copy, submit
-from cudafuture.storage import Engine, File
-from cudafuture.store import Offloader, ShardedOffloader
+from cudafuture.io import Engine, File
+from cudafuture.store import DiskStore, ShardedStore
 
 
 @pytest.fixture
-def offloader(tmp_path: Path) -> Iterator[Offloader]:
-    with Offloader(tmp_path / "store") as offloader:
-        yield offloader
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    with DiskStore(tmp_path / "store") as store:
+        yield store
 
 
 PLACES: dict[str, Callable[[int], Any]] = {
@@ -35,16 +35,16 @@ def test_a_priority_above_0_is_refused(place: Callable[[int], Any]) -> None:
         place(priority)
 
 
-def test_a_priority_above_0_is_refused_by_files_and_stores(offloader: Offloader, tmp_path: Path) -> None:
+def test_a_priority_above_0_is_refused_by_files_and_stores(store: DiskStore, tmp_path: Path) -> None:
     x = torch.ones(4)
     with Engine("threads") as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         for begin in (file.write, file.read):
             with pytest.raises(ValueError, match="not 2"):
                 begin(x, priority=2)
     with pytest.raises(ValueError, match="not 2"):
-        offloader.write("x", x, priority=2)
-    offloader.write("x", x).wait(timeout=60)
+        store.write("x", x, priority=2)
+    store.write("x", x).wait(timeout=60)
     with pytest.raises(ValueError, match="not 2"):
-        offloader.read("x", priority=2)
+        store.read("x", priority=2)
     with pytest.raises(ValueError, match="not 2"):
-        ShardedOffloader({"only": offloader}).writev({"y": x}, priority=2).wait(timeout=60)
+        ShardedStore({"only": store}).writev({"y": x}, priority=2).wait(timeout=60)

@@ -173,8 +173,8 @@ def test_functions_end_before_handlers_of_atexit_close_what_they_use() -> None:
 from cudafuture import submit
 import atexit, threading, torch
 submit(int).wait()
-from cudafuture.store import Offloader  # it closes its stores at exit
-store = Offloader("left")
+from cudafuture.store import DiskStore  # it closes its stores at exit
+store = DiskStore("left")
 exiting = threading.Event()
 threading._register_atexit(exiting.set)
 atexit.register(say, "closed")

@@ -79,7 +79,7 @@ def test_a_callback_of_an_engine_without_a_callback_thread_fails_and_the_next_on
     run(
         """
         import os, tempfile
-        from cudafuture.storage import Engine, File
+        from cudafuture.io import Engine, File
         with tempfile.TemporaryDirectory() as folder, Engine(backend="threads") as engine:
             with File(os.path.join(folder, "f"), "w+", engine=engine) as file:
                 x = torch.ones(1024)
@@ -119,7 +119,7 @@ def test_await_and_torchs_future_without_a_callback_thread_fail() -> None:
     run(
         """
         import asyncio, os, tempfile
-        from cudafuture.storage import Engine, File
+        from cudafuture.io import Engine, File
 
         async def awaited(future):
             return await future
@@ -192,7 +192,7 @@ def test_the_timer_thread_of_rpc_is_started_again() -> None:
 def test_an_engine_and_an_executor_without_threads_say_so() -> None:
     run(
         """
-        from cudafuture.storage import Engine
+        from cudafuture.io import Engine
         with no_threads():
             try:
                 Engine()

@@ -3,7 +3,8 @@
 There are three native modules, and none includes from another, but for the header with which the core's stores are used
 from other modules. The simulated accelerator's ``runtime/`` does not even
 see torch. The libraries of fakecuda see no Python, and only ``ops/`` sees torch; they use that runtime's race detector.
-The module of ``rpc_ext`` is small: each header with its source is a layer, and so is the folder of remote offload.
+In the module of ``rpc_ext`` each header with its source is a layer, and so are the folder of the seals and those of
+remote stores.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from layout.tree import (
 
 # Which folders a folder may include from, besides itself; in rpc_ext, which headers.
 LAYERS = {
-    NATIVE: {"core": set(), "storage": {"core"}, "store": {"core", "storage"}, "bind": {"core", "storage", "store"}},
+    NATIVE: {"core": set(), "io": {"core"}, "store": {"core", "io"}, "bind": {"core", "io", "store"}},
     SIM: {"runtime": set(), "device": {"runtime"}, "ops": {"device", "runtime"}, "bind": {"ops", "device", "runtime"}},
     FAKECUDA: {
         "machine": set(),
@@ -40,10 +41,6 @@ LAYERS = {
         "nccl": {"machine"},
     },
     RPC_NATIVE: {
-        "counters": set(),
-        "crypto": set(),
-        "seal": {"counters", "crypto"},
-        "symbols": set(),
         "reply": set(),
         "sendable": set(),
         "private": set(),
@@ -51,32 +48,31 @@ LAYERS = {
         "autograd": {"private"},
         "receiving": set(),
         "python": set(),
-        "refusals": {"python", "seal"},
-        "announcement": {"seal"},
-        "pipe": {"announcement", "refusals", "seal", "symbols"},
         "clock": set(),
-        "message_handler": {"reply"},
         "histogram": set(),
+        "seal": {"python"},
+        "message_handler": {"reply"},
         "destination": {"clock", "histogram", "python"},
-        "offload": {"clock", "histogram", "message_handler", "python", "reply"},
-        "callback": {"message_handler", "pipe", "python", "references", "reply"},
-        "store": {"python"},
-        "agent": {"callback", "pipe", "python", "refusals", "sendable", "store"},
+        "callback": {"message_handler", "python", "references", "reply", "seal"},
+        "rendezvous": {"python"},
+        "agent": {"callback", "python", "rendezvous", "seal", "sendable"},
         "channel": {"agent", "clock", "destination", "message_handler", "python"},
-        "client": {"channel", "clock", "offload", "python"},
+        "store/wire": {"clock", "python", "reply"},
+        "store/service": {"clock", "histogram", "message_handler", "python", "reply", "store/wire"},
+        "store/client": {"channel", "clock", "python", "store/wire"},
         "module": {
             "agent",
             "autograd",
             "channel",
-            "client",
             "destination",
             "histogram",
-            "offload",
             "python",
             "receiving",
             "references",
             "reply",
             "sendable",
+            "store/client",
+            "store/service",
         },
     },
 }
@@ -119,12 +115,12 @@ TORCH_HEADER = re.compile(r"(ATen|c10|caffe2|torch)/.*")
 def needs_no_python(file: Path) -> bool:
     """Return whether a file of rpc_ext's module must see no Python header."""
     return file.stem in RPC_WITHOUT_PYTHON or (
-        file.parent not in (RPC_NATIVE, RPC_NATIVE / "client") and not file.stem.startswith("bind")
+        file.parent in (RPC_NATIVE / "store" / "wire", RPC_NATIVE / "store" / "service") and file.stem != "bind"
     )
 
 
 FILES = [*cpp_files(), *sim_files(), *fakecuda_files(), *rpc_files()]
-CORE_AND_SIM = [*cpp_files("core", "storage", "store"), *sim_files("runtime", "device", "ops")]
+CORE_AND_SIM = [*cpp_files("core", "io", "store"), *sim_files("runtime", "device", "ops")]
 BELOW_BIND = [*CORE_AND_SIM, *fakecuda_files(), *(f for f in rpc_files() if needs_no_python(f))]
 
 # The files of ops/ that only register operators offer nothing to include, and neither does the one that makes a module.
@@ -137,7 +133,8 @@ def ids(file: Path) -> str:
 
 def folder(file: Path) -> str:
     """Return the layer that a file is in: the name of its folder, or its own where there are none."""
-    return Path(file.relative_to(include_root(file)).parts[0]).stem
+    first, *others = file.relative_to(include_root(file)).parts
+    return f"{first}/{others[0]}" if len(others) > 1 else Path(first).stem
 
 
 def reached(file: Path) -> dict[str, str]:
@@ -199,7 +196,7 @@ def test_our_headers_are_named_from_the_include_root(file: Path) -> None:
     root = include_root(file)
     for name, ours in includes(file):
         assert ours is None or (root / name).is_file(), f'write #include "{folder(file)}/{name}"'
-        assert ours is not None or name in SHARED or name.split("/")[0] not in LAYERS[root], f"there is no {name}"
+        assert ours is not None or name in SHARED or name.rpartition("/")[0] not in LAYERS[root], f"there is no {name}"
 
 
 @pytest.mark.parametrize("file", [f for f in HAVE_HEADERS if f.suffix == ".cpp"], ids=ids)

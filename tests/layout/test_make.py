@@ -81,7 +81,7 @@ def test_what_has_been_set_up_is_not_set_up_again(checkout: Path, command: str) 
     ("changed", "does"),
     [
         ("cudafuture/_C/core/future.cpp", ["pip install"]),
-        ("rpc_ext/_C/seal.cpp", ["pip install"]),
+        ("rpc_ext/_C/seal/seal.cpp", ["pip install"]),
         ("pyproject.toml", ["environment.py build", "pip install"]),
         ("README.md", []),
         ("cudafuture/combine.py", []),  # the installation is an editable one

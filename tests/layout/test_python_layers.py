@@ -21,9 +21,10 @@ CUDAFUTURE = (
     ("_transfer", "ownership"),
     ("future",),
     ("combine", "trace"),
-    ("distributed", "storage", "prefetch", "pipeline", "data"),
+    ("distributed", "io", "prefetch", "pipeline", "data"),
     ("store",),
-    ("swap", "tensornvme"),
+    ("swap",),
+    ("compat",),
     ("testing",),
     ("cli",),
 )
@@ -44,7 +45,7 @@ RPC_EXT = (
     ("_batching", "_channel"),
     ("calls",),
     ("barrier", "rref", "watch"),
-    ("offload",),
+    ("store",),
 )
 PACKAGES = {"cudafuture": CUDAFUTURE, "rpc_ext": RPC_EXT}
 ROW_OF = {f"{p}.{name}": row for p, rows in PACKAGES.items() for row, names in enumerate(rows) for name in names}
@@ -57,7 +58,7 @@ BELOW_THE_FRONT_DOOR = [f for f in FILES if module_name(f) not in PACKAGES]
 
 
 def room(module: str) -> str:
-    """Return the part of a module's name that has a row: ``cudafuture.storage`` for ``cudafuture.storage.engine``."""
+    """Return the part of a module's name that has a row: ``cudafuture.io`` for ``cudafuture.io.engine``."""
     return ".".join(module.split(".")[:2])
 
 
@@ -104,18 +105,18 @@ def test_nothing_below_knows_rpc_ext(file: Path) -> None:
     assert not any(room.startswith("rpc_ext.") for room in rows_used(file))
 
 
-def is_of_offload(module: str) -> bool:
-    """Return whether a module belongs to remote offload, which is built on remote calls."""
-    return room(module) == "rpc_ext.offload"
+def is_of_store(module: str) -> bool:
+    """Return whether a module belongs to remote stores, which is built on remote calls."""
+    return room(module) == "rpc_ext.store"
 
 
-def chain_to_offload(file: Path) -> list[str]:
-    """Return the imports that lead from a file to a module of remote offload, or an empty list."""
+def chain_to_store(file: Path) -> list[str]:
+    """Return the imports that lead from a file to a module of remote stores, or an empty list."""
     by_name = {module_name(f): f for f in python_files("rpc_ext")}
     chains = [[module_name(file)]]
     seen = set(chains[0])
     for chain in chains:
-        if is_of_offload(chain[-1]):
+        if is_of_store(chain[-1]):
             return chain
         for target in own_imports(by_name[chain[-1]]) if chain[-1] in by_name else []:
             if target not in seen and target not in PACKAGES:
@@ -127,10 +128,10 @@ def chain_to_offload(file: Path) -> list[str]:
 CALLS = [f for f in BELOW_THE_FRONT_DOOR if room(module_name(f)).startswith("rpc_ext.")]
 
 
-@pytest.mark.parametrize("file", [f for f in CALLS if not is_of_offload(module_name(f))], ids=ids)
-def test_remote_calls_do_not_know_remote_offload(file: Path) -> None:
-    chain = chain_to_offload(file)
-    assert not chain, f"remote calls must not import remote offload: {' imports '.join(chain)}"
+@pytest.mark.parametrize("file", [f for f in CALLS if not is_of_store(module_name(f))], ids=ids)
+def test_remote_calls_do_not_know_remote_stores(file: Path) -> None:
+    chain = chain_to_store(file)
+    assert not chain, f"remote calls must not import remote stores: {' imports '.join(chain)}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)

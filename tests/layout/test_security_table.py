@@ -9,7 +9,7 @@ import pytest
 from layout.tree import ROOT
 
 ATTACKS = [ROOT / "tests/rpc/test_middleman.py", ROOT / "tests/rpc/test_authentication.py"]
-TESTS = [*ATTACKS, ROOT / "tests/rpc/test_secrets.py", ROOT / "tests/offload/test_secrets.py"]
+TESTS = [*ATTACKS, ROOT / "tests/rpc/test_secrets.py", ROOT / "tests/remote_store/test_secrets.py"]
 WITHOUT_AN_ATTACK = {"test_tensors_travel_after_the_doors_were_closed"}
 UNPROVEN = {"sees the network", "has the secret"}  # nothing keeps these attackers from what the table says
 

@@ -19,7 +19,7 @@ import cudafuture
 from cudafuture import CUDAFuture
 from cudafuture import distributed as cd
 from cudafuture.distributed import ProcessGroup, new_group
-from cudafuture.store import Offloader
+from cudafuture.store import DiskStore
 from cudafuture.swap import OffloadedOptimizer, offload
 from package.test_docs import CLASSES, METHODS, NAMES
 from support.soak import in_soak_alone, soak_cases
@@ -77,7 +77,7 @@ def test_every_native_method_is_of_a_type_that_dynamo_binds() -> None:
 
 
 def test_importing_does_not_load_the_compiler() -> None:
-    modules = "cudafuture.distributed, cudafuture.swap, cudafuture.pipeline, cudafuture.tensornvme, rpc_ext"
+    modules = "cudafuture.distributed, cudafuture.swap, cudafuture.pipeline, cudafuture.compat.tensornvme, rpc_ext"
     script = f"import sys, {modules}; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -90,7 +90,7 @@ FULL_GRAPHS: dict[str, Callable[[torch.Tensor], object]] = {
     "cudafuture.future.copy": lambda x: cudafuture.copy(x, "cpu"),
     "cudafuture.future.submit": lambda x: cudafuture.submit(torch.neg, x),
     "cudafuture.prefetch.prefetcher.prefetch": lambda x: cudafuture.prefetch([x], "cpu"),
-    "cudafuture.store.offloader.Offloader.write runs as Python": lambda x: Offloader.write(STORE, "key", x),
+    "cudafuture.store.disk_store.DiskStore.write runs as Python": lambda x: DiskStore.write(STORE, "key", x),
     "`wait` of class `CUDAFuture`": lambda x: DONE.wait(),
     "class 'cudafuture._C.CUDAFuture'": lambda x: CUDAFuture(),
 }
@@ -157,7 +157,7 @@ def test_a_compiled_train_step_updates_what_a_plain_one_does(
     assert not [file for file in compiled if file.startswith(str(Path(cudafuture.__file__).parent))]
 
 
-ENTRIES: dict[str, Callable[[torch.Tensor, Offloader], object]] = {
+ENTRIES: dict[str, Callable[[torch.Tensor, DiskStore], object]] = {
     "all_reduce": lambda x, store: cd.all_reduce(x).wait(),
     "all_gather_into_tensor": lambda x, store: cd.all_gather_into_tensor(torch.empty_like(x), x).wait(),
     "reduce_scatter_tensor": lambda x, store: cd.reduce_scatter_tensor(torch.empty_like(x), x).wait(),
@@ -171,7 +171,7 @@ ENTRIES: dict[str, Callable[[torch.Tensor, Offloader], object]] = {
 }
 
 
-def outcome(entry: Callable[[torch.Tensor, Offloader], object], x: torch.Tensor, store: Offloader) -> str:
+def outcome(entry: Callable[[torch.Tensor, DiskStore], object], x: torch.Tensor, store: DiskStore) -> str:
     try:
         return f"returned {type(entry(x, store)).__name__}"
     except (TypeError, RuntimeError, AttributeError) as e:
@@ -180,7 +180,7 @@ def outcome(entry: Callable[[torch.Tensor, Offloader], object], x: torch.Tensor,
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_tensors_without_memory_are_carried_or_refused(name: str, group: ProcessGroup, tmp_path: Path) -> None:
-    store, seen = Offloader(tmp_path), []
+    store, seen = DiskStore(tmp_path), []
     store.write("known", torch.ones(2)).wait()
 
     def transformed(x: torch.Tensor) -> torch.Tensor:

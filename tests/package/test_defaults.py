@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from cudafuture import copy, distributed, gather, prefetch, submit
+from cudafuture.compat.tensornvme import AsyncFileWriter, DiskOffloader
 from cudafuture.data import TgzImages
+from cudafuture.io import BufferPool, File
 from cudafuture.pipeline import GPipe, Pipeline
-from cudafuture.storage import BufferPool, File
-from cudafuture.store import Offloader, ShardedOffloader, Store
+from cudafuture.store import DiskStore, ShardedStore, Store
 from cudafuture.swap import OptimizerSwapper, offload
-from cudafuture.tensornvme import AsyncFileWriter, DiskOffloader
 from data.archives import images, numbers, written
-from rpc_ext import RemoteOffloader, rpc_async, serve_offload
+from rpc_ext import RemoteStore, rpc_async, serve_store
 from support.rpc_callees import ME, alone
 
 pytestmark = pytest.mark.sim(devices=2)
@@ -86,9 +86,9 @@ def test_files_and_stores(tmp_path: Path) -> None:
         out = torch.zeros(3, device=SIM)
         file.read(out).wait()
         expect(out, SIM, [0, 1, 2])
-    with Offloader(tmp_path / "one") as one, Offloader(tmp_path / "two") as two:
+    with DiskStore(tmp_path / "one") as one, DiskStore(tmp_path / "two") as two:
         expect_stored(one)
-        expect_stored(ShardedOffloader([one, two]))
+        expect_stored(ShardedStore([one, two]))
     expect(BufferPool(1 << 20).take(16).wait().view(2, torch.uint8).zero_(), "cpu", [0, 0], torch.uint8)
 
 
@@ -97,7 +97,7 @@ def test_files_and_stores(tmp_path: Path) -> None:
 def test_rpc_and_remote_stores(tmp_path: Path) -> None:
     with alone(tmp_path / "rendezvous"):
         expect(rpc_async(ME, torch.add, (torch.ones(2, device="cpu"), 1)).wait(), "cpu", [2, 2])
-        with serve_offload(tmp_path / "served"), RemoteOffloader(ME) as remote:
+        with serve_store(tmp_path / "served"), RemoteStore(ME) as remote:
             expect_stored(remote)
 
 

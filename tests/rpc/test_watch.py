@@ -16,7 +16,7 @@ import torch.distributed as dist
 import rpc_ext
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import AuthenticationError, InvalidStateError, WorkerLostError
-from rpc_ext import RemoteOffloader, rpc_sync, serve_offload, watch
+from rpc_ext import RemoteStore, rpc_sync, serve_store, watch
 from support.ranks import run_ranks
 from support.rpc_callees import alone, wait_for
 from support.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
@@ -59,11 +59,11 @@ def lose_a_client_while_blocked(rank: int, store: str, folder: str) -> int:
     with begin(rank, 2, store):
         if rank == 1:
             wait_for_release()
-            with RemoteOffloader("caller", timeout=LONG) as remote:
+            with RemoteStore("caller", timeout=LONG) as remote:
                 remote.write("x", torch.ones(3)).wait(timeout=LONG)
                 be_lost()
         over = threading.Event()
-        with serve_offload(folder) as service:
+        with serve_store(folder) as service:
             client = rpc_sync("callee", os.getpid)
             rpc_sync("callee", go_on)
             wait_for(lambda: service.statistics().bytes_written > 0)
@@ -103,13 +103,13 @@ def test_watch_ends_with_its_session_although_another_one_begins(tmp_path: Path)
         assert watched.wait(timeout=LONG) is None
 
 
-# ---- a client of an offload service that falls silent
+# ---- a client of a store service that falls silent
 
 
 def fall_silent(rank: int, store: str, folder: str) -> Any:
     with begin(rank, 2, store):
         if rank == 0:
-            with serve_offload(folder, patience=BRIEF) as service:
+            with serve_store(folder, patience=BRIEF) as service:
                 dist.barrier()  # the client has written
                 client = rpc_sync("callee", os.getpid)
                 os.kill(client, signal.SIGSTOP)
@@ -119,7 +119,7 @@ def fall_silent(rank: int, store: str, folder: str) -> Any:
                 return service.store.keys()
         content = torch.arange(10)
         wait_for(serves)
-        with RemoteOffloader("caller", namespace="kept") as named, RemoteOffloader("caller") as private:
+        with RemoteStore("caller", namespace="kept") as named, RemoteStore("caller") as private:
             for remote in (named, private):
                 remote.write("x", content).wait(timeout=LONG)
             dist.barrier()
@@ -133,7 +133,7 @@ def fall_silent(rank: int, store: str, folder: str) -> Any:
 
 def serves() -> bool:
     try:
-        RemoteOffloader("caller").close()
+        RemoteStore("caller").close()
     except InvalidStateError:
         return False
     return True

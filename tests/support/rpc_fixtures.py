@@ -1,4 +1,4 @@
-"""Fixtures that the tests of RPC and of remote offload share: a worker that calls itself, and its offload service."""
+"""Fixtures that the tests of RPC and of remote stores share: a worker that calls itself, and its store service."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def nothing_in_flight() -> None:
 
 
 @pytest.fixture
-def service(worker: rpc_ext.Session, tmp_path: Path) -> Iterator[rpc_ext.OffloadService]:
-    """Give an offload service of this worker."""
-    with rpc_ext.serve_offload(tmp_path / "served") as service:
+def service(worker: rpc_ext.Session, tmp_path: Path) -> Iterator[rpc_ext.StoreService]:
+    """Give a store service of this worker."""
+    with rpc_ext.serve_store(tmp_path / "served") as service:
         yield service
 
 
 @pytest.fixture
-def remote(service: rpc_ext.OffloadService) -> Iterator[rpc_ext.RemoteOffloader]:
+def remote(service: rpc_ext.StoreService) -> Iterator[rpc_ext.RemoteStore]:
     """Give a client of that service, of the same worker."""
-    with rpc_ext.RemoteOffloader(ME) as remote:
+    with rpc_ext.RemoteStore(ME) as remote:
         yield remote
 
 

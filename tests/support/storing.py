@@ -12,8 +12,8 @@ import torch
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import StorageError
-from cudafuture.storage import Engine
-from cudafuture.store import Offloader
+from cudafuture.io import Engine
+from cudafuture.store import DiskStore
 from support.patience import PATIENCE
 
 BACKENDS = ["io_uring", "threads"]
@@ -47,10 +47,10 @@ def engine_on(backend: Any) -> Engine:
         pytest.skip(str(e))
 
 
-def held(folder: Path, **options: Any) -> tuple[Engine, Offloader]:
+def held(folder: Path, **options: Any) -> tuple[Engine, DiskStore]:
     """Return a store whose engine gives no result before it is released."""
     engine = Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
-    return engine, Offloader(folder, engine=engine, **options)
+    return engine, DiskStore(folder, engine=engine, **options)
 
 
 def numbered(size: int, seed: int = 0) -> torch.Tensor:
@@ -58,7 +58,7 @@ def numbered(size: int, seed: int = 0) -> torch.Tensor:
     return torch.arange(size, dtype=torch.float32) + seed
 
 
-def get(store: Offloader, key: str) -> torch.Tensor:
+def get(store: DiskStore, key: str) -> torch.Tensor:
     """Read a tensor, and wait for it."""
     return store.read(key).wait(timeout=PATIENCE)
 
@@ -74,7 +74,7 @@ def error_number(future: CUDAFuture[Any]) -> int:
     return error.errno
 
 
-def expect(store: Offloader, expected: Mapping[str, torch.Tensor]) -> None:
+def expect(store: DiskStore, expected: Mapping[str, torch.Tensor]) -> None:
     """See that the store has exactly these tensors, whole, and takes no room for others."""
     assert sorted(store.keys()) == sorted(expected)
     reads = {key: store.read(key) for key in expected}

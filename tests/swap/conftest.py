@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cudafuture.storage import Engine
-from cudafuture.store import Offloader
+from cudafuture.io import Engine
+from cudafuture.store import DiskStore
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Offloader]:
+def store(tmp_path: Path) -> Iterator[DiskStore]:
     """Give a store whose engine cuts a large tensor into many blocks."""
-    with Engine(queue_depth=8, block_size=1 << 18) as engine, Offloader(tmp_path / "store", engine=engine) as store:
+    with Engine(queue_depth=8, block_size=1 << 18) as engine, DiskStore(tmp_path / "store", engine=engine) as store:
         yield store
 
 

@@ -13,8 +13,8 @@ import torch
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import NotFoundError, StorageError
-from cudafuture.storage import Engine
-from cudafuture.store import Offloader
+from cudafuture.io import Engine
+from cudafuture.store import DiskStore
 from support.child import Child
 from support.soak import SOAK
 from support.training import OPTIMIZERS, Pair, same
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def pair(store: Offloader) -> Pair:
+def pair(store: DiskStore) -> Pair:
     return Pair(OPTIMIZERS["Adam"], store, ((200, 201), (77,), (3,)), chunk_bytes=1 << 16, memory=1000)
 
 
-def test_a_checkpoint_gives_back_state_and_options(pair: Pair, store: Offloader) -> None:
+def test_a_checkpoint_gives_back_state_and_options(pair: Pair, store: DiskStore) -> None:
     pair.offloaded.save("empty")
     for _ in range(3):
         pair.step()
@@ -50,7 +50,7 @@ def test_a_checkpoint_gives_back_state_and_options(pair: Pair, store: Offloader)
     assert len(pair.offloaded.state) == 0
 
 
-def test_a_checkpoint_is_read_with_other_chunks_and_buffers(pair: Pair, store: Offloader) -> None:
+def test_a_checkpoint_is_read_with_other_chunks_and_buffers(pair: Pair, store: DiskStore) -> None:
     for _ in range(3):
         pair.step()
     pair.offloaded.save("here")
@@ -66,7 +66,7 @@ def test_a_checkpoint_is_read_with_other_chunks_and_buffers(pair: Pair, store: O
         other.offloaded.close()
 
 
-def test_a_checkpoint_of_the_same_name_is_replaced_and_can_be_deleted(pair: Pair, store: Offloader) -> None:
+def test_a_checkpoint_of_the_same_name_is_replaced_and_can_be_deleted(pair: Pair, store: DiskStore) -> None:
     pair.step()
     pair.offloaded.save("latest")
     keys = len(store.keys())
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_the_same_name_is_replaced_and_can_be_deleted(pair: Pair
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_checkpoints_without_tensors_have_numbers_of_their_own(is_replaced: bool, store: Offloader) -> None:
+def test_checkpoints_without_tensors_have_numbers_of_their_own(is_replaced: bool, store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store)
     pair.offloaded.save("before the first step")
     pair.step()
@@ -103,12 +103,12 @@ class Interrupted:
         raise KeyboardInterrupt
 
 
-def saved_keys(store: Offloader) -> set[str]:
+def saved_keys(store: DiskStore) -> set[str]:
     return {key for key in store.list_keys().wait() if "/state/" not in key}
 
 
 @pytest.fixture
-def two_steps(pair: Pair, store: Offloader) -> tuple[Pair, dict[str, Any]]:
+def two_steps(pair: Pair, store: DiskStore) -> tuple[Pair, dict[str, Any]]:
     """Give a pair with a checkpoint of its first step, and the state of that, after its second step."""
     pair.step()
     pair.offloaded.save("latest")
@@ -124,7 +124,7 @@ def expect_loads(pair: Pair, state: dict[str, Any]) -> None:
 
 
 def test_an_interrupt_after_the_manifest_was_written_leaves_a_whole_checkpoint(
-    two_steps: tuple[Pair, dict[str, Any]], store: Offloader, monkeypatch: pytest.MonkeyPatch
+    two_steps: tuple[Pair, dict[str, Any]], store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, _ = two_steps
     second = copy.deepcopy(pair.optimizer.state_dict())
@@ -139,7 +139,7 @@ def test_an_interrupt_after_the_manifest_was_written_leaves_a_whole_checkpoint(
 
 @pytest.mark.parametrize("call", ["save", "load", "delete_checkpoint"])
 def test_a_call_waits_for_the_manifest_of_an_interrupted_one(
-    call: str, two_steps: tuple[Pair, dict[str, Any]], store: Offloader, monkeypatch: pytest.MonkeyPatch
+    call: str, two_steps: tuple[Pair, dict[str, Any]], store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest is in flight until the store is flushed."""
     pair, _ = two_steps
@@ -159,7 +159,7 @@ def test_a_call_waits_for_the_manifest_of_an_interrupted_one(
 
 
 def test_a_manifest_that_cannot_be_written_leaves_the_older_checkpoint_and_no_tensors(
-    two_steps: tuple[Pair, dict[str, Any]], store: Offloader, monkeypatch: pytest.MonkeyPatch
+    two_steps: tuple[Pair, dict[str, Any]], store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, first = two_steps
     before = saved_keys(store)
@@ -179,7 +179,7 @@ def test_a_manifest_that_cannot_be_written_leaves_the_older_checkpoint_and_no_te
 
 @pytest.mark.parametrize("checkpoint", ["latest", "other"])
 def test_the_next_checkpoint_deletes_tensors_without_a_manifest(
-    checkpoint: str, two_steps: tuple[Pair, dict[str, Any]], store: Offloader, monkeypatch: pytest.MonkeyPatch
+    checkpoint: str, two_steps: tuple[Pair, dict[str, Any]], store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, first = two_steps
     pair.offloaded.save("other")
@@ -198,7 +198,7 @@ def test_the_next_checkpoint_deletes_tensors_without_a_manifest(
 
 @pytest.mark.parametrize("checkpoint", ["latest", "other"])
 def test_the_last_manifest_counts_where_a_crash_has_left_two(
-    checkpoint: str, two_steps: tuple[Pair, dict[str, Any]], store: Offloader, monkeypatch: pytest.MonkeyPatch
+    checkpoint: str, two_steps: tuple[Pair, dict[str, Any]], store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, _ = two_steps
     before = len(saved_keys(store))
@@ -216,7 +216,7 @@ def test_the_last_manifest_counts_where_a_crash_has_left_two(
 
 
 def test_all_manifests_of_a_checkpoint_are_deleted(
-    two_steps: tuple[Pair, dict[str, Any]], store: Offloader, monkeypatch: pytest.MonkeyPatch
+    two_steps: tuple[Pair, dict[str, Any]], store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, _ = two_steps
     with monkeypatch.context() as patch:
@@ -239,7 +239,7 @@ def test_numbers_of_numpy_are_saved_as_numbers_of_python(pair: Pair) -> None:
     assert pair.offloaded.state_of(pair.swapped[1])["count"] == 3
 
 
-def test_values_that_cannot_be_loaded_are_not_saved(pair: Pair, store: Offloader) -> None:
+def test_values_that_cannot_be_loaded_are_not_saved(pair: Pair, store: DiskStore) -> None:
     pair.step()
     pair.offloaded.save("here")
     before = saved_keys(store)
@@ -256,7 +256,7 @@ def test_values_that_cannot_be_loaded_are_not_saved(pair: Pair, store: Offloader
     pair.offloaded.save("here")
 
 
-def test_a_manifest_holds_no_large_tensors_of_state_in_memory(store: Offloader) -> None:
+def test_a_manifest_holds_no_large_tensors_of_state_in_memory(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (77,)), chunk_bytes=1 << 16, memory=1 << 20)
     pair.step()
     assert pair.offloaded.statistics().stored_bytes == 0
@@ -278,7 +278,7 @@ def test_a_manifest_holds_no_large_tensors_of_state_in_memory(store: Offloader) 
         assert all(same(value, found[name]) for name, value in pair.optimizer.state[plain].items())
 
 
-def test_what_is_no_checkpoint_is_refused(pair: Pair, store: Offloader) -> None:
+def test_what_is_no_checkpoint_is_refused(pair: Pair, store: DiskStore) -> None:
     pair.offloaded.save("there")
     with pytest.raises(NotFoundError, match="no checkpoint 'elsewhere'; there are: 'there'"):
         pair.offloaded.load("elsewhere")
@@ -306,7 +306,7 @@ def test_a_step_and_a_checkpoint_are_killed(tmp_path: Path) -> None:
                 pass
             child.process.kill()
             child.process.wait()
-        with Offloader(folder, durable=True) as store:
+        with DiskStore(folder, durable=True) as store:
             pair = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (77,)), chunk_bytes=1 << 16)
             steps = sorted(pair.offloaded.checkpoints())
             assert steps == ["latest"]
@@ -321,11 +321,11 @@ def test_a_step_and_a_checkpoint_are_killed(tmp_path: Path) -> None:
 
 TRAINS_FOR_EVER = """
 import sys, torch
-from cudafuture.storage import Engine
-from cudafuture.store import Offloader
+from cudafuture.io import Engine
+from cudafuture.store import DiskStore
 from cudafuture.swap import offload
 parameters = [torch.nn.Parameter(torch.ones(200, 201)), torch.nn.Parameter(torch.ones(77))]
-store = Offloader(sys.argv[1], durable=True)
+store = DiskStore(sys.argv[1], durable=True)
 optimizer = offload(torch.optim.Adam(parameters), store, min_bytes=0, chunk_bytes=1 << 16)
 step = 0
 while True:
@@ -339,7 +339,7 @@ while True:
 
 
 def test_a_state_dict_reads_nothing_until_its_tensors_are_used(tmp_path: Path) -> None:
-    with Engine() as engine, Offloader(tmp_path, engine=engine) as store:
+    with Engine() as engine, DiskStore(tmp_path, engine=engine) as store:
         pair = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (70_001,), (2 * 16_384 + 100,)), chunk_bytes=1 << 16)
         pair.step()
         before = engine.statistics().blocks

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import StorageError, SwapError
-from cudafuture.store import Offloader
+from cudafuture.store import DiskStore
 from support.soak import soak_cases
 from support.training import OPTIMIZERS, Make, Pair, same
 
@@ -60,7 +60,7 @@ def _is_called_by_an_optimizer(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def trained(make: Make, place: str, store: Offloader, steps: int) -> Pair:
+def trained(make: Make, place: str, store: DiskStore, steps: int) -> Pair:
     shapes, options = PLACES[place]
     pair = Pair(make, store, shapes, **options)
     for _ in range(steps):
@@ -81,7 +81,7 @@ def differences(pair: Pair) -> list[int]:
     ]
 
 
-def count_operators(make: Make, place: str, store: Offloader, steps: int) -> int:
+def count_operators(make: Make, place: str, store: DiskStore, steps: int) -> int:
     pair = trained(make, place, store, steps)
     fault = Fault(0)
     with fault:
@@ -93,7 +93,7 @@ def count_operators(make: Make, place: str, store: Offloader, steps: int) -> int
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "place", "steps"), soak_cases(product(UPDATES, ["store", "memory"], [0, 1]), 5))
 def test_whichever_operator_of_a_step_fails_the_other_parameters_are_updated_once(
-    name: str, place: str, steps: int, store: Offloader
+    name: str, place: str, steps: int, store: DiskStore
 ) -> None:
     make = UPDATES[name]
     count = count_operators(make, place, store, steps)
@@ -108,7 +108,7 @@ def test_whichever_operator_of_a_step_fails_the_other_parameters_are_updated_onc
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "place"), soak_cases(product(LAST, ["store", "chunks", "gradients"]), 5))
-def test_state_in_the_store_is_old_if_the_value_is(name: str, place: str, store: Offloader) -> None:
+def test_state_in_the_store_is_old_if_the_value_is(name: str, place: str, store: DiskStore) -> None:
     make = UPDATES[name]
     for number in range(1, count_operators(make, place, store, 1) + 1):
         pair = trained(make, place, store, 1)
@@ -121,7 +121,7 @@ def test_state_in_the_store_is_old_if_the_value_is(name: str, place: str, store:
 
 @pytest.mark.parametrize("place", ["store", "chunks"])
 def test_new_state_that_cannot_be_written_after_a_failed_update_stays_in_memory(
-    place: str, store: Offloader, monkeypatch: pytest.MonkeyPatch
+    place: str, store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(tensors: Mapping[str, torch.Tensor], **options: Any) -> CUDAFuture[int]:
         return CUDAFuture.failed(StorageError("no space"))

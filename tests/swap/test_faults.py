@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cudafuture.errors import QuotaError, StorageError, SwapError
-from cudafuture.store import Offloader
+from cudafuture.store import DiskStore
 from cudafuture.swap import OffloadedOptimizer, OptimizerSwapper, offload
 from cudafuture.testing import FaultyEngine
 from support.child import run_script
@@ -26,7 +26,7 @@ STEPS = 2  # before the step that fails
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def trained(store: Offloader, **options: Any) -> Pair:
+def trained(store: DiskStore, **options: Any) -> Pair:
     pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, **{"chunk_bytes": CHUNK, "buffer_bytes": BUFFERS, **options})
     for _ in range(STEPS):
         pair.step()
@@ -35,7 +35,7 @@ def trained(store: Offloader, **options: Any) -> Pair:
 
 def ios_of_a_step(folder: Path, options: dict[str, Any]) -> range:
     """Return the numbers of the I/Os of the third step."""
-    with FaultyEngine("threads", block_size=CHUNK) as engine, Offloader(folder, engine=engine) as store:
+    with FaultyEngine("threads", block_size=CHUNK) as engine, DiskStore(folder, engine=engine) as store:
         pair = trained(store, **options)
         before = engine.statistics().blocks
         pair.step()
@@ -72,7 +72,7 @@ def test_whichever_io_of_a_step_fails_the_step_can_be_repeated(
     numbers = ios_of_a_step(tmp_path / "count", options)
     for number in numbers:
         engine = FaultyEngine("threads", at={number: code}, block_size=CHUNK)
-        with engine, Offloader(tmp_path / f"{number}", engine=engine) as store:
+        with engine, DiskStore(tmp_path / f"{number}", engine=engine) as store:
             pair = trained(store, **options)
             old = [parameter.detach().clone() for parameter in pair.swapped]
             old_states = [copy.deepcopy(pair.optimizer.state[parameter]) for parameter in pair.plain]
@@ -95,7 +95,7 @@ def test_whichever_io_of_a_step_fails_the_step_can_be_repeated(
     assert failed + len(kept) == len(numbers) >= 24
 
 
-def with_masters(store: Offloader) -> tuple[list[torch.nn.Parameter], OffloadedOptimizer]:
+def with_masters(store: DiskStore) -> tuple[list[torch.nn.Parameter], OffloadedOptimizer]:
     """Return trained parameters whose old values are read from master weights: the buffers leave no memory for them."""
     numbers = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(size, generator=numbers).bfloat16()) for size in (168_000, 100_000)]
@@ -114,12 +114,12 @@ def step_from_values(parameters: list[torch.nn.Parameter], optimizer: OffloadedO
 
 
 def test_parameters_with_master_weights_are_whole_whichever_io_of_a_step_fails(tmp_path: Path) -> None:
-    with Offloader(tmp_path / "reference") as store:
+    with DiskStore(tmp_path / "reference") as store:
         new, optimizer = with_masters(store)
         old, old_state = [p.detach().clone() for p in new], [optimizer.state_of(p) for p in new]
         step_from_values(new, optimizer)
         new_state = [optimizer.state_of(p) for p in new]
-    with FaultyEngine("threads", block_size=CHUNK) as engine, Offloader(tmp_path / "count", engine=engine) as store:
+    with FaultyEngine("threads", block_size=CHUNK) as engine, DiskStore(tmp_path / "count", engine=engine) as store:
         parameters, optimizer = with_masters(store)
         before = engine.statistics().blocks
         step_from_values(parameters, optimizer)
@@ -127,7 +127,7 @@ def test_parameters_with_master_weights_are_whole_whichever_io_of_a_step_fails(t
     failed = 0
     for number in numbers:
         engine = FaultyEngine("threads", at={number: errno.EIO}, block_size=CHUNK)
-        with engine, Offloader(tmp_path / f"{number}", engine=engine) as store:
+        with engine, DiskStore(tmp_path / f"{number}", engine=engine) as store:
             parameters, optimizer = with_masters(store)
             try:
                 step_from_values(parameters, optimizer)
@@ -145,7 +145,7 @@ def test_parameters_with_master_weights_are_whole_whichever_io_of_a_step_fails(t
 
 def test_state_stays_in_memory_while_the_store_is_full(tmp_path: Path) -> None:
     needed = 4 * 2 * sum(a * b for a, b in SHAPES)
-    with Offloader(tmp_path, capacity=8 * needed // 5) as store:  # a tensor that is written again needs room for both
+    with DiskStore(tmp_path, capacity=8 * needed // 5) as store:  # a tensor that is written again needs room for both
         pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK, buffer_bytes=BUFFERS)
         pair.step()
         others: list[str] = []
@@ -167,7 +167,7 @@ def test_state_stays_in_memory_while_the_store_is_full(tmp_path: Path) -> None:
             pair.expect_same()
 
 
-def test_a_step_that_is_made_again_uses_the_gradients_again(store: Offloader) -> None:
+def test_a_step_that_is_made_again_uses_the_gradients_again(store: DiskStore) -> None:
     """As torch does; also where a gradient was changed behind autograd's back."""
     pair = trained(store)
     pair.give_gradients()
@@ -184,7 +184,7 @@ def test_a_step_that_is_made_again_uses_the_gradients_again(store: Offloader) ->
 
 
 @pytest.mark.parametrize("when", ["step", "backward"])
-def test_state_stays_whole_where_writes_stay_in_flight(when: str, store: Offloader) -> None:
+def test_state_stays_whole_where_writes_stay_in_flight(when: str, store: DiskStore) -> None:
     """Each step writes keys that the one before it has replaced; what has gone from the store then stays gone."""
     pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, when=when, chunk_bytes=1 << 16, prefetch=4)
     for step in range(6):
@@ -204,7 +204,7 @@ def test_a_batch_that_is_dropped_after_an_error_costs_no_state(tmp_path: Path) -
     numbers = ios_of_a_step(tmp_path / "count", {})
     for number in numbers[:: len(numbers) // 6]:
         engine = FaultyEngine("threads", at={number: errno.EIO}, block_size=CHUNK)
-        with engine, Offloader(tmp_path / f"{number}", engine=engine) as store:
+        with engine, DiskStore(tmp_path / f"{number}", engine=engine) as store:
             pair = trained(store)
             pair.give_gradients()
             with contextlib.suppress(SwapError):
@@ -242,7 +242,7 @@ def test_io_that_fails_during_backward_leaves_every_parameter_its_gradient(
         pair.offloaded.step()
         pair.offloaded.zero_grad()
 
-    with FaultyEngine("threads", block_size=CHUNK) as engine, Offloader(tmp_path / "count", engine=engine) as store:
+    with FaultyEngine("threads", block_size=CHUNK) as engine, DiskStore(tmp_path / "count", engine=engine) as store:
         pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK, buffer_bytes=BUFFERS, **options)
         for _ in range(STEPS):
             step(pair)
@@ -252,7 +252,7 @@ def test_io_that_fails_during_backward_leaves_every_parameter_its_gradient(
     failed = 0
     for number in numbers:
         engine = FaultyEngine("threads", at={number: errno.EIO}, block_size=CHUNK)
-        with engine, Offloader(tmp_path / f"{number}", engine=engine) as store:
+        with engine, DiskStore(tmp_path / f"{number}", engine=engine) as store:
             pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK, buffer_bytes=BUFFERS, **options)
             for _ in range(STEPS):
                 step(pair)
@@ -319,7 +319,7 @@ def test_an_exception_that_is_kept_does_not_hold_the_next_step_up(tmp_path: Path
     """Its frames have tensors of the buffers; debuggers and notebooks keep the last one."""
     kept: list[SwapError] = []
     engine = FaultyEngine("threads", seed=1, io_error=0.2, block_size=CHUNK)
-    with engine, Offloader(tmp_path, engine=engine) as store:
+    with engine, DiskStore(tmp_path, engine=engine) as store:
         pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK, buffer_bytes=2 << 20, prefetch=0)
         for _ in range(3):
             pair.give_gradients()
@@ -338,7 +338,7 @@ def test_an_exception_that_is_kept_does_not_hold_the_next_step_up(tmp_path: Path
 def test_tensors_of_the_buffers_that_a_program_keeps_cost_memory_and_hold_nothing_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Offloader(tmp_path) as store:
+    with DiskStore(tmp_path) as store:
         parameters = [torch.nn.Parameter(torch.randn(40_000)) for _ in range(3)]
         values = [parameter.detach().clone() for parameter in parameters]
         adam = torch.optim.Adam([torch.zeros(0)])

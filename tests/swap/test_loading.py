@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cudafuture.errors import InvalidStateError, NotFoundError, StorageError, SwapError
-from cudafuture.store import Offloader
+from cudafuture.store import DiskStore
 from cudafuture.swap import offload
 from cudafuture.testing import FaultyEngine
 from support.child import Child
@@ -24,7 +24,7 @@ SHAPES = ((200, 201), (77,))
 
 
 @pytest.fixture
-def pair(store: Offloader) -> Pair:
+def pair(store: DiskStore) -> Pair:
     pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=1 << 16)
     pair.step()
     return pair
@@ -40,7 +40,7 @@ def expect_same_states(found: list[dict[str, Any]], expected: list[dict[str, Any
         assert all(same(value, other[name]) for name, value in one.items())
 
 
-def test_a_checkpoint_that_lacks_a_tensor_changes_nothing(pair: Pair, store: Offloader) -> None:
+def test_a_checkpoint_that_lacks_a_tensor_changes_nothing(pair: Pair, store: DiskStore) -> None:
     pair.offloaded.save("damaged")
     store.delete([key for key in store.list_keys().wait() if "/saved/" in key][-1]).wait()
     pair.step()
@@ -52,7 +52,7 @@ def test_a_checkpoint_that_lacks_a_tensor_changes_nothing(pair: Pair, store: Off
     assert pair.offloaded.param_groups[0]["lr"] == 0.5
 
 
-def with_checkpoint(store: Offloader) -> tuple[Pair, list[list[dict[str, Any]]]]:
+def with_checkpoint(store: DiskStore) -> tuple[Pair, list[list[dict[str, Any]]]]:
     """Return a pair with a checkpoint of its first step, and the states after both of its steps."""
     pair, found = Pair(OPTIMIZERS["Adam"], store, ((400, 420), (256, 255)), chunk_bytes=1 << 18), []
     for number in range(2):
@@ -66,7 +66,7 @@ def with_checkpoint(store: Offloader) -> tuple[Pair, list[list[dict[str, Any]]]]
 
 def test_a_load_that_fails_leaves_each_parameter_whole_and_can_be_repeated(tmp_path: Path) -> None:
     """The options are those of the checkpoint only when all states are."""
-    with FaultyEngine("threads", block_size=1 << 18) as engine, Offloader(tmp_path / "count", engine=engine) as store:
+    with FaultyEngine("threads", block_size=1 << 18) as engine, DiskStore(tmp_path / "count", engine=engine) as store:
         pair, _ = with_checkpoint(store)
         before = engine.statistics().blocks
         pair.offloaded.load("first")
@@ -74,7 +74,7 @@ def test_a_load_that_fails_leaves_each_parameter_whole_and_can_be_repeated(tmp_p
     steps = set()
     for number in numbers:
         engine = FaultyEngine("threads", at={number: errno.EIO}, block_size=1 << 18)
-        with engine, Offloader(tmp_path / f"{number}", engine=engine) as store:
+        with engine, DiskStore(tmp_path / f"{number}", engine=engine) as store:
             pair, (first, second) = with_checkpoint(store)
             with pytest.raises((StorageError, SwapError)):
                 pair.offloaded.load("first")
@@ -89,7 +89,7 @@ def test_a_load_that_fails_leaves_each_parameter_whole_and_can_be_repeated(tmp_p
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_state_of_another_dtype_is_cast_as_torch_does(masters: bool, store: Offloader) -> None:
+def test_state_of_another_dtype_is_cast_as_torch_does(masters: bool, store: DiskStore) -> None:
     saved = Pair(OPTIMIZERS["Adam"], store, SHAPES, torch.float32 if not masters else torch.bfloat16, name="saved")
     saved.step()
     loaded = Pair(OPTIMIZERS["Adam"], store, SHAPES, torch.bfloat16, name="loaded", master_weights=masters)
@@ -107,7 +107,7 @@ def test_state_of_another_dtype_is_cast_as_torch_does(masters: bool, store: Offl
     ("dtypes", "masters"), [((torch.float32, torch.bfloat16), False), ((torch.bfloat16,) * 2, True)]
 )
 def test_a_checkpoint_of_another_dtype_is_cast(
-    dtypes: tuple[torch.dtype, torch.dtype], masters: bool, store: Offloader
+    dtypes: tuple[torch.dtype, torch.dtype], masters: bool, store: DiskStore
 ) -> None:
     saved = Pair(OPTIMIZERS["NAdam"], store, SHAPES, dtypes[0], name="optimizer")
     saved.step()
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_another_dtype_is_cast(
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_a_state_dict_of_an_older_torch_is_completed(masters: bool, store: Offloader) -> None:
+def test_a_state_dict_of_an_older_torch_is_completed(masters: bool, store: DiskStore) -> None:
     """It lacks options that came later, and its steps are numbers."""
     dtype = torch.bfloat16 if masters else torch.float32
     pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, dtype, master_weights=masters)
@@ -144,7 +144,7 @@ def test_a_state_dict_of_an_older_torch_is_completed(masters: bool, store: Offlo
         pair.expect_same()
 
 
-def test_a_checkpoint_of_another_class_is_refused_unless_one_is_the_others_base(pair: Pair, store: Offloader) -> None:
+def test_a_checkpoint_of_another_class_is_refused_unless_one_is_the_others_base(pair: Pair, store: DiskStore) -> None:
     pair.offloaded.save("of Adam")
     pair.offloaded.close()
     parameters = copy.deepcopy(pair.swapped)
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_another_class_is_refused_unless_one_is_the_others_base(
         other.load("of AdamW")
 
 
-def test_memory_of_state_that_was_replaced_is_given_back(store: Offloader) -> None:
+def test_memory_of_state_that_was_replaced_is_given_back(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, ((100,), (100,)), memory=2 * 4 * 100)
     pair.step(missing=[1])
     assert pair.offloaded.statistics().resident_bytes == 800
@@ -183,7 +183,7 @@ def test_a_tensor_of_another_shape_is_refused_for_a_parameter_in_chunks(pair: Pa
 
 
 def test_state_that_could_not_be_written_is_gone_when_it_is_replaced(tmp_path: Path) -> None:
-    with FaultyEngine("threads", at={1: errno.EIO}) as engine, Offloader(tmp_path, engine=engine) as store:
+    with FaultyEngine("threads", at={1: errno.EIO}) as engine, DiskStore(tmp_path, engine=engine) as store:
         pair = Pair(OPTIMIZERS["Adam"], store, ((77,),))
         pair.give_gradients()
         with pytest.raises(SwapError, match="written"):
@@ -196,7 +196,7 @@ def test_state_that_could_not_be_written_is_gone_when_it_is_replaced(tmp_path: P
 
 
 def test_no_parameter_is_added_whose_first_state_cannot_be_written(tmp_path: Path) -> None:
-    with FaultyEngine("threads", at={2: errno.EIO}) as engine, Offloader(tmp_path, engine=engine) as store:
+    with FaultyEngine("threads", at={2: errno.EIO}) as engine, DiskStore(tmp_path, engine=engine) as store:
         first, second = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(300))
         optimizer = offload(torch.optim.Adagrad, store, params=[first], min_bytes=0)
         with pytest.raises(SwapError, match="parameter 0 of group 1 cannot be written"):

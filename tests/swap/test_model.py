@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cudafuture.errors import NotFoundError, SwapError
-from cudafuture.store import Offloader
+from cudafuture.store import DiskStore
 from cudafuture.swap import offload
 from cudafuture.testing import FaultyEngine
 from support.soak import soak_count
@@ -47,7 +47,7 @@ OPTIONS = st.fixed_dictionaries(
 class Sequence:
     """A pair of optimizers, and what has been saved of the plain one."""
 
-    def __init__(self, name: str, store: Offloader, options: dict[str, Any]) -> None:
+    def __init__(self, name: str, store: DiskStore, options: dict[str, Any]) -> None:
         self.pair = Pair(OPTIMIZERS[name], store, SHAPES, **options)
         self.saved: dict[str, tuple[int, dict[str, Any]]] = {}
         self.uses_gradients_up = options["swap_gradients"]  # torch would use them again
@@ -177,7 +177,7 @@ class Sequence:
 def test_any_sequence_of_calls_does_what_a_plain_optimizer_does(
     name: str, options: dict[str, Any], actions: list[tuple[str, Any]]
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder, Offloader(folder) as store:
+    with tempfile.TemporaryDirectory() as folder, DiskStore(folder) as store:
         sequence = Sequence(name, store, options)
         for action, argument in actions:
             sequence.do(action, argument)
@@ -195,7 +195,7 @@ def test_steps_with_io_that_fails_by_chance_are_made_once_when_they_are_repeated
 ) -> None:
     """`calls`: whether the state of a parameter is looked at after each step."""
     engine = FaultyEngine("threads", seed=seed, io_error=rate, no_space=rate / 2, cut_short=rate, late=0.2)
-    with tempfile.TemporaryDirectory() as folder, engine, Offloader(folder, engine=engine) as store:
+    with tempfile.TemporaryDirectory() as folder, engine, DiskStore(folder, engine=engine) as store:
         pair = Pair(OPTIMIZERS["AdamW"], store, SHAPES, **options)
         for looks in calls:
             pair.give_gradients()
@@ -215,7 +215,7 @@ def test_steps_with_io_that_fails_by_chance_are_made_once_when_they_are_repeated
             assert same(plain.detach(), swapped.detach())
 
 
-def test_offloading_takes_a_state_that_is_there(store: Offloader) -> None:
+def test_offloading_takes_a_state_that_is_there(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["AdamW"], store, SHAPES, name="first")
     pair.step()
     given_one = OPTIMIZERS["AdamW"](pair.swapped)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudafuture.errors import InvalidStateError
-from cudafuture.store import Offloader
+from cudafuture.store import DiskStore
 from cudafuture.swap import offload
 from support.training import OPTIMIZERS, Pair, same
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def pair(store: Offloader) -> Pair:
+def pair(store: DiskStore) -> Pair:
     return Pair(OPTIMIZERS["AdamW"], store, ((200, 201), (77,)), chunk_bytes=1 << 16)
 
 
@@ -146,7 +146,7 @@ def test_state_is_read_and_replaced_for_one_parameter(pair: Pair) -> None:
         pair.offloaded.state_of(nn.Parameter(torch.ones(3)))
 
 
-def test_memory_that_is_allowed_is_used_and_no_more(store: Offloader) -> None:
+def test_memory_that_is_allowed_is_used_and_no_more(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, ((100,), (1000,), (100,)), memory=2 * 4 * 200)
     pair.step()
     found = pair.offloaded.statistics()
@@ -157,13 +157,13 @@ def test_memory_that_is_allowed_is_used_and_no_more(store: Offloader) -> None:
     assert pair.offloaded.statistics().swap_out_state_bytes == 2 * 2 * 4 * 1000
 
 
-def test_small_state_stays_in_memory(store: Offloader) -> None:
+def test_small_state_stays_in_memory(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, ((100,), (1000,)), min_bytes=4000)
     pair.step()
     assert pair.offloaded.statistics().stored_bytes == 2 * 4 * 1000
 
 
-def test_buffers_that_hold_one_parameter_are_enough(store: Offloader) -> None:
+def test_buffers_that_hold_one_parameter_are_enough(store: DiskStore) -> None:
     with pytest.raises(
         ValueError, match=r"buffer_bytes=1000 is less than parameter \d of group 0 needs: \d+"
     ) as caught:
@@ -181,7 +181,7 @@ def test_buffers_that_hold_one_parameter_are_enough(store: Offloader) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
 @pytest.mark.parametrize("when", ["step", "backward"])
-def test_memory_that_comes_back_is_waited_for(when: str, prefetch: int, store: Offloader) -> None:
+def test_memory_that_comes_back_is_waited_for(when: str, prefetch: int, store: DiskStore) -> None:
     """Buffers for one parameter, and more parameters than are read and written at a time."""
     size = 12 * 64 * 1024 + 8 * 4096
     shapes = ((256, 256),) * 9
@@ -191,7 +191,7 @@ def test_memory_that_comes_back_is_waited_for(when: str, prefetch: int, store: O
     pair.expect_same()
 
 
-def test_later_parameters_are_read_while_one_is_updated(store: Offloader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_parameters_are_read_while_one_is_updated(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of writes that have ended goes to reads before the update of the next parameter begins."""
     condition = threading.Condition()
     reads, updated, watched = 0, 0, False
@@ -213,10 +213,10 @@ def test_later_parameters_are_read_while_one_is_updated(store: Offloader, monkey
         with condition:
             reads += len(keys)
             condition.notify_all()
-        return Offloader.readv(store, keys, *args, **options)
+        return DiskStore.readv(store, keys, *args, **options)
 
     def writev(*args: Any, **options: Any) -> Any:
-        future = Offloader.writev(store, *args, **options)
+        future = DiskStore.writev(store, *args, **options)
         future.wait()
         return future
 
@@ -237,14 +237,14 @@ def test_later_parameters_are_read_while_one_is_updated(store: Offloader, monkey
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_state_is_written_from_the_buffers(
-    dtype: torch.dtype, store: Offloader, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The buffers hold the new tensors of an update until the store has written them, so their memory is bounded."""
     addresses: list[int] = []
 
     def writev(tensors: dict[str, torch.Tensor], **options: Any) -> Any:
         addresses.extend(tensor.data_ptr() for tensor in tensors.values())
-        return Offloader.writev(store, tensors, **options)
+        return DiskStore.writev(store, tensors, **options)
 
     monkeypatch.setattr(store, "writev", writev)
     parameter = nn.Parameter(torch.ones(100_001, dtype=dtype))
@@ -259,7 +259,7 @@ def test_the_first_state_is_written_from_the_buffers(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_leaves_a_core_to_the_store_where_the_result_is_the_same(
-    name: str, dtype: torch.dtype, store: Offloader
+    name: str, dtype: torch.dtype, store: DiskStore
 ) -> None:
     counts: set[int] = set()
 
@@ -285,7 +285,7 @@ def test_an_update_leaves_a_core_to_the_store_where_the_result_is_the_same(
     [torch.Tensor.half, torch.Tensor.double, lambda values: values[:9], lambda values: torch.cat([values, values])],
     ids=["half", "double", "smaller", "larger"],
 )
-def test_a_parameter_that_was_changed_is_refused_as_torch_does(change: Any, store: Offloader) -> None:
+def test_a_parameter_that_was_changed_is_refused_as_torch_does(change: Any, store: DiskStore) -> None:
     """Nothing is lost: with its old type and shape, training goes on."""
     pair = Pair(OPTIMIZERS["Adam"], store, chunk_bytes=1 << 16)
     pair.step()
@@ -310,7 +310,7 @@ def test_a_parameter_that_was_changed_is_refused_as_torch_does(change: Any, stor
     pair.expect_same()
 
 
-def test_an_optimizer_that_cannot_be_offloaded_keeps_its_state(store: Offloader) -> None:
+def test_an_optimizer_that_cannot_be_offloaded_keeps_its_state(store: DiskStore) -> None:
     parameter = nn.Parameter(torch.ones(1000))
     optimizer = torch.optim.Adam([parameter])
     parameter.grad = torch.ones_like(parameter)
@@ -341,7 +341,7 @@ class Preconditioned(torch.optim.Optimizer):
                     parameter.sub_(group["lr"] * parameter.grad / state["matrix"].diagonal().sqrt())
 
 
-def test_state_may_be_larger_than_its_parameter(store: Offloader) -> None:
+def test_state_may_be_larger_than_its_parameter(store: DiskStore) -> None:
     """The buffers grow beyond their default of 64 MiB; where the user has given a size, the error has the name."""
     pair = Pair(Preconditioned, store, ((4200,), (10,)), prefetch=0)
     pair.optimizer.step = torch.no_grad()(pair.optimizer.step)  # type: ignore[method-assign]
@@ -354,7 +354,7 @@ def test_state_may_be_larger_than_its_parameter(store: Offloader) -> None:
         tight.step()
 
 
-def test_backward_goes_on_where_the_buffers_have_no_room_for_a_state(store: Offloader) -> None:
+def test_backward_goes_on_where_the_buffers_have_no_room_for_a_state(store: DiskStore) -> None:
     parameters = [nn.Parameter(torch.ones(count)) for count in (10, 1000, 10)]
     plain = Preconditioned(parameters)
     with offload(plain, store, min_bytes=0, buffer_bytes=1 << 20, when="backward") as optimizer:
@@ -368,7 +368,7 @@ def test_backward_goes_on_where_the_buffers_have_no_room_for_a_state(store: Offl
         assert [optimizer.state_of(parameter)["matrix"][0, 0].item() for parameter in parameters] == [2, 1, 2]
 
 
-def test_parameters_that_need_larger_buffers_are_added(store: Offloader) -> None:
+def test_parameters_that_need_larger_buffers_are_added(store: DiskStore) -> None:
     """Muon updates whole matrices, and this one needs more than the default of 64 MiB."""
     pair = Pair(OPTIMIZERS["Muon"], store, ((2, 3),), prefetch=0)
     large = nn.Parameter(torch.ones(2, 5 << 20))
@@ -423,7 +423,7 @@ def test_reads_on_request_count_as_exposed(pair: Pair) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("without_step", ["all", "one"])
 def test_backward_updates_once_for_each_backward_without_a_step(
-    without_step: str, count: int, store: Offloader
+    without_step: str, count: int, store: DiskStore
 ) -> None:
     shapes = ((300, 301),) * count
     pair = Pair(OPTIMIZERS["Adam"], store, shapes, when="backward", prefetch=4, chunk_bytes=1 << 16)
@@ -437,7 +437,7 @@ def test_backward_updates_once_for_each_backward_without_a_step(
     pair.expect_same()  # not before the end: it would drop what was read ahead
 
 
-def test_large_parameters_stay_in_memory_within_the_budget(store: Offloader) -> None:
+def test_large_parameters_stay_in_memory_within_the_budget(store: DiskStore) -> None:
     """The first ones that are updated get it; parameters over `chunk_bytes` are then updated as a whole."""
     shapes = ((300, 301), (200, 301), (300, 300))
     memory = 2 * 4 * (300 * 301 + 200 * 301)
@@ -451,7 +451,7 @@ def test_large_parameters_stay_in_memory_within_the_budget(store: Offloader) -> 
     pair.expect_same()
 
 
-def test_a_function_that_makes_an_optimizer_of_matrices_is_tried_with_a_matrix(store: Offloader) -> None:
+def test_a_function_that_makes_an_optimizer_of_matrices_is_tried_with_a_matrix(store: DiskStore) -> None:
     parameter = nn.Parameter(torch.ones(3, 4))
     with offload(torch.optim.Muon, store, params=[parameter], min_bytes=0) as optimizer:
         parameter.grad = torch.ones_like(parameter)
@@ -459,7 +459,7 @@ def test_a_function_that_makes_an_optimizer_of_matrices_is_tried_with_a_matrix(s
         assert optimizer.state_of(parameter)["momentum_buffer"].shape == (3, 4)
 
 
-def test_an_offloaded_optimizer_is_not_offloaded_again(store: Offloader) -> None:
+def test_an_offloaded_optimizer_is_not_offloaded_again(store: DiskStore) -> None:
     with (
         offload(torch.optim.Adam([nn.Parameter(torch.ones(3))]), store) as optimizer,
         pytest.raises(ValueError, match="offloaded already"),
@@ -467,7 +467,7 @@ def test_an_offloaded_optimizer_is_not_offloaded_again(store: Offloader) -> None
         offload(optimizer, store, name="again")
 
 
-def test_what_cannot_be_offloaded_is_refused(store: Offloader) -> None:
+def test_what_cannot_be_offloaded_is_refused(store: DiskStore) -> None:
     parameter = nn.Parameter(torch.ones(10, 10))
     with pytest.raises(ValueError, match="LBFGS"):
         offload(torch.optim.LBFGS([parameter]), store)
@@ -501,12 +501,12 @@ def test_what_cannot_be_offloaded_is_refused(store: Offloader) -> None:
     ],
     ids=str,
 )
-def test_arguments_out_of_their_range_are_refused(wrong: dict[str, Any], store: Offloader) -> None:
+def test_arguments_out_of_their_range_are_refused(wrong: dict[str, Any], store: DiskStore) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         offload(torch.optim.SGD([nn.Parameter(torch.ones(3))]), store, **wrong)
 
 
-def test_names_of_parameters_are_in_errors(store: Offloader) -> None:
+def test_names_of_parameters_are_in_errors(store: DiskStore) -> None:
     model = nn.Linear(3, 3)
     optimizer = offload(torch.optim.SGD(model.named_parameters()), store)
     model.weight.grad = torch.ones(3, 3).to_sparse()
@@ -517,11 +517,11 @@ def test_names_of_parameters_are_in_errors(store: Offloader) -> None:
 # ---- updates during backward
 
 
-def backward_pair(store: Offloader) -> Pair:
+def backward_pair(store: DiskStore) -> Pair:
     return Pair(OPTIMIZERS["Adam"], store, ((50, 60), (60, 70), (70, 10)), when="backward")
 
 
-def test_backward_leaves_a_gradient_that_cannot_be_used_again(store: Offloader) -> None:
+def test_backward_leaves_a_gradient_that_cannot_be_used_again(store: DiskStore) -> None:
     pair = backward_pair(store)
     pair.step()
     for use in (
@@ -536,7 +536,7 @@ def test_backward_leaves_a_gradient_that_cannot_be_used_again(store: Offloader) 
     pair.expect_same()
 
 
-def test_backward_in_other_orders_gives_the_same(store: Offloader) -> None:
+def test_backward_in_other_orders_gives_the_same(store: DiskStore) -> None:
     pair = backward_pair(store)
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (1,), (), (0, 1, 2), (0, 1, 2)):
         for parameters, optimizer in ((pair.plain, pair.optimizer), (pair.swapped, pair.offloaded)):
@@ -547,7 +547,7 @@ def test_backward_in_other_orders_gives_the_same(store: Offloader) -> None:
     pair.expect_same()
 
 
-def test_backward_reads_ahead_in_the_order_of_the_last_time(store: Offloader) -> None:
+def test_backward_reads_ahead_in_the_order_of_the_last_time(store: DiskStore) -> None:
     pair = backward_pair(store)
     for _ in range(3):
         pair.step()

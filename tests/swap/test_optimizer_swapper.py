@@ -16,8 +16,8 @@ from torch import nn
 
 from cudafuture import CUDAFuture
 from cudafuture.errors import InvalidStateError, StorageError, SwapError
-from cudafuture.storage import File
-from cudafuture.store import Offloader
+from cudafuture.io import File
+from cudafuture.store import DiskStore
 from cudafuture.swap import OptimizerSwapper, SwapStatistics
 from cudafuture.testing import FaultyEngine
 from support.training import same
@@ -30,7 +30,7 @@ class Training:
     """The same parameters for an Adam in memory, and for one whose parameters are swapped one by one."""
 
     def __init__(
-        self, store: Offloader | Path, sizes: list[int] = SIZES, initialize: bool = True, **options: Any
+        self, store: DiskStore | Path, sizes: list[int] = SIZES, initialize: bool = True, **options: Any
     ) -> None:
         self.numbers = torch.Generator().manual_seed(0)
         self.sizes = sizes
@@ -84,7 +84,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_updates_are_those_of_the_plain_optimizer(store: Offloader, options: dict[str, Any]) -> None:
+def test_updates_are_those_of_the_plain_optimizer(store: DiskStore, options: dict[str, Any]) -> None:
     training = Training(store, **options)
     for _ in range(4):
         training.step()
@@ -92,7 +92,7 @@ def test_updates_are_those_of_the_plain_optimizer(store: Offloader, options: dic
     assert all(p.numel() == 0 for p, n in zip(training.swapped, SIZES, strict=True) if training.swapper.swappable(n))
 
 
-def test_parameters_are_empty_while_they_are_swapped_out(store: Offloader) -> None:
+def test_parameters_are_empty_while_they_are_swapped_out(store: DiskStore) -> None:
     training = Training(store, [5000])
     (parameter,) = training.swapped
     assert parameter.numel() == 0
@@ -105,7 +105,7 @@ def test_parameters_are_empty_while_they_are_swapped_out(store: Offloader) -> No
     assert [parameter.numel(), moment.numel()] == [5000, 5000]
 
 
-def test_parameters_may_be_swapped_in_any_order(store: Offloader) -> None:
+def test_parameters_may_be_swapped_in_any_order(store: DiskStore) -> None:
     training = Training(store)
     for order in ([4, 2, 0, 1, 3], [4, 2, 0, 1, 3], [0, 3], [1, 2, 3, 4]):
         training.give_gradients()
@@ -124,7 +124,7 @@ def test_parameters_may_be_swapped_in_any_order(store: Offloader) -> None:
         training.swapper.release_swap_buffers(swapped)
 
 
-def test_pieces_of_a_gradient_are_put_together(store: Offloader) -> None:
+def test_pieces_of_a_gradient_are_put_together(store: DiskStore) -> None:
     """Pieces lie anywhere, replace those that begin at the same element, and are copies."""
     training = Training(store, [1000])
     (parameter,) = training.swapped
@@ -144,7 +144,7 @@ def test_pieces_of_a_gradient_are_put_together(store: Offloader) -> None:
     assert same(parameter.grad, expected)
 
 
-def test_unknown_parameters_are_left_alone(store: Offloader) -> None:
+def test_unknown_parameters_are_left_alone(store: DiskStore) -> None:
     swapper = Training(store).swapper
     unknown = nn.Parameter(torch.ones(100))
     swapper.swap_out_gradients(unknown, [0], [torch.ones(100)]).wait()
@@ -154,7 +154,7 @@ def test_unknown_parameters_are_left_alone(store: Offloader) -> None:
     assert same(unknown.detach(), torch.ones(100))
 
 
-def test_misuse_is_told_in_words(store: Offloader) -> None:
+def test_misuse_is_told_in_words(store: DiskStore) -> None:
     training = Training(store, buffer_bytes=4 * (4 * 70_001 + 4096))
     swapper, swapped = training.swapper, training.swapped
     with pytest.raises(ValueError, match="parameter 1 is registered already"):
@@ -189,7 +189,7 @@ def test_parameters_that_are_swapped_in_hold_the_buffers(tmp_path: Path) -> None
     training.swapper.close()
 
 
-def test_state_that_was_changed_is_written_back_or_dropped(store: Offloader) -> None:
+def test_state_that_was_changed_is_written_back_or_dropped(store: DiskStore) -> None:
     training = Training(store, [5000])
     (parameter,), swapper = training.swapped, training.swapper
     training.step()
@@ -208,7 +208,7 @@ def test_state_that_was_changed_is_written_back_or_dropped(store: Offloader) -> 
     assert training.other.state[parameter]["exp_avg"].numel() == 5000
 
 
-def test_a_call_that_waits_for_writes_leaves_no_pending_future(store: Offloader) -> None:
+def test_a_call_that_waits_for_writes_leaves_no_pending_future(store: DiskStore) -> None:
     """The futures are done when the call returns, also those of earlier calls, and also if the writes have failed."""
     training = Training(store)
     swapper, first = training.swapper, training.swapped[0]
@@ -229,7 +229,7 @@ def test_a_call_that_waits_for_writes_leaves_no_pending_future(store: Offloader)
 
 @pytest.mark.parametrize("name", ["save", "load", "purge_state", "close"])
 def test_a_call_that_waits_for_writes_waits_for_the_callbacks_of_their_futures(
-    name: str, store: Offloader, monkeypatch: pytest.MonkeyPatch
+    name: str, store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_returned = threading.Event()
     write = store.writev
@@ -252,7 +252,7 @@ def test_a_call_that_waits_for_writes_waits_for_the_callbacks_of_their_futures(
 
 
 def test_a_failed_write_raises_where_the_call_waits_for_it(tmp_path: Path) -> None:
-    with FaultyEngine("threads", at={3: errno.EIO}) as engine, Offloader(tmp_path, engine=engine) as store:
+    with FaultyEngine("threads", at={3: errno.EIO}) as engine, DiskStore(tmp_path, engine=engine) as store:
         training = Training(store, [5000])
         training.swapper.swap_in_optimizer_state(training.swapped[0])
         with pytest.raises(SwapError, match="optimizer state of parameter 0 cannot be written"):
@@ -261,7 +261,7 @@ def test_a_failed_write_raises_where_the_call_waits_for_it(tmp_path: Path) -> No
         training.expect_same()
 
 
-def test_purged_states_begin_anew(store: Offloader) -> None:
+def test_purged_states_begin_anew(store: DiskStore) -> None:
     training = Training(store)
     training.step()
     training.give_gradients()
@@ -272,7 +272,7 @@ def test_purged_states_begin_anew(store: Offloader) -> None:
     training.expect_same()
 
 
-def test_a_checkpoint_brings_all_parameters_back(store: Offloader) -> None:
+def test_a_checkpoint_brings_all_parameters_back(store: DiskStore) -> None:
     training = Training(store, min_bytes=1 << 14)
     training.step()
     training.give_gradients()
@@ -288,7 +288,7 @@ def test_a_checkpoint_brings_all_parameters_back(store: Offloader) -> None:
         training.swapper.release_swap_buffers(swapped)
 
 
-def test_stages_are_timed_and_tensors_are_logged(store: Offloader, caplog: pytest.LogCaptureFixture) -> None:
+def test_stages_are_timed_and_tensors_are_logged(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
     calls: Counter[tuple[str, str]] = Counter()
     logged: list[list[str]] = []
 
@@ -328,7 +328,7 @@ def test_whichever_io_fails_the_call_can_be_repeated(tmp_path: Path) -> None:
     seen = 0
     for failing in range(1, 200):
         engine, told = FaultyEngine("threads", at={failing: 5}), 0
-        with engine, Offloader(tmp_path / f"{failing}", engine=engine) as store:
+        with engine, DiskStore(tmp_path / f"{failing}", engine=engine) as store:
             training = Training(store, [40_000, 50_000], initialize=False, min_bytes=1 << 15, prefetch=1)
             try:
                 training.initialize()
@@ -378,7 +378,7 @@ def swap_in(training: Training, parameter: nn.Parameter) -> int:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("buffers", [None, [3000, 9000], [16_384]])
 def test_parameters_are_assembled_from_partitions(
-    store: Offloader, tmp_path: Path, dtype: torch.dtype, buffers: list[int] | None
+    store: DiskStore, tmp_path: Path, dtype: torch.dtype, buffers: list[int] | None
 ) -> None:
     numbers = torch.Generator().manual_seed(0)
     values = [torch.randn(size, generator=numbers).to(dtype) for size in (1, 4097, 7000, 0, 999)]
@@ -402,7 +402,7 @@ def test_parameters_are_assembled_from_partitions(
         swapper.swap_out_optimizer_state(parameter)
 
 
-def test_a_partition_that_is_missing_registers_no_parameter(store: Offloader, tmp_path: Path) -> None:
+def test_a_partition_that_is_missing_registers_no_parameter(store: DiskStore, tmp_path: Path) -> None:
     swapper = OptimizerSwapper(torch.optim.Adam([torch.zeros(0)]), store, min_bytes=64)
     parameters = [nn.Parameter(torch.empty(0)) for _ in range(2)]
     here = [(torch.ones(500).half(), 500, None)]
@@ -421,7 +421,7 @@ def test_a_partition_that_is_missing_registers_no_parameter(store: Offloader, tm
 
 @pytest.mark.parametrize("places", [["memory"], ["file"], ["store"], ["file", "memory", "store", "file"]])
 @pytest.mark.parametrize("numel", [300_000, 4097, 7])
-def test_a_buffer_of_deepspeeds_size_has_room(store: Offloader, tmp_path: Path, places: list[str], numel: int) -> None:
+def test_a_buffer_of_deepspeeds_size_has_room(store: DiskStore, tmp_path: Path, places: list[str], numel: int) -> None:
     """DeepSpeed rounds a buffer up to 1,024 bytes, and the partitions in it are adjacent."""
     value = torch.randn(numel, generator=torch.Generator().manual_seed(0)).half()
     info: list[tuple[torch.Tensor | None, int, Any]] = []
@@ -453,7 +453,7 @@ def test_a_buffer_of_deepspeeds_size_has_room(store: Offloader, tmp_path: Path, 
         swapper.swap_out_optimizer_state(parameter)
 
 
-def test_partitions_in_memory_need_no_buffer(store: Offloader) -> None:
+def test_partitions_in_memory_need_no_buffer(store: DiskStore) -> None:
     swapper = OptimizerSwapper(torch.optim.Adam([torch.zeros(0)]), store, min_bytes=64)
     parameters = [nn.Parameter(torch.empty(0)) for _ in range(5)]
     for some, buffers in (([0, 1], []), ([2, 3, 4], [torch.empty(2000, dtype=torch.float16)])):

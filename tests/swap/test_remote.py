@@ -11,8 +11,8 @@ import torch
 
 import rpc_ext
 from cudafuture.errors import SwapError, WorkerLostError
-from cudafuture.store import ShardedOffloader
-from rpc_ext import RemoteOffloader, rpc_sync, serve_offload
+from cudafuture.store import ShardedStore
+from rpc_ext import RemoteStore, rpc_sync, serve_store
 from support.ranks import run_ranks
 from support.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
 from support.soak import in_soak_alone
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("swap
 SHAPES = ((400, 420), (300,), (256, 255), (400, 424))  # three chunks, one, one, and three
 
 
-class DyingStore(RemoteOffloader):
+class DyingStore(RemoteStore):
     """A remote store whose worker dies when a tensor is read for the n-th time."""
 
     reads_left = -1
@@ -44,7 +44,7 @@ def train(rank: int, place: str, folder: str, dies_at: int) -> list[int]:
     """Return which parameters the step updated in which the worker died."""
     begin(rank, 2, place)
     if rank == 1:
-        serve_offload(folder)
+        serve_store(folder)
         rpc_sync("caller", go_on)
         be_lost()
     wait_for_release()
@@ -82,10 +82,10 @@ def test_a_worker_that_dies_leaves_each_parameter_whole(tmp_path: Path, dies_at:
 
 def shard(rank: int, place: str, folder: str) -> None:
     begin(rank, 2, place)
-    with serve_offload(f"{folder}/{rank}"):
+    with serve_store(f"{folder}/{rank}"):
         rpc_ext.barrier().wait(timeout=LONG)
         if rank == 0:
-            with ShardedOffloader([RemoteOffloader("caller"), RemoteOffloader("callee")]) as store:
+            with ShardedStore([RemoteStore("caller"), RemoteStore("callee")]) as store:
                 pair = Pair(OPTIMIZERS["AdamW"], store, SHAPES, chunk_bytes=1 << 18, swap_gradients=True)
                 for _ in range(2):
                     pair.step()

@@ -15,7 +15,7 @@ from torch import nn
 
 import cudafuture.swap
 from cudafuture.errors import SwapError
-from cudafuture.store import Offloader
+from cudafuture.store import DiskStore
 from cudafuture.swap import OptimizerSwapper, offload
 from support.soak import soak_cases
 from support.training import OPTIMIZERS, Pair, same
@@ -53,7 +53,7 @@ def backward(parameters: list[nn.Parameter]) -> None:
     torch.stack([parameter.square().sum() for parameter in parameters]).sum().backward()
 
 
-def stepped(count: int, store: Offloader, **options: Any) -> int:
+def stepped(count: int, store: DiskStore, **options: Any) -> int:
     parameters = parameters_of(count)
     with offload(torch.optim.Adam(parameters), store, name=f"{count}", min_bytes=0, **options) as optimizer:
 
@@ -66,7 +66,7 @@ def stepped(count: int, store: Offloader, **options: Any) -> int:
         return lines_of(step)
 
 
-def looked_up(count: int, store: Offloader) -> int:
+def looked_up(count: int, store: DiskStore) -> int:
     parameters = parameters_of(count)
     groups = [{"params": [parameter]} for parameter in parameters]
     with offload(torch.optim.Adam, store, params=groups, name=f"{count}", min_bytes=0) as optimizer:
@@ -75,7 +75,7 @@ def looked_up(count: int, store: Offloader) -> int:
         )
 
 
-def swapped(count: int, store: Offloader) -> int:
+def swapped(count: int, store: DiskStore) -> int:
     parameters = parameters_of(count)
     swapper = OptimizerSwapper(torch.optim.Adam(parameters), store, name=f"{count}", min_bytes=0)
     swapper.initialize_parameters(parameters)
@@ -91,7 +91,7 @@ def swapped(count: int, store: Offloader) -> int:
     return lines
 
 
-def pieced(count: int, store: Offloader) -> int:
+def pieced(count: int, store: DiskStore) -> int:
     parameter = nn.Parameter(torch.zeros(count))
     swapper = OptimizerSwapper(torch.optim.Adam([parameter]), store, name=f"{count}", min_bytes=64)
     swapper.initialize_parameters([parameter])
@@ -100,7 +100,7 @@ def pieced(count: int, store: Offloader) -> int:
     return lines
 
 
-WORK: dict[str, Callable[[int, Offloader], int]] = {
+WORK: dict[str, Callable[[int, DiskStore], int]] = {
     "step": stepped,
     "gradients in the store": lambda count, store: stepped(count, store, swap_gradients=True),
     "during backward": lambda count, store: stepped(count, store, when="backward"),
@@ -112,15 +112,15 @@ WORK: dict[str, Callable[[int, Offloader], int]] = {
 
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
 def test_the_work_grows_no_faster_than_the_number_of_parameters(
-    work: Callable[[int, Offloader], int], store: Offloader
+    work: Callable[[int, DiskStore], int], store: DiskStore
 ) -> None:
     assert work(200, store) < 4.4 * work(50, store)
 
 
-def test_small_parameters_share_a_read_and_a_write(store: Offloader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_parameters_share_a_read_and_a_write(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
     for verb in ("readv", "writev"):
-        whole = getattr(Offloader, verb)
+        whole = getattr(DiskStore, verb)
 
         def counted(keys: Any, *args: Any, verb: str = verb, whole: Any = whole, **options: Any) -> Any:
             calls.append((verb, len(list(keys))))
@@ -138,7 +138,7 @@ def test_small_parameters_share_a_read_and_a_write(store: Offloader, monkeypatch
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "place"), soak_cases(product(OPTIMIZERS, PLACES), 7))
 def test_many_parameters_in_groups_are_updated_as_by_the_plain_optimizer(
-    name: str, place: str, store: Offloader
+    name: str, place: str, store: DiskStore
 ) -> None:
     pair = Pair(OPTIMIZERS[name], store, ((3, 4), (2, 5), (4, 4)) * 100, **PLACES[place])
     for optimizer in (pair.optimizer, pair.offloaded):
@@ -152,7 +152,7 @@ def test_many_parameters_in_groups_are_updated_as_by_the_plain_optimizer(
     pair.expect_same()
 
 
-def test_a_batch_that_fails_is_repeated_without_the_parameters_that_were_updated(store: Offloader) -> None:
+def test_a_batch_that_fails_is_repeated_without_the_parameters_that_were_updated(store: DiskStore) -> None:
     """The gradient of the fifth parameter has another shape than its state."""
     pair = Pair(OPTIMIZERS["Adam"], store, ((4,),) * 8, min_bytes=1 << 20)
     pair.step()
@@ -168,7 +168,7 @@ def test_a_batch_that_fails_is_repeated_without_the_parameters_that_were_updated
     pair.expect_same()
 
 
-def test_the_parameter_that_cannot_be_read_is_named_among_those_that_share_the_read(store: Offloader) -> None:
+def test_the_parameter_that_cannot_be_read_is_named_among_those_that_share_the_read(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, ((4,),) * 8)
     pair.step()
     old = pair.swapped[5].detach().clone()

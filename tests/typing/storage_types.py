@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from typing_extensions import reveal_type
 
-from cudafuture.store import Offloader, ShardedOffloader, Store
-from rpc_ext import RemoteOffloader
+from cudafuture.store import DiskStore, ShardedStore, Store
+from rpc_ext import RemoteStore
 
 
 def uses(store: Store) -> None:
@@ -18,20 +18,20 @@ def uses(store: Store) -> None:
     reveal_type(store.find(["key"]).wait()[0])  # R: Entry | None
 
 
-def are_stores(local: Offloader, sharded: ShardedOffloader, remote: RemoteOffloader) -> None:
+def are_stores(local: DiskStore, sharded: ShardedStore, remote: RemoteStore) -> None:
     stores: list[Store] = [local, sharded, remote]
     for store in stores:
         with store as entered:
             uses(entered)
-    uses(ShardedOffloader({"a": local, "b": remote, "c": sharded}))
+    uses(ShardedStore({"a": local, "b": remote, "c": sharded}))
 
 
-class Own(RemoteOffloader):
+class Own(RemoteStore):
     """A subclass of a store is a store, too."""
 
 
 def entered(own: Own) -> None:
     uses(own)
-    with own as same, Offloader.salvage("states") as found:
+    with own as same, DiskStore.salvage("states") as found:
         reveal_type(same)  # R: Own
         reveal_type(found.uncertain)  # R: frozenset[str]

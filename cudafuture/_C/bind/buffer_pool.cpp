@@ -1,5 +1,5 @@
-// Buffer pools of cudafuture.storage.
-#include "storage/buffer_pool.h"
+// Buffer pools of cudafuture.io.
+#include "io/buffer_pool.h"
 
 #include <nanobind/stl/shared_ptr.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -18,7 +18,7 @@
 namespace cudafuture::bind {
 namespace {
 
-using storage::BufferPool;
+using io::BufferPool;
 
 // Requests `size` bytes. The future's value is `buffer`; its `loan` is filled by then.
 nb::object take_buffer(BufferPool& self, std::uint64_t size, nb::object buffer, std::shared_ptr<BufferPool::Loan> loan,
@@ -35,7 +35,7 @@ nb::object take_buffer(BufferPool& self, std::uint64_t size, nb::object buffer, 
 
 // Returns a capsule of an allocator that lends the pool's memory, and keeps the pool alive.
 nb::capsule allocator(std::shared_ptr<BufferPool> self) {
-  auto made = std::make_unique<storage::BufferPoolAllocator>(std::move(self));
+  auto made = std::make_unique<io::BufferPoolAllocator>(std::move(self));
   c10::Allocator* const base = made.get();
   nb::capsule capsule(base, "c10::Allocator", [](void* p) noexcept { delete static_cast<c10::Allocator*>(p); });
   made.release();

@@ -10,12 +10,12 @@
 
 #include "bind/future.h"
 #include "bind/tensors.h"
-#include "storage/checksum.h"
+#include "io/checksum.h"
 
 namespace cudafuture::bind {
 namespace {
 
-using storage::Checksum;
+using io::Checksum;
 
 // Returns the checksums of parts of a tensor's bytes, given as offsets and lengths. `seeds`: one for each part.
 std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts, const std::vector<std::uint64_t>& seeds) {
@@ -36,7 +36,7 @@ std::vector<std::uint64_t> digests_of(nb::handle object, nb::list parts, const s
   const WithoutGil released;
   for (std::size_t i = 0; i < places.size(); ++i) {
     const auto& [at, length] = places[i];
-    digests.push_back(storage::digest_of(data + at, length, seeds[i]));
+    digests.push_back(io::digest_of(data + at, length, seeds[i]));
   }
   return digests;
 }
@@ -55,7 +55,7 @@ std::uint64_t take(Checksum& self, std::size_t at, nb::handle object) {
 
 void bind_digests(nb::module_& m) {
   m.def(
-      "set_hash", [](std::uintptr_t function) { storage::set_hash(reinterpret_cast<storage::Hash>(function)); },
+      "set_hash", [](std::uintptr_t function) { io::set_hash(reinterpret_cast<io::Hash>(function)); },
       nb::arg("function"));
   m.def("digests_of", digests_of, nb::arg("tensor"), nb::arg("parts"), nb::arg("seeds"));
   nb::class_<Checksum>(m, "Checksum")

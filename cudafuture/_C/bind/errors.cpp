@@ -8,7 +8,7 @@
 #include "bind/torch_future.h"
 #include "bind/work_errors.h"
 #include "core/error.h"
-#include "storage/failure.h"
+#include "io/failure.h"
 
 namespace cudafuture::bind {
 namespace {
@@ -58,23 +58,23 @@ nb::object of_c10(const c10::Error& error) {
   return make(type.ptr(), error.what_without_backtrace());
 }
 
-const char* class_of(storage::FailureKind kind) {
+const char* class_of(io::FailureKind kind) {
   switch (kind) {
-    case storage::FailureKind::storage:
+    case io::FailureKind::storage:
       return "StorageError";
-    case storage::FailureKind::checksum:
+    case io::FailureKind::checksum:
       return "ChecksumError";
-    case storage::FailureKind::quota:
+    case io::FailureKind::quota:
       return "QuotaError";
-    case storage::FailureKind::not_found:
+    case io::FailureKind::not_found:
       return "NotFoundError";
   }
   return "StorageError";
 }
 
-nb::object of_storage(const storage::Failure& failure) {
+nb::object of_storage(const io::Failure& failure) {
   nb::object error = make_error(class_of(failure.kind()), failure.what());
-  if (failure.kind() == storage::FailureKind::not_found) return error;
+  if (failure.kind() == io::FailureKind::not_found) return error;
   if (failure.code() != 0) error.attr("errno") = failure.code();
   error.attr("path") = make(reinterpret_cast<PyObject*>(&PyUnicode_Type), failure.path());
   error.attr("offset") = failure.offset();
@@ -102,7 +102,7 @@ nb::object exception_of(const std::exception_ptr& error) {
     std::rethrow_exception(error);
   } catch (const Error& e) {
     return make_error(class_of(e.kind()), e.what());
-  } catch (const storage::Failure& e) {
+  } catch (const io::Failure& e) {
     return of_storage(e);
   } catch (const WorkError& e) {
     return e.as_exception();
@@ -164,7 +164,7 @@ void install_translators() {
     } catch (const Error& e) {
       const nb::object exception = make_error(class_of(e.kind()), e.what());
       PyErr_SetObject(exception.type().ptr(), exception.ptr());
-    } catch (const storage::Failure& e) {
+    } catch (const io::Failure& e) {
       const nb::object exception = of_storage(e);
       PyErr_SetObject(exception.type().ptr(), exception.ptr());
     } catch (const c10::Error&) {

@@ -14,11 +14,11 @@
 #include <utility>
 
 #include "bind/future.h"
-#include "bind/storage.h"
+#include "bind/io.h"
 #include "bind/store.h"
 #include "bind/tensors.h"
 #include "core/process.h"
-#include "storage/checksum.h"
+#include "io/checksum.h"
 
 namespace cudafuture::bind {
 namespace {
@@ -39,11 +39,11 @@ struct MultipartHandle {
   }
 };
 
-storage::Shape shape_from(nb::handle dtype, nb::handle sizes) {
+io::Shape shape_from(nb::handle dtype, nb::handle sizes) {
   if (!THPDtype_Check(dtype.ptr())) {
     throw nb::type_error(("dtype is a torch.dtype, not " + repr_of(dtype)).c_str());
   }
-  storage::Shape shape;
+  io::Shape shape;
   shape.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
   if (c10::isQIntType(shape.dtype)) {
     throw nb::type_error("a quantized tensor has a scale, which the store does not keep");
@@ -59,7 +59,7 @@ storage::Shape shape_from(nb::handle dtype, nb::handle sizes) {
   return shape;
 }
 
-std::uint64_t bytes_of(const storage::Shape& shape) {
+std::uint64_t bytes_of(const io::Shape& shape) {
   std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(shape.dtype));
   bool is_too_large = false;
   for (const std::int64_t size : shape.sizes) {
@@ -81,7 +81,7 @@ MultipartHandle begin_write(const StorePtr& self, nb::handle key, nb::handle dty
   const ParkingScope parking;
   refuse_after_fork();
   const std::string name = key_of(key);
-  const storage::Shape shape = shape_from(dtype, sizes);
+  const io::Shape shape = shape_from(dtype, sizes);
   const std::uint64_t bytes = bytes_of(shape);
   expect_priority(priority);
   const WithoutGil released;
@@ -90,7 +90,7 @@ MultipartHandle begin_write(const StorePtr& self, nb::handle key, nb::handle dty
 
 // Returns the offset of a part. Throws ValueError unless the part lies in the tensor and consists of whole leaves.
 std::uint64_t expect_part(nb::handle at, std::uint64_t bytes, std::uint64_t total) {
-  constexpr std::uint64_t kLeaf = storage::Checksum::kLeaf;
+  constexpr std::uint64_t kLeaf = io::Checksum::kLeaf;
   std::uint64_t begin = 0;
   const bool fits = nb::try_cast(at, begin) && begin <= total && bytes <= total - begin;
   if (fits && begin % kLeaf == 0 && ((begin + bytes) % kLeaf == 0 || begin + bytes == total)) return begin;
@@ -108,7 +108,7 @@ nb::object put(const MultipartHandle& self, nb::handle at, nb::handle tensor, nb
   const std::optional<std::uint64_t> expected = digest_from(digest);
   wait_for_room(self.write->engine());
   const CallPtr call = new_call(Call::Kind::write, "put a part of " + self.write->key(), self.priority);
-  storage::Memory memory;
+  io::Memory memory;
   if (bytes.nbytes() != 0) memory.add(const_cast<void*>(bytes.const_data_ptr()), bytes.nbytes());
   call->keep = foreign(nb::steal(THPVariable_Wrap(bytes.detach())));
   nb::object result = wrap(call->future);

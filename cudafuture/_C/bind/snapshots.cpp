@@ -15,29 +15,29 @@
 #include <vector>
 
 #include "bind/future.h"
-#include "bind/storage.h"
+#include "bind/io.h"
 #include "bind/store.h"
 #include "bind/tensors.h"
 #include "core/error.h"
 #include "core/process.h"
-#include "storage/checksum.h"
+#include "io/checksum.h"
 
 namespace cudafuture::bind {
 namespace {
 
-using storage::Direction;
+using io::Direction;
 using store::Call;
 using store::CallPtr;
 using store::Store;
 using Version = store::Index::Version;
 
-constexpr const char* kSnapshotDoc = R"(The tensor that a key had at one time; see ``Offloader.snapshots()``.
+constexpr const char* kSnapshotDoc = R"(The tensor that a key had at one time; see ``DiskStore.snapshots()``.
 
 A snapshot keeps the tensor's bytes on the disk, and in the store's `capacity`, until it is dropped.
 
 >>> import torch
->>> from cudafuture.store import Offloader
->>> store = Offloader("states")
+>>> from cudafuture.store import DiskStore
+>>> store = DiskStore("states")
 >>> store.write("weight", torch.eye(3)).wait()
 36
 >>> (snapshot,) = store.snapshots(["weight"])
@@ -95,8 +95,7 @@ store::Read read_of(const StorePtr& self, const CallPtr& call, const Snapshot& s
   }
   const std::uint64_t total = snapshot.entry->size();
   std::uint64_t begin = 0;
-  if (!nb::try_cast(at, begin) || begin % storage::Checksum::kLeaf != 0 || begin > total ||
-      bytes.nbytes() > total - begin) {
+  if (!nb::try_cast(at, begin) || begin % io::Checksum::kLeaf != 0 || begin > total || bytes.nbytes() > total - begin) {
     throw nb::value_error(("key '" + snapshot.key + "': " + std::to_string(bytes.nbytes()) + " bytes at byte " +
                            repr_of(at) + " of " + std::to_string(total) +
                            " must begin at a multiple of 64 KiB and lie in the tensor")

@@ -19,14 +19,14 @@
 
 #include "bind/errors.h"
 #include "bind/future.h"
-#include "bind/storage.h"
+#include "bind/io.h"
 #include "bind/store.h"
 #include "bind/tensors.h"
 #include "core/error.h"
 #include "core/process.h"
-#include "storage/aligned.h"
-#include "storage/checksum.h"
-#include "storage/failure.h"
+#include "io/aligned.h"
+#include "io/checksum.h"
+#include "io/failure.h"
 #include "store/mapping.h"
 #include "store/store.h"
 
@@ -80,7 +80,7 @@ std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std
 
 namespace {
 
-using storage::Direction;
+using io::Direction;
 using store::Store;
 
 using Entries = std::vector<store::EntryPtr>;
@@ -90,7 +90,7 @@ CallPtr new_call_of(Call::Kind kind, const char* verb, const Keys& keys, int pri
   return new_call(kind, std::string(verb) + " " + operand, priority);
 }
 
-storage::Shape shape_of(nb::handle object) {
+io::Shape shape_of(nb::handle object) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   if (tensor.dim() > store::kMostDims) throw nb::value_error("a tensor of a store has 1024 dimensions at most");
   if (tensor.is_quantized()) throw nb::type_error("a quantized tensor has a scale, which the store does not keep");
@@ -177,7 +177,7 @@ nb::list make_tensors(const Entries& entries, c10::Device device) {
     {
       const WithoutGil released;
       tensor = device.is_cpu()
-                   ? storage::make_tensor_on_host(entry->shape)
+                   ? io::make_tensor_on_host(entry->shape)
                    : at::empty(entry->shape.sizes, at::TensorOptions().dtype(entry->shape.dtype).device(device));
     }
     tensors.append(nb::steal(THPVariable_Wrap(std::move(tensor))));
@@ -189,9 +189,9 @@ void expect_shapes(const Entries& entries, const Keys& keys, nb::list outs) {
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const nb::handle out = outs[i];
     if (!THPVariable_Check(out.ptr())) continue;  // refused below
-    const storage::Shape shape = shape_of(out);
+    const io::Shape shape = shape_of(out);
     if (shape == entries[i]->shape) continue;
-    const auto text = [](const storage::Shape& s) {
+    const auto text = [](const io::Shape& s) {
       return std::string(c10::toString(s.dtype)) + " " + c10::str(c10::IntArrayRef(s.sizes));
     };
     throw nb::value_error(("key '" + keys[i] + "' is a tensor of " + text(entries[i]->shape) +
@@ -304,7 +304,7 @@ StorePtr open_store(const EngineHandle& engine, const std::string& folder, std::
                     bool durable, const std::string& opening, std::uint64_t capacity) {
   Store::Options options;
   options.folder = folder;
-  options.direct = !direct ? storage::Direct::automatic : *direct ? storage::Direct::yes : storage::Direct::no;
+  options.direct = !direct ? io::Direct::automatic : *direct ? io::Direct::yes : io::Direct::no;
   options.checksum = checksum;
   options.durable = durable;
   options.opening = opening == "write"  ? store::Opening::write

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "bind/python.h"
-#include "storage/buffer_pool.h"
+#include "io/buffer_pool.h"
 #include "store/store.h"
 
 namespace cudafuture::bind {
@@ -30,7 +30,7 @@ std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std
 // Return capsules for other extension modules, of a StoreAccess and a PoolAccess. They keep the store and the pool
 // alive.
 nb::capsule access_to_store(const StorePtr& self);
-nb::capsule access_to_pool(std::shared_ptr<storage::BufferPool> self);
+nb::capsule access_to_pool(std::shared_ptr<io::BufferPool> self);
 
 nb::dict store_statistics(const store::Store& self);
 nb::dict recovery_of(const store::Store& self);  // the findings when it was opened

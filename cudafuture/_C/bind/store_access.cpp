@@ -15,24 +15,24 @@
 #include "bind/store.h"
 #include "core/error.h"
 #include "core/thread_cache.h"
-#include "storage/buffer_pool.h"
-#include "storage/checksum.h"
-#include "storage/failure.h"
+#include "io/buffer_pool.h"
+#include "io/checksum.h"
+#include "io/failure.h"
 #include "store/function_continuation.h"
 #include "store/store.h"
 
 namespace cudafuture::bind {
 namespace {
 
-using storage::BufferPool;
-using storage::Failure;
-using storage::FailureKind;
+using io::BufferPool;
+using io::Failure;
+using io::FailureKind;
 using store::Call;
 using store::CallPtr;
 using store::EntryPtr;
 using store::FoundTensor;
 using store::Problem;
-using Full = storage::Engine::Full;
+using Full = io::Engine::Full;
 
 Problem::Kind kind_of(FailureKind kind) {
   switch (kind) {
@@ -97,7 +97,7 @@ class StoreAdapter final : public store::StoreAccess {
   std::optional<FoundTensor> find(const std::string& key) override {
     const EntryPtr entry = store_->find(key);
     if (entry == nullptr) return std::nullopt;
-    const storage::Shape& shape = entry->shape;
+    const io::Shape& shape = entry->shape;
     return FoundTensor{shape.dtype,   {shape.sizes.begin(), shape.sizes.end()},
                        entry->size(), entry->digest,
                        entry->seed,   entry->has_digest,
@@ -108,7 +108,7 @@ class StoreAdapter final : public store::StoreAccess {
     const CallPtr call = call_for(Call::Kind::read, "read", std::move(done));
     store::ReadList reads;
     for (const store::PartRead& part : parts) {
-      storage::Memory memory;
+      io::Memory memory;
       memory.add(part.into, part.size);
       const auto entry = std::static_pointer_cast<const store::Entry>(part.tensor->entry);
       reads.push_back({call, "", entry, std::move(memory), part.digest, part.begin, part.digest != nullptr});
@@ -118,7 +118,7 @@ class StoreAdapter final : public store::StoreAccess {
 
   void write(const store::TensorWrite& tensor, Done done) override {
     const CallPtr call = call_for(Call::Kind::write, tensor.key, std::move(done));
-    storage::Memory memory;
+    io::Memory memory;
     memory.add(const_cast<std::byte*>(tensor.from), tensor.size);
     store::WriteList writes;
     writes.push_back({call,
@@ -136,9 +136,7 @@ class StoreAdapter final : public store::StoreAccess {
     begin(call, [&] { store_->erase(keys, call); });
   }
 
-  std::uint64_t digest(const void* data, std::size_t size) const noexcept override {
-    return storage::digest_of(data, size);
-  }
+  std::uint64_t digest(const void* data, std::size_t size) const noexcept override { return io::digest_of(data, size); }
 
   void call_elsewhere(std::function<void()> function) override {
     ThreadCache::get().run_or_call("cudafuture-task", std::move(function));

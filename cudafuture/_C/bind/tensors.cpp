@@ -15,9 +15,9 @@
 namespace cudafuture::bind {
 namespace {
 
-using storage::DeviceSide;
-using storage::Direction;
-using storage::Memory;
+using io::DeviceSide;
+using io::Direction;
+using io::Memory;
 
 std::string described(const at::Tensor& tensor) {
   return "a tensor of layout " + c10::str(tensor.layout()) + " on " + tensor.device().str();

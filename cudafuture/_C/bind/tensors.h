@@ -8,16 +8,16 @@
 #include <vector>
 
 #include "bind/python.h"
-#include "storage/block.h"
-#include "storage/device.h"
-#include "storage/memory.h"
+#include "io/block.h"
+#include "io/device.h"
+#include "io/memory.h"
 
 namespace cudafuture::bind {
 
 struct Tensors {
-  std::deque<storage::Memory> memory;           // of each tensor
-  std::shared_ptr<storage::DeviceSide> device;  // null: all are on the host
-  nb::list keep;                                // the owners of the memory
+  std::deque<io::Memory> memory;           // of each tensor
+  std::shared_ptr<io::DeviceSide> device;  // null: all are on the host
+  nb::list keep;                           // the owners of the memory
 
   nb::object kept() const { return keep.size() == 1 ? nb::object(keep[0]) : nb::object(keep); }
 };
@@ -32,6 +32,6 @@ void expect_storage(nb::handle object);
 at::Tensor take_on_host(nb::handle object);
 
 // Throws TypeError and ValueError. For a read, it bumps the tensors' versions, so that autograd knows of the change.
-Tensors take_tensors(nb::handle tensors, storage::Direction direction, int priority);
+Tensors take_tensors(nb::handle tensors, io::Direction direction, int priority);
 
 }  // namespace cudafuture::bind

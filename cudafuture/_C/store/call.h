@@ -8,7 +8,7 @@
 #include <memory>
 
 #include "core/future.h"
-#include "storage/device.h"
+#include "io/device.h"
 
 namespace cudafuture::store {
 
@@ -22,11 +22,11 @@ class Call {
   Kind kind = Kind::write;
   Foreign keep;  // owns the memory and the tensors; dropped last
   FuturePtr future;
-  std::shared_ptr<storage::DeviceSide> device;  // null: all tensors are on the host
-  std::uint64_t bytes = 0;                      // of all parts
-  Foreign result;                               // of a read
-  std::shared_ptr<AtomicWrite> atomic;          // null: each key of a write changes separately
-  std::shared_ptr<Epoch> epoch;                 // of the store, which counts it
+  std::shared_ptr<io::DeviceSide> device;  // null: all tensors are on the host
+  std::uint64_t bytes = 0;                 // of all parts
+  Foreign result;                          // of a read
+  std::shared_ptr<AtomicWrite> atomic;     // null: each key of a write changes separately
+  std::shared_ptr<Epoch> epoch;            // of the store, which counts it
 
   void expect(std::size_t parts) noexcept { left_ = using_memory_ = parts; }
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "storage/aligned.h"
+#include "io/aligned.h"
 #include "store/prefetch.h"
 #include "store/slabs.h"
 
@@ -16,7 +16,7 @@ namespace cudafuture::store {
 // key's entry. The extent is freed when the last owner drops the entry.
 struct Entry {
   std::uint64_t size() const noexcept { return extent.size(); }  // bytes
-  storage::Shape shape;
+  io::Shape shape;
   Extent extent;           // none: no bytes
   std::uint64_t seed = 0;  // of the checksum: the hash of the key that was written, also in entries that links share
   std::uint64_t digest = 0;

@@ -9,11 +9,11 @@
 #include <filesystem>
 #include <system_error>
 
-#include "storage/failure.h"
+#include "io/failure.h"
 
 namespace cudafuture::store {
 
-using namespace storage;
+using namespace io;
 
 void sync_folder(const std::string& path) {
   const int folder = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);

@@ -8,12 +8,12 @@
 #include <unordered_map>
 #include <utility>
 
-#include "storage/failure.h"
+#include "io/failure.h"
 #include "store/store.h"
 
 namespace cudafuture::store {
 
-using namespace storage;
+using namespace io;
 
 namespace {
 

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "core/thread_cache.h"
-#include "storage/checksum.h"
+#include "io/checksum.h"
 #include "store/change.h"
 #include "store/entry.h"
 #include "store/journal.h"
@@ -32,7 +32,7 @@ class Store;
 
 // Returns the change of a write whose bytes are at `extent`. `checksum`: null, or the request's, in which it is part
 // `part`.
-Change change_of(Write&& write, Extent&& extent, const storage::Checksum* checksum, std::size_t part);
+Change change_of(Write&& write, Extent&& extent, const io::Checksum* checksum, std::size_t part);
 
 class GroupCommit final : private ThreadCache::Task {
  public:

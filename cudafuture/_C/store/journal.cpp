@@ -12,14 +12,14 @@
 #include <optional>
 #include <utility>
 
-#include "storage/checksum.h"
-#include "storage/failure.h"
-#include "storage/page.h"
+#include "io/checksum.h"
+#include "io/failure.h"
+#include "io/page.h"
 #include "store/folder.h"
 
 namespace cudafuture::store {
 
-using namespace storage;
+using namespace io;
 
 namespace {
 

@@ -4,12 +4,12 @@
 #include <cstring>
 #include <utility>
 
-#include "storage/checksum.h"
-#include "storage/failure.h"
+#include "io/checksum.h"
+#include "io/failure.h"
 
 namespace cudafuture::store {
 
-using namespace storage;
+using namespace io;
 
 namespace {
 
@@ -116,7 +116,7 @@ void scan(std::string_view content, std::uint64_t at, std::uint64_t end, const S
 }
 
 Failure damaged(const std::string& path, std::uint64_t at, const std::string& where) {
-  return {path + " is damaged" + where + "; Offloader.salvage() reads what is left",
+  return {path + " is damaged" + where + "; DiskStore.salvage() reads what is left",
           0,
           path,
           at,

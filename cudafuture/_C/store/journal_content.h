@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "storage/page.h"
+#include "io/page.h"
 #include "store/record.h"
 
 namespace cudafuture::store {
@@ -23,10 +23,10 @@ struct JournalHeader {
   std::uint64_t hash = 0;        // of the preceding fields
 
   std::uint64_t right_hash() const noexcept;
-  std::uint64_t page() const noexcept { return generation % 2 * storage::kPage; }  // its offset
+  std::uint64_t page() const noexcept { return generation % 2 * io::kPage; }  // its offset
 };
-constexpr std::uint64_t kJournalContent = 2 * storage::kPage;  // where the batches begin
-constexpr std::size_t kBatchHeader = 32;                       // bytes before the records of a batch
+constexpr std::uint64_t kJournalContent = 2 * io::kPage;  // where the batches begin
+constexpr std::size_t kBatchHeader = 32;                  // bytes before the records of a batch
 
 std::string batch_of(const std::vector<Record>& records, std::uint64_t number);
 

@@ -9,13 +9,13 @@
 #include <memory>
 #include <stdexcept>
 
-#include "storage/checksum.h"
-#include "storage/failure.h"
-#include "storage/page.h"
+#include "io/checksum.h"
+#include "io/failure.h"
+#include "io/page.h"
 
 namespace cudafuture::store {
 
-using namespace storage;
+using namespace io;
 
 namespace {
 

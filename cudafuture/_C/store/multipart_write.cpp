@@ -5,14 +5,14 @@
 
 #include "core/error.h"
 #include "core/process.h"
-#include "storage/failure.h"
-#include "storage/page.h"
+#include "io/failure.h"
+#include "io/page.h"
 #include "store/function_continuation.h"
 #include "store/store.h"
 
 namespace cudafuture::store {
 
-using namespace storage;
+using namespace io;
 
 namespace {
 

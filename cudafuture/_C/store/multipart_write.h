@@ -21,17 +21,17 @@
 #include <unordered_map>
 #include <vector>
 
-#include "storage/checksum.h"
+#include "io/checksum.h"
 #include "store/call.h"
 #include "store/entry.h"
 #include "store/slabs.h"
 #include "store/write_batcher.h"
 
-namespace cudafuture::storage {
+namespace cudafuture::io {
 
 class Engine;
 
-}  // namespace cudafuture::storage
+}  // namespace cudafuture::io
 
 namespace cudafuture::store {
 
@@ -41,7 +41,7 @@ class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite>
  public:
   // Allocates the extent. Throws Error if the store is closed, and Failure if it is read-only or has no room.
   static std::shared_ptr<MultipartWrite> begin(const std::shared_ptr<Store>& store, const std::string& key,
-                                               const storage::Shape& shape, std::uint64_t size);
+                                               const io::Shape& shape, std::uint64_t size);
   MultipartWrite(std::shared_ptr<Store> store, Write&& write, std::uint64_t size, Extent&& extent);
   ~MultipartWrite();
   MultipartWrite(const MultipartWrite&) = delete;
@@ -49,14 +49,14 @@ class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite>
 
   // Writes a part, which consists of whole leaves. `digest`: the required checksum of its bytes. Returns false and does
   // nothing if some of the bytes belong to an earlier part. Throws Error after commit() or abort().
-  bool put(std::uint64_t at, storage::Memory&& memory, std::optional<std::uint64_t> digest, const CallPtr& call);
+  bool put(std::uint64_t at, io::Memory&& memory, std::optional<std::uint64_t> digest, const CallPtr& call);
   // Installs the tensor when no part is in flight, or fails and aborts. Throws Error after commit() or abort().
   void commit(std::optional<std::uint64_t> digest, const CallPtr& call);
   void abort() noexcept;  // does nothing after commit() or abort()
 
   const std::string& key() const noexcept { return key_; }
   std::uint64_t size() const noexcept { return size_; }  // bytes
-  storage::Engine& engine() const noexcept;
+  io::Engine& engine() const noexcept;
 
  private:
   struct Part;
@@ -64,7 +64,7 @@ class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite>
 
   void expect_open() const;
   bool claim(std::uint64_t at, std::uint64_t size);
-  void submit(const std::shared_ptr<Part>& part, storage::Memory&& memory);
+  void submit(const std::shared_ptr<Part>& part, io::Memory&& memory);
   void ended(const Part& part, std::exception_ptr error) noexcept;
   bool leave(const std::exception_ptr& error, Extent& dropped) noexcept;
   void finish() noexcept;
@@ -78,7 +78,7 @@ class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite>
   std::size_t in_flight_ = 0;   // parts, and the beginning of commit()
   std::uint64_t missing_;       // bytes that no part has claimed
   std::vector<bool> claimed_;   // by leaf
-  storage::Checksum checksum_;  // of the whole
+  io::Checksum checksum_;       // of the whole
   std::exception_ptr failure_;  // of the first part that failed
   Write write_;                 // for commit()
 };

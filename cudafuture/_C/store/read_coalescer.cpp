@@ -4,11 +4,11 @@
 #include <iterator>
 #include <utility>
 
-#include "storage/page.h"
+#include "io/page.h"
 
 namespace cudafuture::store {
 
-using namespace storage;
+using namespace io;
 
 namespace {
 

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "storage/memory.h"
+#include "io/memory.h"
 #include "store/call.h"
 #include "store/entry.h"
 
@@ -25,7 +25,7 @@ struct Read {
   CallPtr call;
   std::string key;
   EntryPtr entry;
-  storage::Memory memory;           // destination of the bytes
+  io::Memory memory;                // destination of the bytes
   std::uint64_t* digest = nullptr;  // receives their checksum; the call owns it
   std::uint64_t at = 0;             // the tensor's first byte to read, where a leaf begins
   bool is_verified = true;          // a whole tensor is compared with the checksum that the store keeps

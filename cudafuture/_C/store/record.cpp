@@ -5,11 +5,11 @@
 #include <stdexcept>
 #include <type_traits>
 
-#include "storage/checksum.h"
+#include "io/checksum.h"
 
 namespace cudafuture::store {
 
-using namespace storage;
+using namespace io;
 
 namespace {
 

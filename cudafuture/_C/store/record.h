@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-#include "storage/checksum.h"
+#include "io/checksum.h"
 #include "store/entry.h"
 
 namespace cudafuture::store {
@@ -20,7 +20,7 @@ struct Record {
   std::uint64_t sequence = 0;
   bool is_deletion = false;
   // ---- for a written key
-  storage::Shape shape;
+  io::Shape shape;
   std::uint64_t size = 0;
   std::uint64_t slab = 0;
   std::uint64_t offset = 0;
@@ -28,7 +28,7 @@ struct Record {
   bool has_digest = false;
   std::uint64_t seed = 0;
 
-  bool is_link() const noexcept { return seed != storage::hash_of(key); }
+  bool is_link() const noexcept { return seed != io::hash_of(key); }
 };
 Record record_of(const std::string& key, std::uint64_t sequence, const Entry& entry);
 Record deletion_of(const std::string& key, std::uint64_t sequence);

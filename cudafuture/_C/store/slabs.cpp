@@ -15,13 +15,13 @@
 #include <utility>
 
 #include "core/process.h"
-#include "storage/failure.h"
-#include "storage/page.h"
+#include "io/failure.h"
+#include "io/page.h"
 #include "store/folder.h"
 
 namespace cudafuture::store {
 
-using namespace storage;
+using namespace io;
 
 namespace {
 

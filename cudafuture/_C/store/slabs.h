@@ -21,8 +21,8 @@
 #include <utility>
 #include <vector>
 
-#include "storage/file.h"
-#include "storage/free_space.h"
+#include "io/file.h"
+#include "io/free_space.h"
 
 namespace cudafuture::store {
 
@@ -34,9 +34,9 @@ struct Slab {
 
   std::weak_ptr<Slabs> owner;
   std::uint64_t number;
-  std::shared_ptr<storage::File> file;  // null: it could not be opened
-  std::exception_ptr failure;           // the reason why it could not be opened, or takes no more extents
-  storage::FreeSpace free_space;
+  std::shared_ptr<io::File> file;  // null: it could not be opened
+  std::exception_ptr failure;      // the reason why it could not be opened, or takes no more extents
+  io::FreeSpace free_space;
   std::unordered_map<std::uint64_t, std::uint32_t> shared;  // pages that several extents touch, with their number
 };
 
@@ -75,7 +75,7 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
  public:
   struct Options {
     std::string folder;
-    storage::Direct direct = storage::Direct::automatic;
+    io::Direct direct = io::Direct::automatic;
     bool durable = false;  // a slab's name is durable before the slab is written to
     bool read_only = false;
     std::uint64_t capacity = 0;  // maximum bytes of all extents; 0: unlimited
@@ -119,7 +119,7 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
   enum class Files : std::uint8_t { stay, go };
   void close(Files files) noexcept;  // when no read or write is in flight
   // Returns the file of a slab, which may close concurrently; null: it could not be opened, or the store is closed.
-  static std::shared_ptr<storage::File> file_of(const Slab& slab);
+  static std::shared_ptr<io::File> file_of(const Slab& slab);
   Statistics statistics() const;
 
  private:
@@ -137,7 +137,7 @@ class Slabs : public std::enable_shared_from_this<Slabs> {
   std::uint64_t bytes_of_files() const;
   SlabPtr grow(std::uint64_t size);
   SlabPtr make_slab(std::uint64_t size);
-  std::shared_ptr<storage::File> open_file(const std::string& path, storage::Start start) const;
+  std::shared_ptr<io::File> open_file(const std::string& path, io::Start start) const;
   SlabPtr open_slab(std::uint64_t number);
   static void share_pages(Slab& slab, const std::vector<Extent>& extents);
   void release(const Extent& extent) noexcept;

@@ -7,12 +7,12 @@
 
 #include "core/error.h"
 #include "core/thread_cache.h"
-#include "storage/page.h"
+#include "io/page.h"
 #include "store/function_continuation.h"
 
 namespace cudafuture::store {
 
-using namespace storage;
+using namespace io;
 
 // One write request to the engine.
 struct Store::WriteJob {

@@ -20,10 +20,10 @@
 #include <string>
 #include <vector>
 
-#include "storage/checksum.h"
-#include "storage/counter.h"
-#include "storage/engine.h"
-#include "storage/failure.h"
+#include "io/checksum.h"
+#include "io/counter.h"
+#include "io/engine.h"
+#include "io/failure.h"
 #include "store/call.h"
 #include "store/entry.h"
 #include "store/group_commit.h"
@@ -44,20 +44,20 @@ class Store final : public std::enable_shared_from_this<Store> {
 
   struct Options {
     std::string folder;
-    storage::Direct direct = storage::Direct::automatic;
+    io::Direct direct = io::Direct::automatic;
     bool checksum = true;
     bool durable = false;
     Opening opening = Opening::write;  // of a durable store
     std::uint64_t capacity = 0;        // bytes; 0: any number
   };
   // Throws Failure.
-  static std::shared_ptr<Store> open(std::shared_ptr<storage::Engine> engine, const Options& options);
-  Store(std::shared_ptr<storage::Engine> engine, const Options& options);
+  static std::shared_ptr<Store> open(std::shared_ptr<io::Engine> engine, const Options& options);
+  Store(std::shared_ptr<io::Engine> engine, const Options& options);
   ~Store();
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
 
-  using Full = storage::Engine::Full;
+  using Full = io::Engine::Full;
   // Each throws Error if the store is closed; the call's future reports all other errors. Full::exceed: the calling
   // thread must not wait for the engine or for the file system.
   void write(WriteList&& writes, const CallPtr& call, Full when_full = Full::wait);
@@ -68,14 +68,14 @@ class Store final : public std::enable_shared_from_this<Store> {
 
   EntryPtr find(const std::string& key) const { return index_.find(key); }
   std::vector<EntryPtr> find(const std::vector<std::string>& keys) const { return index_.find(keys); }
-  storage::Failure no_such_key(const std::string& key) const {
-    return storage::no_such_key(key, options_.folder, options_.durable);
+  io::Failure no_such_key(const std::string& key) const {
+    return io::no_such_key(key, options_.folder, options_.durable);
   }
   bool try_find(const std::string& key, EntryPtr& entry) const { return index_.try_find(key, entry); }
   std::vector<Index::Version> versions(const std::vector<std::string>& keys) const { return index_.versions(keys); }
   bool try_version(const std::string& key, Index::Version& version) const { return index_.try_version(key, version); }
   bool is_closed() const { return in_flight_.is_closed(); }
-  storage::Engine& engine() const noexcept { return *engine_; }
+  io::Engine& engine() const noexcept { return *engine_; }
   std::vector<std::string> keys() const { return index_.keys(); }
   std::uint64_t trim() noexcept { return slabs_->trim(); }
   void forget(const std::vector<std::string>& keys) {
@@ -94,7 +94,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   struct ReadJob;
   static constexpr std::uint64_t kSmall = 128 * 1024;  // bytes from which a tensor is read and written separately
 
-  storage::Failure read_only() const;
+  io::Failure read_only() const;
   void refuse(const CallPtr& call) noexcept;  // refuses a change to a read-only store
 
   void put(Writes&& writes, bool is_batch, Full when_full);
@@ -120,7 +120,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   void begin(const CallPtr& call);
   void end_part(const CallPtr& call, const std::exception_ptr& error) noexcept;
 
-  const std::shared_ptr<storage::Engine> engine_;
+  const std::shared_ptr<io::Engine> engine_;
   const Options options_;
   const std::uint64_t batch_size_;
   const std::shared_ptr<Slabs> slabs_;

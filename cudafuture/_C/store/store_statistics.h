@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "storage/counter.h"
+#include "io/counter.h"
 #include "store/index.h"
 #include "store/slabs.h"
 
@@ -25,7 +25,7 @@ struct StoreStatistics {
 };
 
 struct StoreCounters {
-  storage::Counter reads{0}, writes{0}, transfers{0}, checksum_errors{0}, pending{0};
+  io::Counter reads{0}, writes{0}, transfers{0}, checksum_errors{0}, pending{0};
 };
 
 inline StoreStatistics statistics_of(const StoreCounters& counters, const Index::Statistics& index,

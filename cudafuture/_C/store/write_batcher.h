@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "storage/memory.h"
+#include "io/memory.h"
 #include "store/call.h"
 #include "store/entry.h"
 
@@ -23,8 +23,8 @@ namespace cudafuture::store {
 struct Write {
   CallPtr call;
   std::string key;
-  storage::Shape shape;
-  storage::Memory memory;
+  io::Shape shape;
+  io::Memory memory;
   std::uint64_t sequence = 0;
   std::optional<std::uint64_t> digest = std::nullopt;  // the required checksum of its bytes
   bool* written = nullptr;                             // set after the write; the call owns it

@@ -1,4 +1,4 @@
-// The program of rpc_ext's native tests: signatures, parts of tensors and the offload service's messages. It needs
+// The program of rpc_ext's native tests: signatures, parts of tensors and the store service's messages. It needs
 // neither Python nor an RPC agent.
 #define DOCTEST_CONFIG_IMPLEMENT
 #define DOCTEST_CONFIG_NO_POSIX_SIGNALS  // the sanitizers report a crash in more detail

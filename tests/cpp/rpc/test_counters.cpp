@@ -8,7 +8,7 @@
 #include <doctest/doctest.h>
 
 #include "../together.h"
-#include "counters.h"
+#include "seal/counters.h"
 
 using rpc_ext::SeenCounters;
 

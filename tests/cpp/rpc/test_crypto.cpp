@@ -5,8 +5,8 @@
 #include <doctest/doctest.h>
 
 #include "../together.h"
-#include "crypto.h"
 #include "hex.h"
+#include "seal/crypto.h"
 
 using rpc_ext::Digest;
 using rpc_ext::GmacKey;

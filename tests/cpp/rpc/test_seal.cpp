@@ -11,7 +11,7 @@
 
 #include "../together.h"
 #include "hex.h"
-#include "seal.h"
+#include "seal/seal.h"
 
 using rpc_ext::Admitted;
 using rpc_ext::MessageDirection;

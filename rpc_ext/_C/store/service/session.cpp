@@ -1,0 +1,126 @@
+#include "store/service/session.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "clock.h"
+
+namespace rpc_ext::store {
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr std::uint64_t kLeastBuffer = 1 << 16;  // bytes from which on a buffer of a pool costs less than new memory
+
+}  // namespace
+
+Session::Session(std::shared_ptr<Namespace> space, std::shared_ptr<RequestOrder> order,
+                 std::shared_ptr<PoolAccess> pool, SetTimer set_timer)
+    : space(std::move(space)),
+      order(std::move(order)),
+      heard(now()),
+      pool_(std::move(pool)),
+      set_timer_(std::make_shared<SetTimer>(std::move(set_timer))),
+      timer_at_(kNever) {}
+
+// ---- kept reads
+
+void Session::keep(const KeyEntry& entry, const FoundTensor& tensor, bool has_first) {
+  std::vector<bool> is_left(parts_of(tensor.nbytes), true);
+  if (has_first) is_left[0] = false;
+  const std::size_t left = is_left.size() - (has_first ? 1 : 0);
+  {
+    const std::lock_guard lock(mutex_);
+    if (has_ended_) return;
+    kept_.insert_or_assign(entry.sequence,
+                           KeptRead{{tensor, entry.key, entry.needs_digest}, std::move(is_left), left, entry.expires});
+  }
+  note_deadline(entry.expires);
+}
+
+std::optional<Session::Kept> Session::take(std::uint64_t sequence, std::uint32_t part) {
+  const std::lock_guard lock(mutex_);
+  const auto found = kept_.find(sequence);
+  if (found == kept_.end() || part >= found->second.is_left.size() || !found->second.is_left[part]) return std::nullopt;
+  KeptRead& read = found->second;
+  read.is_left[part] = false;
+  Kept kept = read.kept;
+  if (--read.left == 0) kept_.erase(found);
+  return kept;
+}
+
+void Session::drop(std::uint64_t sequence) {
+  const std::lock_guard lock(mutex_);
+  kept_.erase(sequence);
+}
+
+void Session::clear() {
+  std::shared_ptr<SetTimer> timer;
+  const std::lock_guard lock(mutex_);
+  has_ended_ = true;
+  kept_.clear();
+  timer.swap(set_timer_);
+}
+
+// ---- buffers
+
+void Session::take_buffer(std::uint64_t nbytes, double expires, Taken taken) {
+  if (nbytes < kLeastBuffer) {
+    const c10::InferenceMode plain(false);
+    taken(at::empty({static_cast<std::int64_t>(nbytes)}, at::TensorOptions().dtype(at::kByte).device(c10::kCPU)));
+    return;
+  }
+  std::function<void()> cancel = pool_->take(nbytes, std::move(taken));
+  if (!cancel) return;
+  {
+    const std::lock_guard lock(mutex_);
+    waits_.push_back({expires, std::move(cancel)});
+  }
+  note_deadline(expires);
+}
+
+// ---- deadlines
+
+void Session::note_deadline(double expires) {
+  if (expires == 0) return;
+  const double seconds = std::max(order->left(expires), 0.0);
+  const double at = now() + seconds;
+  std::shared_ptr<SetTimer> set_timer;
+  {
+    const std::lock_guard lock(mutex_);
+    if (at >= timer_at_) return;
+    timer_at_ = at;
+    set_timer = set_timer_;
+  }
+  if (set_timer != nullptr) (*set_timer)(seconds);
+}
+
+std::optional<double> Session::look() {
+  std::vector<std::function<void()>> over;
+  double due = kNever;
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(kept_, [&](const auto& item) {
+      const double left = order->left(item.second.expires);
+      if (left > 0) due = std::min(due, left);
+      return left <= 0;
+    });
+    // Cancelling a wait that was served does nothing.
+    std::erase_if(waits_, [&](BufferWait& wait) {
+      const double left = order->left(wait.expires);
+      if (left > 0) {
+        due = std::min(due, left);
+      } else {
+        over.push_back(std::move(wait.cancel));
+      }
+      return left <= 0;
+    });
+    timer_at_ = now() + due;
+  }
+  for (const auto& cancel : over) cancel();
+  return due == kNever ? std::nullopt : std::optional(due);
+}
+
+}  // namespace rpc_ext::store

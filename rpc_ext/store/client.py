@@ -1,0 +1,323 @@
+"""A store of tensors by key on the disk of another worker.
+
+One small write, both sides together::
+
+     1  RemoteStore.write             an Operation with the user's future                  client, _operation
+     2  Window::submit                a WriteRequest, in order on its key, with a deadline client/window
+     3  WriteBatch::start             copies the bytes into a buffer, takes their digests  client/writes
+     4  Window::send, Channel::send   packs the request, sends it                          wire/message, channel
+     5  MessageRoute::handle          unpacks it, finds the session                        service/service
+     ...                              order, quota, store, reply; see there
+    10  WriteBatch::answered          unpacks the reply                                    client/request, wire/parser
+    11  Window::end, Operation        completes the user's future                          client/window, _operation
+
+The folders are those of ``rpc_ext/_C/store``. Tensors of more than 16 MiB are sent in parts, several at a time. Reads
+take the same path, with ``client/reads`` in place of ``writes``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+
+import torch
+from typing_extensions import Self
+
+from cudafuture import CUDAFuture, collect_all, executors
+from cudafuture.errors import InvalidStateError
+from cudafuture.ownership import owns, tensors_by_key
+from cudafuture.store.protocol import (
+    device_to_read_into,
+    expect_one_for_each,
+    expect_tensors,
+    expected_digests,
+    listed_keys,
+    tensors_to_fill,
+)
+from rpc_ext import _C
+from rpc_ext._channel import channel
+from rpc_ext.calls import Worker, rpc_sync
+from rpc_ext.session import current
+from rpc_ext.store import _calls as calls
+from rpc_ext.store import _closing as closing
+from rpc_ext.store._buffers import SendBuffers
+from rpc_ext.store._keys import RemoteKeys
+from rpc_ext.store._operation import Operation, Operations
+from rpc_ext.store._source import source_of
+from rpc_ext.store._statistics import RemoteStoreStatistics
+from rpc_ext.store._target import filled, target_of
+from rpc_ext.store._wire import LINE, MOST_ENTRIES, PACK, TOKEN, expect_key
+
+__all__ = ["RemoteStore"]
+
+_BUFFERED = 8 * (PACK + LINE * MOST_ENTRIES)  # bytes of batches that have not been sent
+
+
+class RemoteStore(RemoteKeys):
+    """A store of tensors by key that another worker serves (``serve_store``).
+
+    It has the methods of the ``Store`` protocol; docs/remote-stores.md lists its differences from ``DiskStore``.
+
+    Tensors are sent in parts of 16 MiB, several at a time, and small tensors in batches. The service limits the bytes
+    that a client has in flight; further requests wait in the client, without a thread.
+
+    Args:
+        to: the worker, by name, rank or WorkerInfo. It may be this worker.
+        namespace: namespace of the keys. Clients that pass the same name share its keys, which survive the clients. By
+            default the keys are private to this client, and the service deletes them when the client is closed.
+        name: name of the service.
+        timeout: seconds from the start of an operation to its outcome, including waits in the client; default:
+            ``rpc_timeout`` of ``init_rpc``. inf: no limit.
+
+    Raises:
+        InvalidStateError: RPC has not begun, or the worker has no such service.
+        BlockingIOError: the service has its most clients.
+        TypeError: `namespace` or `name` is not a str.
+        WorkerLostError, TimeoutError, AuthenticationError: as for any call.
+    """
+
+    def __init__(
+        self, to: Worker, *, namespace: str | None = None, name: str = "store", timeout: float | None = None
+    ) -> None:
+        for what, text in (("namespace", namespace), ("name", name)):
+            if not isinstance(text, str) and (what == "name" or text is not None):
+                raise TypeError(f"{what} is a str, not {text!r}")
+        session = current()
+        destination = session.destination(to)
+        self._worker, self._session = destination.name, weakref.ref(session)
+        self._name, self._timeout = name, session.timeout(timeout)
+        self._token = secrets.token_bytes(TOKEN)
+        closing.begin()
+        try:
+            arguments = name, self._token, namespace, session.name, time.perf_counter()
+            size, self._durable = rpc_sync(self._worker, calls.begin, arguments, timeout=timeout)
+        except BaseException:  # the service may nevertheless have begun a session
+            closing.note(self._session, self._worker, name, self._token)
+            raise
+        sender = channel(session, destination, calls.CHANNEL, f"store service {name!r}")
+        buffers = SendBuffers(_BUFFERED)
+        self._window = _C.StoreWindow(sender, name, self._token, self._worker, size, self._timeout, buffers)
+        self._operations = Operations(self._worker)
+        self._closed = False
+        self._asked = set()
+        self._end = weakref.finalize(self, closing.note, self._session, self._worker, name, self._token)
+        self._end.atexit = False
+
+    @property
+    def worker(self) -> str:
+        """The name of the worker that serves the store."""
+        return self._worker
+
+    @property
+    def durable(self) -> bool:
+        """True if the keys survive the end of the service."""
+        return self._durable
+
+    # ---- writing
+
+    def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
+        """Write a tensor as ``DiskStore.write`` does.
+
+        The future may also fail with WorkerLostError or TimeoutError; in that case the key may have been written or
+        not. ``future.released`` is done when a tensor on a device was copied to the host, a small tensor was copied
+        into a message, or any other tensor was written. A key has at most 1,000 bytes.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     remote.write("weight", torch.eye(3)).wait()
+        36
+        """
+        return self.writev({key: tensor}, priority=priority)
+
+    @owns("writev", lambda _, tensors, **__: tensors_by_key(tensors))
+    def writev(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        priority: int = 0,
+        digests: Mapping[str, int] | None = None,
+        written: torch.Tensor | None = None,
+    ) -> CUDAFuture[int]:
+        """Write many tensors, each as by ``write``; see ``DiskStore.writev``.
+
+        The service verifies the bytes of tensors with a digest: a tensor that changes while it is sent is not written.
+        This takes no further pass over the bytes. `written` is also False for a key that may have been written.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     remote.writev({"weight": torch.eye(3), "bias": torch.zeros(3)}).wait()
+        48
+        """
+        expect_tensors(tensors)
+        expected = [None] * len(tensors) if digests is None else expected_digests(tensors, digests)
+        if written is not None:
+            expect_one_for_each(written, torch.bool, len(tensors), "written")
+        for key in tensors:
+            expect_key(key)
+        self._expect_open()
+        if not tensors:
+            return CUDAFuture.completed(0)
+        sources = [source_of(tensor, priority) for tensor in tensors.values()]
+        released = sources[0].released
+        if len(sources) > 1:
+            released = collect_all([source.released for source in sources]).then(_nothing, executor=executors.inline)
+        if written is not None:
+            filled(written, torch.zeros(len(tensors), dtype=torch.bool, device="cpu"))
+        operation = Operation(
+            self._operations,
+            "write",
+            list(tensors),
+            nbytes=sum(source.nbytes for source in sources),
+            priority=priority,
+            released=released,
+            written=written,
+        )
+        self._window.write(operation.native, list(tensors), sources, expected)
+        return operation.future
+
+    # ---- reading
+
+    def read(
+        self,
+        key: str,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | int | None = None,
+        *,
+        priority: int = 0,
+    ) -> CUDAFuture[torch.Tensor]:
+        """Read a tensor as ``DiskStore.read`` does, but fail the future if `out` has a wrong dtype or shape.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     _ = remote.write("weight", torch.arange(3)).wait()
+        ...     remote.read("weight").wait()
+        tensor([0, 1, 2])
+        """
+        expect_key(key)
+        if device is not None:
+            device = device_to_read_into(out, device)
+        target = target_of(out, device, priority)
+        self._expect_open()
+        operation = Operation(self._operations, "read", [key], priority=priority)
+        self._window.read(operation.native, [key], [target], False)
+        return operation.future
+
+    def readv(
+        self,
+        keys: Iterable[str],
+        outs: Sequence[torch.Tensor] | None = None,
+        device: torch.device | str | int | None = None,
+        *,
+        priority: int = 0,
+        digests: torch.Tensor | None = None,
+    ) -> CUDAFuture[list[torch.Tensor]]:
+        """Read many tensors, each as by ``read``; see ``DiskStore.readv``.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     _ = remote.writev({"a": torch.ones(2), "b": torch.zeros(1)}).wait()
+        ...     remote.readv(["b", "a"]).wait()
+        [tensor([0.]), tensor([1., 1.])]
+        """
+        names = listed_keys(keys)
+        if device is not None:
+            device = device_to_read_into(outs, device)
+        into = [None] * len(names) if outs is None else tensors_to_fill(outs, len(names))
+        for key in names:
+            expect_key(key)
+        targets = [target_of(out, device, priority) for out in into]
+        expect_one_for_each(digests, torch.uint64, len(names), "digests")
+        self._expect_open()
+        if not names:
+            return CUDAFuture.completed([])
+        operation = Operation(self._operations, "read", names, priority=priority, gives_list=True, digests=digests)
+        self._window.read(operation.native, names, targets, digests is not None)
+        return operation.future
+
+    # ---- the rest
+
+    def delete(self, key: str) -> CUDAFuture[None]:
+        """Delete a key as ``DiskStore.delete`` does.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     _ = remote.write("weight", torch.eye(3)).wait()
+        ...     remote.delete("weight").wait()
+        ...     "weight" in remote
+        False
+        """
+        return self.deletev([key])
+
+    def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
+        """Delete many keys as ``DiskStore.deletev`` does.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     remote.deletev([]).wait()
+        """
+        names = listed_keys(keys)
+        for key in names:
+            expect_key(key)
+        self._expect_open()
+        if not names:
+            return CUDAFuture.completed(None)
+        operation = Operation(self._operations, "delete", names)
+        self._window.delete(operation.native, names)
+        return operation.future
+
+    def flush(self) -> CUDAFuture[None]:
+        """Return a future that completes when all writes and deletions so far are done, as ``DiskStore.flush``.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     remote.flush().wait()
+        """
+        self._expect_open()
+        return self._operations.flush(with_reads=False)
+
+    def close(self) -> None:
+        """Wait for all operations, and end the session at the service, which then deletes private keys.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     remote.close()
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._operations.flush(with_reads=True).exception()
+        for future in list(self._asked):
+            future.exception()
+        if self._end.detach() is not None:
+            closing.end(self._session, self._worker, self._name, self._token, self._timeout)
+
+    def statistics(self) -> RemoteStoreStatistics:
+        """Return the statistics of this client.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     _ = remote.write("weight", torch.eye(3)).wait()
+        ...     remote.statistics().bytes_written
+        36
+        """
+        return self._operations.statistics(*self._window.statistics())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<RemoteStore {self._name!r} of worker {self._worker!r}>"
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise InvalidStateError("the store is closed")
+
+
+def _nothing(done: CUDAFuture[list[CUDAFuture[None]]]) -> None:
+    done.value()

@@ -1,0 +1,274 @@
+"""Buffers of requests and replies: writes wait for one without a thread, and no client holds up another."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture, executors, wait_all
+from cudafuture.errors import ChecksumError, NotFoundError
+from cudafuture.io import Engine
+from remote_store.seams import Kept, handler_of, spoil
+from rpc_ext import Session, rpc_sync, serve_store, statistics
+from rpc_ext.store._wire import LINE, MOST_ENTRIES, PACK, PIECE
+from rpc_ext.store.client import RemoteStore
+from rpc_ext.store.service import StoreService
+from support.child import run_script
+from support.patience import PATIENCE
+from support.rpc_callees import ME, alone
+
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store")]
+
+SMALL = 64 << 10  # bytes of a tensor, of which many travel together
+IN_PACK = PACK // SMALL
+HOUR = 3600.0
+BUFFERS = 8  # that a client has for packs
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """Collect garbage before the test, and none during the test."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def small(i: int) -> torch.Tensor:
+    return torch.full((SMALL,), i % 251, dtype=torch.uint8)
+
+
+def pack_of(name: str) -> dict[str, torch.Tensor]:
+    """Return as many tensors as one request takes, so that they are sent at once."""
+    return {f"{name}/{i}": small(i) for i in range(IN_PACK)}
+
+
+class NoBuffers:
+    """Writes that have taken all buffers of a client: the service keeps their requests until the end."""
+
+    def __init__(self, remote: RemoteStore) -> None:
+        self._remote = remote
+        self.kept = Kept("put")
+
+    def __enter__(self) -> NoBuffers:
+        self.kept.__enter__()
+        self.writes = [self._remote.writev(pack_of(f"first {i}")) for i in range(BUFFERS)]
+        self._requests = [self.kept.next() for _ in self.writes]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kept.__exit__(*error)  # type: ignore[arg-type]
+        for request in self._requests:
+            request.set_result(None)
+
+
+def test_writes_that_find_no_buffer_wait_without_a_thread(remote: RemoteStore) -> None:
+    """The worker has one thread. A client that takes more buffers than there are still gets its other requests done."""
+    remote.write("there", small(1)).wait(timeout=PATIENCE)
+    with NoBuffers(remote) as held:
+        later = [remote.writev(pack_of(f"later {i}")) for i in range(3)]
+        assert torch.equal(remote.read("there").wait(timeout=PATIENCE), small(1))
+        assert not held.kept.has_more()
+        assert not any(write.done() for write in (*held.writes, *later))
+        assert remote.statistics().in_flight == (BUFFERS + len(later)) * PACK
+    wait_all([*held.writes, *later], timeout=PATIENCE)
+    expected = pack_of("later 2")
+    read = remote.readv(expected).wait(timeout=PATIENCE)
+    assert all(map(torch.equal, read, expected.values()))
+
+
+def test_a_write_that_waits_for_a_buffer_ends_at_its_deadline(service: StoreService) -> None:
+    """Also where it waits together with one that has more time, and is written in the end."""
+    tensors = list(pack_of("x").items())
+    with RemoteStore(ME, namespace="kept", timeout=HOUR) as remote:
+        unsent = [remote._window.buffers.take(PACK + LINE * MOST_ENTRIES) for _ in range(BUFFERS)]
+        assert all(buffer.done() for buffer in unsent)
+        brief = remote.writev(pack_of("brief"))
+        first = remote.writev(dict(tensors[: IN_PACK // 2]))
+        remote._window.seconds = 3 * HOUR
+        second = remote.writev(dict(tensors[IN_PACK // 2 :]))  # with which the request is full
+        assert remote.statistics().in_flight == 2 * PACK
+        remote._window.look(time.perf_counter() + 2 * HOUR)
+        for late in (brief, first):
+            assert isinstance(late.exception(timeout=PATIENCE), TimeoutError)
+        assert not second.done()
+        unsent.clear()
+        assert second.wait(timeout=PATIENCE) == PACK // 2
+        assert sorted(remote.keys()) == sorted(key for key, _ in tensors[IN_PACK // 2 :])
+        wait_all([remote.writev(pack_of(f"{i}")) for i in range(BUFFERS)], timeout=PATIENCE)
+
+
+def test_errors_that_a_program_keeps_hold_no_buffer(remote: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError("not sent")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote._window, "channel", SimpleNamespace(send=fail))
+        writes = [remote.writev(pack_of(f"{i}")) for i in range(2 * BUFFERS)]
+        errors = [write.exception(timeout=PATIENCE) for write in writes]
+    assert all(isinstance(error, RuntimeError) for error in errors)
+    assert remote.writev(pack_of("x")).wait(timeout=PATIENCE) == PACK
+
+
+def test_writes_get_their_buffers_while_the_callback_thread_is_blocked(remote: RemoteStore) -> None:
+    waits: CUDAFuture[None] = CUDAFuture()
+    blocked = CUDAFuture.completed(None)
+    blocked.add_done_callback(lambda _: waits.wait(timeout=PATIENCE), executor=executors.callback_thread)
+    try:
+        with NoBuffers(remote) as held:
+            later = remote.writev(pack_of("later"))
+        wait_all([*held.writes, later], timeout=PATIENCE)
+    finally:
+        waits.set_result(None)
+
+
+def test_a_client_whose_replies_are_not_sent_holds_up_itself_alone(service: StoreService, remote: RemoteStore) -> None:
+    remote.write("x", small(1)).wait(timeout=PATIENCE)
+    with RemoteStore(ME, namespace="other") as other:
+        other.write("x", small(2)).wait(timeout=PATIENCE)
+        buffers = handler_of(service).session(remote._token).buffers
+        unsent = [buffers.take(PIECE) for _ in range(2 * remote.statistics().window // PIECE)]
+        assert all(buffer.done() for buffer in unsent)
+        mine = remote.read("x")
+        assert torch.equal(other.read("x").wait(timeout=PATIENCE), small(2))
+        assert not mine.done()
+        unsent.pop()
+        assert torch.equal(mine.wait(timeout=PATIENCE), small(1))
+
+
+def test_a_session_that_ends_fails_reads_that_wait_for_a_buffer(service: StoreService) -> None:
+    remote = RemoteStore(ME, namespace="kept")
+    remote.write("x", small(1)).wait(timeout=PATIENCE)
+    buffers = handler_of(service).session(remote._token).buffers
+    unsent = [buffers.take(PIECE) for _ in range(2 * remote.statistics().window // PIECE)]
+    mine = remote.read("x")
+    while not service.statistics().in_flight:
+        assert not mine.done()
+    handler_of(service).end(remote._token)
+    assert mine.exception(timeout=PATIENCE) is not None
+    del unsent
+    remote.close()
+
+
+def test_reads_and_writes_that_share_few_calls_and_buffers_all_end(tmp_path: Path) -> None:
+    """Requests that have their buffers wait for calls, and calls wait for buffers: both on one worker."""
+    with (
+        alone(tmp_path / "rendezvous", num_worker_threads=1, max_in_flight=2),
+        serve_store(tmp_path / "served", memory=4 * PIECE, clients=2),
+        RemoteStore(ME, namespace="shared") as one,
+        RemoteStore(ME, namespace="shared") as other,
+    ):
+        large = {f"large {i}": torch.full((PIECE + 100,), i, dtype=torch.uint8) for i in range(2)}
+        packs = {key: tensor for i in range(2 * BUFFERS) for key, tensor in pack_of(f"{i}").items()}
+        wait_all([one.writev({**packs, **large}), other.writev({**packs, **large})], timeout=PATIENCE)
+        mixed = [client.writev(pack_of(f"{i}")) for i in range(BUFFERS) for client in (one, other)]
+        reads = [client.readv({**packs, **large}) for client in (one, other)]
+        wait_all(mixed, timeout=PATIENCE)
+        for read in reads:
+            assert all(map(torch.equal, read.wait(timeout=PATIENCE), (*packs.values(), *large.values())))
+
+
+def test_the_service_writes_received_memory_and_reads_into_buffers_without_a_copy(
+    worker: Session, tmp_path: Path
+) -> None:
+    with (
+        Engine() as engine,
+        serve_store(tmp_path / "served", engine=engine) as service,
+        RemoteStore(ME) as remote,
+    ):
+        if not service.store.is_direct:
+            pytest.skip("goes through the page cache")
+        tensor = torch.full((6 << 20,), 3, dtype=torch.uint8)
+        remote.write("x", tensor).wait(timeout=PATIENCE)
+        assert torch.equal(remote.read("x").wait(timeout=PATIENCE), tensor)
+        assert engine.statistics().staged == 0
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_replies_with_a_tensor_and_an_error_return_their_buffers(worker: Session, tmp_path: Path) -> None:
+    """The session has buffers for four replies. The fifth read gets one only if the first reads left no garbage."""
+    with (
+        serve_store(tmp_path / "served", memory=2 * PIECE, clients=1),
+        RemoteStore(ME, timeout=10) as remote,
+    ):
+        remote.write("x", torch.zeros(PIECE, dtype=torch.uint8)).wait(timeout=PATIENCE)
+        for _ in range(6):
+            assert isinstance(remote.readv(["x", "missing"]).exception(timeout=PATIENCE), NotFoundError)
+        assert remote.read("x").wait(timeout=PATIENCE).nbytes == PIECE
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_replies_with_a_tensor_that_the_disk_refuses_return_their_buffers(worker: Session, tmp_path: Path) -> None:
+    """The session has buffers for four replies. Each read is of two tensors together, then of each alone."""
+    with (
+        serve_store(tmp_path / "served", memory=2 * PIECE, clients=1),
+        RemoteStore(ME, timeout=10) as remote,
+    ):
+        half = PIECE // 2
+        tensors = {key: torch.full((half,), i, dtype=torch.uint8) for i, key in enumerate("xy")}
+        remote.writev(tensors).wait(timeout=PATIENCE)
+        repair = spoil(tmp_path / "served", tensors["y"])
+        for _ in range(6):
+            good, bad = remote.read("x"), remote.read("y")
+            many = remote.readv(["x", "y"])
+            assert good.wait(timeout=PATIENCE).nbytes == half
+            for failed in (bad, many):
+                assert isinstance(failed.exception(timeout=PATIENCE), ChecksumError)
+        repair()
+        assert torch.equal(remote.read("y").wait(timeout=PATIENCE), tensors["y"])
+
+
+def refuse(tensor: torch.Tensor) -> NoReturn:
+    raise ValueError(f"{tensor.nbytes} bytes")
+
+
+@pytest.mark.usefixtures("worker", "no_garbage_collection")
+def test_calls_that_fail_return_the_memory_that_they_were_received_into() -> None:
+    """All calls together have more bytes than the pool of received tensors."""
+    before = statistics().received_outside
+    tensor = torch.zeros(PIECE, dtype=torch.uint8)
+    for _ in range(36):
+        with pytest.raises(ValueError, match=f"{PIECE} bytes"):
+            rpc_sync(ME, refuse, (tensor,), timeout=PATIENCE)
+    assert statistics().received_outside == before
+
+
+EXHAUSTED = """
+import sys, torch, rpc_ext
+from support.patience import PATIENCE
+from support.rpc_callees import ME, alone
+
+size = 1 << 20
+tensor = torch.full((size,), 7, dtype=torch.uint8)
+outside = lambda: rpc_ext.statistics().received_outside
+
+def fetched():
+    return rpc_ext.rpc_sync(ME, torch.clone, (tensor,), timeout=PATIENCE)
+
+with alone(sys.argv[1] + "/rendezvous", receive_memory=2 * size), rpc_ext.serve_store(sys.argv[1] + "/served"):
+    kept = [fetched() for _ in range(8)]
+    assert outside() >= 6 * size, outside()
+    assert all(torch.equal(each, tensor) and each.data_ptr() % 4096 == 0 for each in kept)
+    with rpc_ext.RemoteStore(ME) as remote:
+        remote.write("x", tensor).wait(timeout=PATIENCE)
+        assert torch.equal(remote.read("x").wait(timeout=PATIENCE), tensor)
+"""
+
+
+def test_received_tensors_that_a_program_keeps_stop_no_client(tmp_path: Path) -> None:
+    """In a process of its own, whose pool is small, and which keeps all of it."""
+    done = run_script(EXHAUSTED, str(tmp_path), patience=2 * PATIENCE)
+    assert done.returncode == 0, done.stderr
+
+
+def test_statistics_count_what_was_received_outside_of_the_pool(remote: RemoteStore) -> None:
+    before = statistics().received_outside
+    remote.write("x", torch.ones(PIECE, dtype=torch.uint8)).wait(timeout=PATIENCE)
+    assert statistics().received_outside == before

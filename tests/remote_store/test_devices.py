@@ -1,0 +1,244 @@
+"""Tensors on devices, offloaded to a worker: through pinned memory, ordered after what was enqueued, without a race."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from cudafuture import _C, CUDAFuture, copy, gather
+from cudafuture.errors import ChecksumError
+from cudafuture.io import digest
+from cudafuture.testing import World, sim
+from cudafuture.testing.sim import RaceError
+from remote_store import messages as wire
+from remote_store.seams import one_reply_changed
+from rpc_ext import RemoteStore, serve_store
+from rpc_ext.store import _source as source
+from rpc_ext.store import _target as target
+from rpc_ext.store._wire import PIECE
+from support.device_calls import LONG, calling, filled, only
+from support.simulated import SCHEDULES
+
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store-devices")]
+
+ME = "worker0"
+SMALL, LARGE = 1000, PIECE // 4 + 100  # float32s: in a batch; in two parts
+
+
+def comes_back_to_the_host(remote: RemoteStore, size: int) -> None:
+    remote.write("x", filled(1.0, size=size)).wait(timeout=LONG)
+    back = remote.read("x").wait(timeout=LONG)
+    assert back.is_cpu
+    assert torch.equal(back, torch.ones(size))
+
+
+def comes_back_to_a_device(remote: RemoteStore, size: int) -> None:
+    remote.write("x", filled(2.0, size=size)).wait(timeout=LONG)
+    back = remote.read("x", device="sim:1").wait(timeout=LONG, non_blocking=True)
+    assert str(back.device) == "sim:1"
+    assert (only(back), back.shape) == (2.0, (size,))
+
+
+def is_read_again_if_it_was_changed_on_the_way(remote: RemoteStore, size: int) -> None:
+    remote.write("x", torch.full((size,), 5.0)).wait(timeout=LONG)
+    verbs = [wire.GET] if size == SMALL else [wire.GET, wire.FETCH]
+    for out, verb in itertools.product((None, filled(-1.0, size=size)), verbs):
+        with one_reply_changed(remote, verb):
+            read = remote.read("x", out, None if out is not None else "sim:1")
+            assert only(read.wait(timeout=LONG, non_blocking=True)) == 5.0
+
+
+def fills_what_the_device_was_writing(remote: RemoteStore, size: int) -> None:
+    remote.write("x", torch.full((size,), 3.0)).wait(timeout=LONG)
+    out = filled(-1.0, size=size)  # still being written when the read is asked for
+    assert remote.read("x", out).wait(timeout=LONG, non_blocking=True) is out
+    assert only(out) == 3.0
+
+
+def may_be_overwritten_when_it_is_released(remote: RemoteStore, size: int) -> None:
+    tensor = filled(4.0, size=size)
+    write = remote.write("x", tensor)
+    assert write.released is not None
+    write.released.wait(timeout=LONG)
+    tensor.fill_(-1.0)
+    write.wait(timeout=LONG)
+    assert only(remote.read("x", device="sim").wait(timeout=LONG, non_blocking=True)) == 4.0
+
+
+def many_at_once(remote: RemoteStore, size: int) -> None:
+    tensors = {f"{i}": filled(float(i), i % 2, size) for i in range(4)}
+    remote.writev(tensors, priority=-1).wait(timeout=LONG)
+    outs = [torch.empty_like(tensor) for tensor in tensors.values()]
+    gather(*(remote.read(key, out, priority=-1) for key, out in zip(tensors, outs, strict=True))).wait(
+        timeout=LONG, non_blocking=True
+    )
+    assert [only(out) for out in outs] == [0.0, 1.0, 2.0, 3.0]
+
+
+def has_the_digests_of_its_bytes(remote: RemoteStore, size: int) -> None:
+    due = {"x": digest(torch.full((size,), 4.0, device="cpu")), "y": 1}
+    tensors = {key: filled(4.0, size=size) for key in due}
+    written = torch.zeros(2, dtype=torch.bool, device="cpu")
+    write = remote.writev(tensors, digests=due, written=written)
+    assert write.released is not None
+    write.released.wait(timeout=LONG)
+    for tensor in tensors.values():
+        tensor.fill_(-1.0)
+    assert isinstance(write.exception(timeout=LONG), ChecksumError)
+    assert (written.tolist(), remote.keys()) == ([True, False], ["x"])
+    told = torch.zeros(1, dtype=torch.uint64, device="cpu")
+    (back,) = remote.readv(["x"], [torch.empty(size, device="sim:1")], digests=told).wait(timeout=LONG)
+    assert (only(back), told.tolist()) == (4.0, [due["x"]])
+
+
+def many_in_one_call(remote: RemoteStore, size: int) -> None:
+    tensors = {f"{i}": filled(float(i), i % 2, size) for i in range(4)}
+    write = remote.writev(tensors)
+    assert write.released is not None
+    write.released.wait(timeout=LONG)
+    for tensor in tensors.values():
+        tensor.fill_(-1.0)
+    write.wait(timeout=LONG)
+    outs = [filled(-1.0, (i + 1) % 2, size) for i in range(3)] + [torch.zeros(size)]
+    assert remote.readv(list(tensors), outs).wait(timeout=LONG, non_blocking=True) == outs
+    assert [only(out) for out in outs[:3]] == [0.0, 1.0, 2.0]
+    assert torch.equal(outs[3], torch.full((size,), 3.0))
+    assert [only(t) for t in remote.readv(["3", "1"], device="sim:1").wait(timeout=LONG, non_blocking=True)] == [3, 1]
+
+
+def transposed(remote: RemoteStore, size: int) -> None:
+    tensor = filled(5.0, size=2 * size).view(2, size).t()
+    remote.write("x", tensor).wait(timeout=LONG)
+    out = filled(-1.0, size=2 * size).view(2, size).t()
+    assert remote.read("x", out).wait(timeout=LONG, non_blocking=True).shape == (size, 2)
+    assert only(out) == 5.0
+
+
+@contextlib.contextmanager
+def without(edge: str) -> Iterator[None]:
+    """Cut an edge for a block, whatever that makes of the values."""
+    _C.cut_sync_edge(edge)
+    try:
+        with contextlib.suppress(AssertionError):
+            yield
+    finally:
+        _C.cut_sync_edge(None)
+
+
+SCENARIOS = [
+    comes_back_to_the_host,
+    comes_back_to_a_device,
+    is_read_again_if_it_was_changed_on_the_way,
+    fills_what_the_device_was_writing,
+    may_be_overwritten_when_it_is_released,
+    many_at_once,
+    has_the_digests_of_its_bytes,
+    many_in_one_call,
+    transposed,
+]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[World]:
+    """A process of this module alone, which has computed no gradient before it has simulated devices."""
+    with World(1) as world:
+        yield world
+
+
+@contextlib.contextmanager
+def offloading(schedule: str, folder: Path) -> Iterator[RemoteStore]:
+    """Serve a store to this process itself, on simulated devices; afterwards raise if a race was found."""
+    with (
+        calling(schedule, folder / "meeting"),
+        serve_store(folder / "served"),
+        RemoteStore(ME) as remote,
+        torch.Stream("sim:0"),
+    ):
+        yield remote
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "pieces"])
+def test_no_race(
+    process: World, tmp_path: Path, scenario: Callable[[RemoteStore, int], None], size: int, schedule: str
+) -> None:
+    def run() -> None:
+        with offloading(schedule, tmp_path) as remote:
+            scenario(remote, size)
+
+    process.run(run)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "edge"),
+    [
+        (comes_back_to_a_device, "copy.source_wait"),
+        (comes_back_to_a_device, "copy.done_record"),
+        (fills_what_the_device_was_writing, "copy.done_record"),
+        (may_be_overwritten_when_it_is_released, "copy.source_wait"),
+    ],
+    ids=["source", "device", "out", "released"],
+)
+def test_an_edge_that_is_missing_is_found(
+    process: World, tmp_path: Path, scenario: Callable[[RemoteStore, int], None], edge: str
+) -> None:
+    def run() -> None:
+        with (
+            pytest.raises(RaceError, match="nothing orders the two"),
+            offloading("lazy", tmp_path) as remote,
+            without(edge),
+        ):
+            scenario(remote, SMALL)
+
+    process.run(run)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "pieces"])
+def test_copies_have_the_priority_of_the_call_and_go_through_pinned_memory(
+    process: World, tmp_path: Path, size: int
+) -> None:
+    def run() -> None:
+        priorities: list[int] = []
+        on_host: list[torch.Tensor] = []
+
+        def seen(value: torch.Tensor, device: Any, *, priority: int = 0) -> CUDAFuture[torch.Tensor]:
+            priorities.append(priority)
+            copied = copy(value, device, priority=priority)
+            if device == "cpu":
+                on_host.append(copied.value())
+            return copied
+
+        with (
+            mock.patch.object(source, "copy", seen),
+            mock.patch.object(target, "copy", seen),
+            offloading("lazy", tmp_path) as remote,
+        ):
+            remote.write("x", filled(1.0, size=size), priority=-1).wait(timeout=LONG)
+            assert len(on_host) == (1 if size == SMALL else 2)
+            assert all(tensor.is_pinned() for tensor in on_host)
+            assert only(remote.read("x", device="sim", priority=-1).wait(timeout=LONG, non_blocking=True)) == 1.0
+            assert priorities == [-1] * 2 * len(on_host)
+
+    process.run(run)
+
+
+def test_a_tensor_without_memory_or_streams_is_refused(process: World, tmp_path: Path) -> None:
+    def run() -> None:
+        with offloading("lazy", tmp_path) as remote:
+            for wrong in (torch.empty(3, device="meta"), torch.eye(3).to_sparse()):
+                with pytest.raises(TypeError, match="no memory of its own"):
+                    remote.write("x", wrong)
+            with pytest.raises(ValueError, match="no streams on meta"):
+                remote.read("x", device="meta")
+            assert remote.keys() == []
+            assert sim.races() == []
+
+    process.run(run)

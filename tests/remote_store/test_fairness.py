@@ -1,0 +1,133 @@
+"""Clients that ask for far more than a disk can do: the memory of their server is bounded, and others get their turn.
+
+The disk gives no result before the test lets it go, so whatever is counted meanwhile does not change any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rpc_ext
+from cudafuture import CUDAFuture, collect_all, wait_all
+from cudafuture.io import Engine
+from remote_store import messages as wire
+from remote_store.seams import put_of, released_at_the_end, send
+from rpc_ext.store import _calls as services
+from rpc_ext.store._wire import PIECE
+from rpc_ext.store.client import RemoteStore
+from rpc_ext.store.service import serve_store
+from support.patience import PATIENCE
+from support.rpc_callees import ME, alone, wait_for
+
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store")]
+
+WINDOW = 2 * PIECE  # of a client: the least that there is
+MEG = torch.full((1 << 20,), 4, dtype=torch.uint8)
+SMALL = torch.arange(64 << 10, dtype=torch.int32).view(torch.uint8)[: 64 << 10]
+LARGE = torch.full((PIECE // 2,), 3, dtype=torch.uint8)
+PIECES = torch.full((PIECE + 100,), 5, dtype=torch.uint8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session]:
+    """Have few threads: no request may hold one of them up until the disk is done."""
+    with alone(tmp_path_factory.mktemp("rpc") / "rendezvous", num_worker_threads=2) as session:
+        yield session
+
+
+def held() -> Engine:
+    return Engine("threads", _faults={"held": True})
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """Give the folder of a service that has tensors, none of which it reads when it is opened."""
+    folder = tmp_path / "served"
+    with serve_store(folder, durable=True), RemoteStore(ME, namespace="kept") as remote:
+        remote.writev({f"{i}": MEG for i in range(16)} | {"large": LARGE}).wait(timeout=PATIENCE)
+    return folder
+
+
+def flood_of(remote: RemoteStore, kind: str) -> list[CUDAFuture[Any]]:
+    """Ask for far more than a window."""
+    if kind == "reads":
+        return [remote.read(f"{i % 16}", torch.empty_like(MEG)) for i in range(1000)]
+    return [remote.write(f"flood {i}", SMALL) for i in range(3000)]
+
+
+FLOODS = pytest.mark.parametrize("kind", ["reads", "writes"])
+
+
+@FLOODS
+def test_a_client_with_thousands_of_requests_holds_nobody_up(written: Path, kind: str) -> None:
+    with (
+        held() as engine,
+        serve_store(written, durable=True, engine=engine, memory=2 * WINDOW, clients=2) as service,
+        RemoteStore(ME, namespace="kept") as flooding,
+        RemoteStore(ME, namespace="kept") as other,
+        released_at_the_end(engine),
+    ):
+        flood = flood_of(flooding, kind)
+        wait_for(lambda: service.statistics().in_flight > WINDOW - PIECE // 2)
+        mine: list[CUDAFuture[Any]] = [other.read("large"), other.write("mine", LARGE)]
+        # More than a window and one of them: so both are with the disk, and thousands that were asked for earlier wait.
+        wait_for(lambda: service.statistics().in_flight > WINDOW + LARGE.nbytes)
+        assert not any(future.done() for future in (*flood, *mine))
+        engine._native.release_held()
+        assert torch.equal(mine[0].wait(timeout=PATIENCE), LARGE)
+        mine[1].wait(timeout=PATIENCE)
+        assert torch.equal(other.read("mine").wait(timeout=PATIENCE), LARGE)
+        wait_all(flood, timeout=PATIENCE)
+
+
+@FLOODS
+def test_what_a_service_has_in_flight_keeps_within_its_memory(written: Path, kind: str) -> None:
+    clients, memory = 3, 3 * WINDOW
+    with (
+        held() as engine,
+        serve_store(written, durable=True, engine=engine, memory=memory, clients=clients) as service,
+        contextlib.ExitStack() as open_,
+    ):
+        remotes = [open_.enter_context(RemoteStore(ME, namespace="kept")) for _ in range(clients)]
+        open_.enter_context(released_at_the_end(engine))
+        floods = [future for remote in remotes for future in flood_of(remote, kind)]
+        if kind == "writes":
+            floods += [remote.write(f"pieces {i}", PIECES) for i, remote in enumerate(remotes)]
+        wait_for(lambda: service.statistics().in_flight > memory - clients * PIECE)
+        assert not any(future.done() for future in floods)
+        assert service.statistics().most_in_flight <= memory
+        engine._native.release_held()
+        wait_all(floods, timeout=PATIENCE)
+        found = service.statistics()
+        assert found.in_flight == 0
+        assert memory - clients * PIECE < found.most_in_flight <= memory
+
+
+def test_a_client_that_minds_no_window_gets_no_more_memory(tmp_path: Path) -> None:
+    """Check that requests in flight keep within the memory of the service, whether they are refused or wait."""
+    data = torch.zeros(PIECE, dtype=torch.uint8)
+    count = 10
+    with (
+        held() as engine,
+        serve_store(tmp_path / "served", engine=engine, memory=2 * WINDOW, clients=2) as service,
+        RemoteStore(ME, namespace="kept") as remote,
+        released_at_the_end(engine),
+    ):
+        served = rpc_ext.statistics().served
+        entries = [put_of(f"{i}", data)[0] for i in range(count)]
+        puts = [send(remote, wire.PUT, [entry], data) for entry in entries]
+        wait_for(lambda: rpc_ext.statistics().served >= served + count)
+        rpc_ext.rpc_sync(ME, services.keys, ("store", remote._token), timeout=PATIENCE)
+        in_flight = service.statistics().in_flight
+        engine._native.release_held()
+        collect_all(puts).wait(timeout=PATIENCE)
+        for put in puts:
+            put.exception()
+        assert in_flight <= 2 * WINDOW
+        assert service.statistics().most_in_flight <= 2 * WINDOW

@@ -1,0 +1,412 @@
+"""What comes between an offload and its end: Ctrl-C, other deadlines, garbage collections, answers that are none."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+import rpc_ext
+from cudafuture import CUDAFuture, collect_all, gather, wait_all
+from cudafuture.errors import InvalidStateError
+from remote_store import messages as wire
+from remote_store.seams import HandledInPython, Kept, expect_idle, handler_of, set_timeout
+from rpc_ext import RemoteStore, StoreService, _timer, rpc_async, serve_store
+from rpc_ext import session as sessions
+from rpc_ext._channel import Reply
+from rpc_ext._destination import Destination
+from rpc_ext.store import _calls as services
+from rpc_ext.store._handler import RequestHandler
+from rpc_ext.store._wire import PIECE
+from support.patience import PATIENCE
+from support.rpc_callees import ME, Gate, alone, pending, wait_for
+
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store")]
+
+SIZES = {"small": 100, "alone": 1 << 19, "parts": PIECE // 4 + 10}  # elements
+
+
+@pytest.fixture
+def remote(service: StoreService) -> Iterator[RemoteStore]:
+    """Yield a client, and check that no operation of it is pending at the end."""
+    remote = RemoteStore(ME)
+    yield remote
+    expect_idle(remote)
+    remote.close()
+    assert service.statistics().clients == 0
+
+
+def numbered(size: int) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.float32)
+
+
+def expect_works(remote: RemoteStore, *keys: str) -> None:
+    """See that keys can be written, read and deleted, in every size."""
+    for size in SIZES.values():
+        for key in keys:
+            remote.write(key, numbered(size)).wait(timeout=PATIENCE)
+            assert torch.equal(remote.read(key).wait(timeout=PATIENCE), numbered(size))
+    remote.deletev(keys).wait(timeout=PATIENCE)
+    assert not {*keys} & {*remote.keys()}
+
+
+# ---- Ctrl-C
+
+
+def interrupt_once(monkeypatch: pytest.MonkeyPatch, remote: RemoteStore, name: str = "send") -> None:
+    """Raise KeyboardInterrupt when the client sends the next message, or the next part of a tensor is ``alone``."""
+
+    def interrupt(*_: object, **__: object) -> NoReturn:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    if name == "send":
+        monkeypatch.setattr(remote._window, "channel", SimpleNamespace(send=interrupt))
+    else:
+        monkeypatch.setattr(f"rpc_ext.store._source.{name}", interrupt)
+
+
+def expect_interrupted(begin: Callable[[], CUDAFuture[Any]]) -> None:
+    """See that it comes out of a call, or of its future."""
+    try:
+        error = begin().exception(timeout=PATIENCE)
+    except KeyboardInterrupt as e:
+        error = e
+    assert isinstance(error, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [("small", "send"), ("alone", "send"), ("parts", "send"), ("parts", "alone")],
+)
+def test_ctrl_c_amid_a_write_leaves_nothing_behind(
+    remote: RemoteStore, monkeypatch: pytest.MonkeyPatch, size: str, name: str
+) -> None:
+    tensor = numbered(SIZES[size])
+    interrupt_once(monkeypatch, remote, name)
+    expect_interrupted(lambda: remote.write("x", tensor))
+    expect_idle(remote)
+    interrupt_once(monkeypatch, remote, name)
+    expect_interrupted(lambda: remote.writev({"x": tensor, "y": tensor}))
+    expect_works(remote, "x", "y", "z")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("filled", [False, True], ids=["new", "filled"])
+def test_ctrl_c_amid_a_read_leaves_nothing_behind(
+    remote: RemoteStore, monkeypatch: pytest.MonkeyPatch, size: str, filled: bool
+) -> None:
+    tensor = numbered(SIZES[size])
+    remote.write("x", tensor).wait(timeout=PATIENCE)
+    interrupt_once(monkeypatch, remote)
+    expect_interrupted(lambda: remote.read("x", torch.empty_like(tensor) if filled else None))
+    expect_idle(remote)
+    interrupt_once(monkeypatch, remote)
+    expect_interrupted(
+        lambda: remote.readv(["x"] * 3, [torch.empty_like(tensor) for _ in range(3)] if filled else None)
+    )
+    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), tensor)
+    expect_works(remote, "x", "y")
+
+
+def test_ctrl_c_amid_a_deletion_leaves_nothing_behind(remote: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote.write("x", numbered(3)).wait(timeout=PATIENCE)
+    interrupt_once(monkeypatch, remote)
+    expect_interrupted(lambda: remote.delete("x"))
+    expect_works(remote, "x", "y")
+
+
+@pytest.mark.parametrize("kind", ["put", "get"])
+def test_ctrl_c_ends_all_that_it_met_and_nothing_else(
+    remote: RemoteStore, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Requests that wait to travel together are sent by any thread that has made room for them."""
+    keys = [f"{i}" for i in range(5)]
+    remote.writev({key: numbered(3) for key in keys}).wait(timeout=PATIENCE)
+
+    def ask(key: str) -> CUDAFuture[Any]:
+        return remote.write(key, numbered(3)) if kind == "put" else remote.read(key)
+
+    with Kept(kind) as kept:
+        asked = [ask(key) for key in keys]
+        first = kept.next()
+    interrupt_once(monkeypatch, remote)
+    first.set_result(None)
+    asked[0].wait(timeout=PATIENCE)
+    for future in asked[1:]:
+        assert isinstance(future.exception(timeout=PATIENCE), KeyboardInterrupt)
+        assert future.released is None or future.released.wait(timeout=PATIENCE) is None
+    expect_works(remote, *keys)
+
+
+def test_many_requests_that_cannot_be_sent_all_fail(remote: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fail one after the other in one thread, which has room for no call of a thousand others."""
+    tensor = numbered(1 << 18)
+
+    def refuse(*_: object) -> NoReturn:
+        raise InvalidStateError("of the test")
+
+    with Kept("put") as kept:
+        first = remote.write("first", numbered(1 << 23))  # and others, up to the window
+        writes = [remote.write(f"{i}", tensor) for i in range(2000)]
+        monkeypatch.setattr(remote._window, "channel", SimpleNamespace(send=refuse))
+        while not all(write.done() for write in writes) and kept.has_more():
+            kept.next().set_result(None)
+        first.wait(timeout=PATIENCE)
+    errors = [write.exception(timeout=PATIENCE) for write in writes]
+    assert isinstance(errors[-1], InvalidStateError)
+    assert {type(error) for error in errors} <= {InvalidStateError, type(None)}
+    monkeypatch.undo()
+    expect_works(remote, "x", "y")
+
+
+# ---- deadlines
+
+
+@pytest.mark.parametrize("kind", ["put", "get"])
+@pytest.mark.parametrize("order", [["short", "long"], ["short", "long", "longer"]], ids="-".join)
+def test_requests_that_travel_together_have_each_their_own_deadline(
+    remote: RemoteStore, kind: str, order: list[str]
+) -> None:
+    """They have the same timeout; here it stands for the time that passes between the calls."""
+    remote.writev({key: numbered(3) for key in ("first", *order)}).wait(timeout=PATIENCE)
+    times = {"first": 0.0, "short": 1.0, "long": 10.0 * PATIENCE, "longer": 0.0}  # 0: no limit
+
+    def ask(key: str) -> CUDAFuture[Any]:
+        set_timeout(remote, times[key])
+        return remote.write(key, numbered(4)) if kind == "put" else remote.read(key)
+
+    with Kept(kind) as kept:
+        first = ask("first")
+        goes_on = kept.next()
+        asked = {key: ask(key) for key in order}
+        goes_on.set_result(None)
+        first.wait(timeout=PATIENCE)
+        goes_on = kept.next()  # with all of them
+        error = asked.pop("short").exception(timeout=PATIENCE)
+        assert isinstance(error, TimeoutError)
+        assert ME in str(error)
+        assert not any(future.done() for future in asked.values())
+        assert not kept.has_more()
+    goes_on.set_result(None)
+    wait_all(list(asked.values()), timeout=PATIENCE)
+    set_timeout(remote, PATIENCE)
+    expect_works(remote, "first", *order)
+
+
+# ---- the end of a client
+
+
+def test_a_client_has_gone_when_it_is_closed(worker: rpc_ext.Session, tmp_path: Path) -> None:
+    with serve_store(tmp_path / "served", clients=1) as service:
+        for i in range(50):
+            with RemoteStore(ME) as remote:
+                write = remote.write("x", numbered(i))
+            assert write.done()
+            assert service.statistics().clients == 0
+
+
+@pytest.mark.parametrize("released", ["while it is closed", "after that"])
+def test_a_client_is_closed_while_rpc_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate, released: str
+) -> None:
+    refused = threading.Event()
+    try_admit = Destination.try_admit
+
+    def admit(destination: Destination, size: int) -> bool:
+        is_admitted = try_admit(destination, size)
+        if not is_admitted:
+            refused.set()
+        return is_admitted
+
+    with (
+        alone(tmp_path / "rendezvous", num_worker_threads=4, max_in_flight=1),
+        serve_store(tmp_path / "served") as service,
+    ):
+        remote = RemoteStore(ME, timeout=PATIENCE)
+        remote.write("x", numbered(3)).wait(timeout=PATIENCE)
+        if released == "after that":
+            remote._timeout = 0.1  # of the end of the session
+        expect_idle(remote)
+        call = rpc_async(ME, pending, (gate,), timeout=math.inf)
+        assert gate.reached.wait(PATIENCE)
+        monkeypatch.setattr(Destination, "try_admit", admit)
+        closing = threading.Thread(target=remote.close)
+        closing.start()
+        if released == "while it is closed":
+            assert refused.wait(PATIENCE)
+        else:
+            closing.join(PATIENCE)
+            assert not closing.is_alive()
+        gate.futures[0].set_result(1)
+        assert call.wait(timeout=PATIENCE) == 1
+        closing.join(PATIENCE)
+        assert not closing.is_alive()
+        wait_for(lambda: service.statistics().clients == 0)
+        wait_for(lambda: not len(service.store))
+        RemoteStore(ME).close()
+        assert service.statistics().clients == 0
+
+
+class Holder:
+    """Is garbage that only a collection finds."""
+
+    def __init__(self, remote: RemoteStore) -> None:
+        self.remote, self.me = remote, self
+
+
+@pytest.mark.parametrize("kind", ["alone", "in a cycle"])
+def test_a_client_that_is_dropped_goes_in_the_end(service: StoreService, kind: str) -> None:
+    for _ in range(3):
+        remote = RemoteStore(ME)
+        remote.write("x", numbered(3)).wait(timeout=PATIENCE)
+        if kind == "in a cycle":
+            Holder(remote)
+        del remote
+    gc.collect()
+    wait_for(lambda: service.statistics().clients == 0)
+    wait_for(lambda: not len(service.store))
+
+
+def test_client_that_outlives_its_rpc_session_makes_no_call_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bytes] = []
+    end = services.end
+
+    @functools.wraps(end)
+    def noted(service: str, token: bytes) -> None:
+        ended.append(token)
+        end(service, token)
+
+    monkeypatch.setattr(services, "end", noted)
+    outlived = []
+    with alone(tmp_path / "first"), serve_store(tmp_path / "served"):
+        outlived += [RemoteStore(ME), RemoteStore(ME)]
+    with alone(tmp_path / "second"), serve_store(tmp_path / "served") as service:
+        outlived.pop().close()
+        outlived.pop()
+        gc.collect()
+        RemoteStore(ME)  # its end is noted after that of the other
+        wait_for(lambda: service.statistics().clients == 0)
+        assert len(ended) == 1
+
+
+@pytest.mark.parametrize("kind", ["destination", "services", "sessions", "session", "timer", "operations"])
+def test_garbage_is_collected_amid_anything(worker: rpc_ext.Session, service: StoreService, kind: str) -> None:
+    """A client that is dropped takes no lock that the thread may hold which collects it."""
+    other = RemoteStore(ME)
+    locks: dict[str, Any] = {
+        "destination": worker.destination(ME)._lock,
+        "services": services._lock,
+        "sessions": handler_of(service)._sessions._lock,
+        "session": sessions._lock,
+        "timer": _timer._timer._changed,
+        "operations": other._operations._lock,
+    }
+    lock = locks[kind]
+
+    def collect() -> None:
+        with lock:
+            gc.collect()
+            collected.set()
+
+    collected = threading.Event()
+    gc.collect()
+    gc.disable()
+    try:
+        Holder(RemoteStore(ME))
+        collecting = threading.Thread(target=collect, daemon=True)
+        collecting.start()
+        has_come_back = collected.wait(PATIENCE / 2)
+        if not has_come_back:
+            lock.release()
+        collecting.join(PATIENCE)
+    finally:
+        gc.enable()
+    assert has_come_back
+    other.close()
+    wait_for(lambda: service.statistics().clients == 0)
+
+
+# ---- answers that are none
+
+
+ANSWERS: dict[str, tuple[bytes, list[torch.Tensor]]] = {
+    "no bytes": (b"", []),
+    "other bytes": (b"no answer", []),
+    "an answer to more entries": wire.pack_answer(wire.PUT, 1 << 15),
+    "errors that are none": (
+        wire.pack_answer(wire.PUT, 1, [(0, (77, "no error has this kind", "", 0, 0, 0, 0))])[0],
+        [],
+    ),
+    "an answer with a tensor": (wire.pack_answer(wire.PUT, 1)[0], [torch.zeros(3)]),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_every_request_ends_whatever_is_answered(remote: RemoteStore, answer: str) -> None:
+    for size, count in SIZES.items():
+        remote.write(f"old {size}", numbered(count)).wait(timeout=PATIENCE)
+    expect_idle(remote)
+
+    def handle(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
+        reply.send(*ANSWERS[answer])
+
+    with HandledInPython(handle):
+        writes = [remote.write(f"{size} {i}", numbered(SIZES[size])) for i in range(3) for size in SIZES]
+        many = remote.writev({f"{i}": numbered(3) for i in range(3)})
+        asked: list[CUDAFuture[Any]] = [*writes, many, remote.delete("x"), remote.deletev(["y", "z"])]
+        asked += [remote.read(f"old {size}") for size in SIZES]
+        asked += [remote.read(f"old {size}", torch.empty(count)) for size, count in SIZES.items()]
+        for future in asked:
+            assert isinstance(future.exception(timeout=PATIENCE), Exception)
+        for write in writes:
+            assert write.released is not None
+            write.released.wait(timeout=PATIENCE)
+    expect_works(remote, "small 0", "x")
+
+
+# ---- other futures
+
+
+def test_futures_of_several_services_and_clients_are_one(worker: rpc_ext.Session, tmp_path: Path) -> None:
+    with (
+        serve_store(tmp_path / "one", name="one"),
+        serve_store(tmp_path / "other", name="other"),
+        RemoteStore(ME, name="one") as one,
+        RemoteStore(ME, name="other") as other,
+        RemoteStore(ME, name="other", namespace="shared") as shared,
+    ):
+        remotes = one, other, shared
+        for size in SIZES.values():
+            tensors = [numbered(size) + i for i in range(3)]
+            writes = [remote.write("x", tensor) for remote, tensor in zip(remotes, tensors, strict=True)]
+            assert gather(*writes).wait(timeout=PATIENCE) == [4 * size] * 3
+            reads = [remote.read("x") for remote in remotes]
+            assert all(map(torch.equal, gather(*reads).wait(timeout=PATIENCE), tensors))
+        parts = collect_all([one.read("x"), other.read("no"), shared.read("x")]).wait(timeout=PATIENCE)
+        assert [part.exception() is None for part in parts] == [True, False, True]
+        assert gather(one.read("x"), other.read("no")).exception(timeout=PATIENCE) is not None
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_offload_begins_with_what_another_future_gives(remote: RemoteStore, size: str) -> None:
+    tensor = numbered(SIZES[size])
+    called = rpc_async(ME, torch.neg, (tensor,))
+    written = called.then_async(lambda done: remote.write("x", done.value()))
+    read = written.then_async(lambda _: remote.read("x"))
+    moved = read.then_async(lambda done: remote.write("y", 2 * done.value()))
+    deleted = moved.then_async(lambda _: remote.delete("x"))
+    deleted.then_async(lambda _: remote.flush()).wait(timeout=PATIENCE)
+    assert torch.equal(read.wait(timeout=PATIENCE), -tensor)
+    assert torch.equal(remote.read("y").wait(timeout=PATIENCE), -2 * tensor)
+    assert remote.keys() == ["y"]

@@ -1,0 +1,324 @@
+"""Aligned memory: tensors that a disk takes as they are, and pools of buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture
+from cudafuture.errors import InvalidStateError
+from cudafuture.io import Buffer, BufferPool, Engine, File, empty
+from cudafuture.testing import sim
+from support.patience import PATIENCE
+from support.soak import soak_count
+from support.storing import MIB, contents, held
+
+PAGE = 4096
+
+pytestmark = pytest.mark.usefixtures("on_the_host")
+
+
+# ---- empty
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 1000), (5, 1 << 17)])
+def test_an_empty_tensor_begins_at_a_page(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = empty(shape, dtype)
+    assert (tensor.dtype, tensor.shape, tensor.is_contiguous()) == (dtype, torch.Size(shape), True)
+    assert tensor.data_ptr() % (2 * MIB if tensor.nbytes >= 2 * MIB else PAGE) == 0
+    tensor.fill_(1)
+    assert tensor.eq(1).all()
+
+
+def test_what_is_made_for_the_disk_is_not_copied_on_the_way(tmp_path: Path) -> None:
+    with Engine(block_size=MIB) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+        if not file.is_direct:
+            pytest.skip("goes through the page cache")
+        tensor = empty(4 * MIB, torch.uint8).copy_(contents(4 * MIB))
+        file.write(tensor).wait(timeout=PATIENCE)
+        assert engine.statistics().staged == 0
+        file.read(out := empty(4 * MIB, torch.uint8)).wait(timeout=PATIENCE)
+        assert torch.equal(out, tensor)
+        assert engine.statistics().staged == 0
+
+
+def test_a_shape_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="shape"):
+        empty((2, -1))
+    assert empty(3).dtype == torch.float32
+
+
+# ---- pools
+
+
+def got(future: CUDAFuture[Buffer]) -> Buffer:
+    return future.wait(timeout=PATIENCE)
+
+
+def test_buffers_are_aligned_and_apart() -> None:
+    pool = BufferPool(10 * PAGE, pin=False)
+    sizes = [1, PAGE, 0, PAGE + 1, 3 * PAGE]
+    buffers = [got(pool.take(size)) for size in sizes]
+    for i, buffer in enumerate(buffers):
+        assert buffer.tensor.numel() == sizes[i]
+        assert sizes[i] == 0 or buffer.tensor.data_ptr() % PAGE == 0
+        buffer.tensor.fill_(i)
+    assert all(buffer.tensor.eq(i).all() for i, buffer in enumerate(buffers))
+    assert (pool.nbytes, pool.free) == (10 * PAGE, 3 * PAGE)
+    for buffer in buffers[::2]:
+        buffer.release()
+        with pytest.raises(InvalidStateError, match="released"):
+            _ = buffer.tensor
+    assert pool.free == 3 * PAGE + 4 * PAGE
+    del buffers, buffer
+    assert pool.free == 10 * PAGE
+    assert got(pool.take(10 * PAGE)).tensor.numel() == 10 * PAGE  # it is one piece again
+
+
+def test_who_finds_too_little_waits_in_line() -> None:
+    pool = BufferPool(4 * PAGE, pin=False)
+    first, second = got(pool.take(3 * PAGE)), got(pool.take(PAGE))
+    large, small, last = pool.take(4 * PAGE), pool.take(PAGE), pool.take(PAGE)
+    second.release()
+    assert not large.done()
+    assert not small.done(), "a small request has passed a large one"
+    first.release()
+    with got(large) as buffer:
+        assert buffer.tensor.numel() == 4 * PAGE
+        assert not small.done()
+        del buffer
+    del large
+    assert (small.done(), last.done()) == (True, True)
+
+
+def test_a_request_that_was_cancelled_or_dropped_holds_nobody_up() -> None:
+    pool = BufferPool(2 * PAGE, pin=False)
+    first = got(pool.take(PAGE))
+    cancelled, dropped, last = pool.take(2 * PAGE), pool.take(2 * PAGE), pool.take(2 * PAGE)
+    assert cancelled.cancel()
+    del dropped
+    first.release()
+    assert got(last).tensor.numel() == 2 * PAGE
+    del last
+    assert pool.free == 2 * PAGE
+
+
+def test_a_tensor_of_a_buffer_keeps_its_memory() -> None:
+    pool = BufferPool(PAGE, pin=False)
+    with got(pool.take(PAGE)) as buffer:
+        view = buffer.view((2, 3), torch.float64).fill_(5)
+        with pytest.raises(ValueError, match="larger than the buffer"):
+            buffer.view(PAGE + 1, torch.uint8)
+    later = pool.take(PAGE)
+    assert not later.done()
+    del pool, buffer
+    gc.collect()
+    assert view.eq(5).all()
+    del view
+    assert got(later).tensor.numel() == PAGE
+
+
+def test_memory_is_not_free_while_the_disk_is_at_it(tmp_path: Path) -> None:
+    pool = BufferPool(MIB, pin=False)
+    engine, store = held(tmp_path)
+    with engine, store:
+        with got(pool.take(MIB)) as buffer:
+            buffer.tensor.copy_(contents(MIB))
+            write = store.write("key", buffer.tensor)
+            del buffer
+        later = pool.take(MIB)
+        assert not later.done()
+        engine._native.release_held()
+        write.wait(timeout=PATIENCE)
+        del write
+        got(later).tensor.zero_()
+        assert torch.equal(store.read("key").wait(timeout=PATIENCE), contents(MIB))
+
+
+def test_a_pool_that_is_closed_fails_who_waits() -> None:
+    with BufferPool(PAGE, pin=False) as pool:
+        buffer = got(pool.take(PAGE))
+        waiting, cancelled = pool.take(1), pool.take(1)
+        cancelled.cancel()
+    assert isinstance(waiting.exception(timeout=PATIENCE), InvalidStateError)
+    with pytest.raises(InvalidStateError, match="closed"):
+        pool.take(1)
+    buffer.tensor.fill_(1)
+    buffer.release()
+    pool.close()
+
+
+@pytest.mark.parametrize("make", [lambda: BufferPool(0), lambda: BufferPool(-1), lambda: BufferPool(1, pin="no")])  # type: ignore[arg-type]
+def test_a_pool_that_cannot_be_is_refused(make: Callable[[], BufferPool]) -> None:
+    with pytest.raises(ValueError, match=r"nbytes|pin"):
+        make()
+    pool = BufferPool(1)
+    assert pool.nbytes == PAGE
+    for nbytes in (-1, PAGE + 1):
+        with pytest.raises(ValueError, match="of a pool of 4096"):
+            pool.take(nbytes)
+
+
+def test_threads_take_and_give_back_and_nothing_is_lost_or_had_twice() -> None:
+    pool = BufferPool(64 * PAGE, pin=False)
+    wrong: list[float] = []
+
+    def work(seed: int) -> None:
+        numbers = random.Random(seed)
+        kept: deque[Buffer] = deque()
+        for _ in range(soak_count(5000)):
+            buffer = got(pool.take(numbers.randrange(1, 6 * PAGE)))
+            buffer.tensor.fill_(seed)
+            kept.append(buffer)
+            del buffer
+            if len(kept) > 2:
+                wrong.extend(tensor.tensor.ne(seed).sum().item() for tensor in kept)
+                kept.popleft().release()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not any(wrong)
+    assert pool.free == 64 * PAGE
+
+
+@pytest.mark.sim
+def test_where_there_is_a_device_the_memory_is_pinned() -> None:
+    pool = BufferPool(MIB)
+    assert pool.is_pinned
+    buffer = got(pool.take(1000 * 4))
+    assert buffer.tensor.is_pinned()
+    host = buffer.view(1000).fill_(3)
+    with sim.hold():
+        there = host.to("sim", non_blocking=True)  # would wait for ever, were it not pinned
+    assert there.cpu().eq(3).all()
+    assert not BufferPool(MIB, pin=False).is_pinned
+
+
+def test_a_cancelled_request_no_longer_keeps_others_waiting() -> None:
+    pool = BufferPool(MIB, pin=False)
+    held = pool.take(MIB // 2).wait()
+    large, small = pool.take(MIB), pool.take(1000)
+    assert not small.done()
+    assert large.cancel()
+    small.wait(timeout=PATIENCE).release()
+    held.release()
+    assert pool.free == MIB
+
+
+@pytest.mark.parametrize("wrong", [100.5, "100", None])
+def test_a_size_that_is_no_integer_changes_nothing(wrong: Any) -> None:
+    pool = BufferPool(MIB, pin=False)
+    with pytest.raises(TypeError):
+        pool.take(wrong)
+    with pytest.raises(TypeError):
+        BufferPool(wrong)
+    pool.take(MIB).wait(timeout=PATIENCE).release()
+    assert pool.free == MIB
+
+
+@pytest.mark.parametrize("shape", [-1, (2, -1), (-2, -3)])
+def test_a_negative_size_is_no_shape_of_a_view(shape: Any) -> None:
+    buffer = BufferPool(MIB, pin=False).take(400).wait(timeout=PATIENCE)
+    with pytest.raises(ValueError, match="shape"):
+        buffer.view(shape)
+
+
+class InterruptedAt:
+    """Raise KeyboardInterrupt at a line of the pool's Python code, counted from the beginning of the context.
+
+    A signal's handler raises it between any two lines, in any function that the main thread is in.
+    """
+
+    def __init__(self, line: int) -> None:
+        self._left = line
+        self.is_over = False
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.endswith(("io/buffer_pool.py", "weakref.py")):
+            return None
+        if event == "line":
+            self._left -= 1
+            if self._left < 0 and not self.is_over:
+                self.is_over = True
+                raise KeyboardInterrupt
+        return self._trace
+
+    def __enter__(self) -> InterruptedAt:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, kind: object, error: object, at: object) -> None:
+        sys.settrace(self._before)
+
+
+def take_and_release(pool: BufferPool, held: Buffer) -> None:
+    with got(pool.take(PAGE)) as buffer:
+        buffer.view(PAGE, torch.uint8).fill_(1)
+    del buffer
+    first, second = pool.take(4 * PAGE), pool.take(PAGE)
+    held.release()
+    got(first).release()
+    del first
+    got(second).release()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("small_heap")
+def test_an_interrupt_loses_no_memory() -> None:
+    for line in itertools.count():
+        pool = BufferPool(4 * PAGE, pin=False)
+        held = got(pool.take(2 * PAGE))
+        with contextlib.suppress(KeyboardInterrupt), InterruptedAt(line) as interrupt:
+            take_and_release(pool, held)
+        held.release()
+        gc.collect()
+        got(pool.take(4 * PAGE)).release()
+        assert pool.free == 4 * PAGE, f"interrupted at line {line}"
+        if not interrupt.is_over:
+            break
+    assert line > 10
+
+
+def test_runs_are_joined_in_whatever_order_they_return() -> None:
+    pool = BufferPool(2000 * PAGE, pin=False)
+    buffers = [got(pool.take(PAGE)) for _ in range(2000)]
+    random.Random(0).shuffle(buffers)
+    while buffers:
+        buffers.pop().release()
+        assert pool.free == (2000 - len(buffers)) * PAGE
+    assert got(pool.take(2000 * PAGE)).tensor.numel() == 2000 * PAGE
+
+
+@pytest.mark.parametrize("granted", ["at once", "after a wait"])
+def test_buffers_of_a_pool_that_was_used_in_inference_mode_can_be_used_for_training(granted: str) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    with torch.inference_mode():
+        pool = BufferPool(PAGE, pin=False)
+        first = pool.take(PAGE).wait()
+        assert not first.tensor.is_inference()
+        if granted == "at once":
+            first.release()
+    taken = pool.take(16)
+    with torch.inference_mode():
+        first.release()  # serves the request that waits
+    inputs = taken.wait().view(4, torch.float32).fill_(2.0)
+    (inputs * weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0] * 4

@@ -1,0 +1,285 @@
+"""DiskOffloader: errors, how it begins and how it ends."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture, InvalidStateError, executors
+from cudafuture.compat.tensornvme import DiskOffloader, get_backends, probe_backend
+from cudafuture.compat.tensornvme._completions import Operation
+from cudafuture.errors import StorageError
+from cudafuture.io import Engine
+from support.child import Child
+from support.engines import equal, failing, held_engine, numbered, size
+from support.patience import PATIENCE
+
+pytestmark = pytest.mark.usefixtures("on_the_host")
+
+
+@pytest.fixture
+def held() -> Iterator[Engine]:
+    with held_engine() as engine:
+        yield engine
+
+
+def stores(folder: Path) -> int:
+    """Return how many offloaders have something in the folder."""
+    return len(list(folder.glob("store-*")))
+
+
+# ---- errors
+
+
+def test_a_write_that_fails_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    (x,), copies = numbered(1)
+    with DiskOffloader(tmp_path, engine=failing(io_error=1.0)) as offloader:
+        with pytest.raises(StorageError) as caught:
+            offloader.sync_write(x)
+        assert caught.value.errno == errno.EIO
+        assert equal([x], copies)
+        assert offloader.statistics().keys == 0
+        with pytest.raises(RuntimeError, match="nothing is stored"):
+            offloader.sync_read(x)
+
+
+def test_an_error_comes_out_of_the_future_and_of_who_synchronizes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors, copies = numbered(3)
+    called: list[int] = []
+    with DiskOffloader(tmp_path, engine=failing(no_space=1.0)) as offloader:
+        futures = [offloader.async_write(tensor, lambda: called.append(1)) for tensor in tensors]
+        error = futures[0].exception(PATIENCE)
+        assert isinstance(error, StorageError)
+        assert error.errno == errno.ENOSPC
+        offloader.sync_read_events()  # it was no read
+        with pytest.raises(StorageError) as caught:
+            offloader.sync_write_events()
+        assert caught.value is error
+        if hasattr(error, "add_note"):
+            assert "2 more failed:\n  StorageError: " in error.__notes__[-1]  # type: ignore[attr-defined]
+        offloader.synchronize()
+        offloader.async_write(tensors[0])
+        with pytest.raises(StorageError):
+            offloader.synchronize()
+    assert not called
+    assert equal(tensors, copies)
+    del futures, error, caught
+    gc.collect()
+    assert not caplog.records
+
+
+def test_an_error_of_a_list_keeps_all_of_its_tensors(tmp_path: Path) -> None:
+    tensors, copies = numbered(20, 300_000)
+    with DiskOffloader(tmp_path, engine=failing(io_error=0.5)) as offloader:
+        with pytest.raises(StorageError):
+            offloader.sync_writev(tensors)
+        assert equal(tensors, copies)
+        assert offloader.statistics().keys == 0
+
+
+def test_closing_and_dropping_an_offloader_tell_of_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    offloader = DiskOffloader(tmp_path, engine=failing(io_error=1.0))
+    offloader.async_write(torch.ones(4))
+    with pytest.raises(StorageError):
+        offloader.close()
+    assert stores(tmp_path) == 0
+    offloader = DiskOffloader(tmp_path, engine=failing(io_error=1.0))
+    error = offloader.async_write(torch.ones(4)).exception(PATIENCE)
+    assert error is not None
+    assert error.__traceback__ is None  # whose frames would keep the offloader
+    CUDAFuture.completed(None).then(lambda _: None, executor=executors.callback_thread).wait(timeout=PATIENCE)
+    with caplog.at_level(logging.ERROR, "cudafuture.compat.tensornvme"):
+        del offloader
+        gc.collect()
+    assert "was freed before a call raised its error" in caplog.text
+
+
+def test_the_error_of_a_call_that_was_interrupted_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = failing(io_error=1.0, held=True)
+    offloader = DiskOffloader(tmp_path, engine=engine)
+
+    def interrupt(operation: Operation) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offloader._completions, "end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            offloader.sync_write(torch.ones(4))
+    engine._native.release_held()
+    with pytest.raises(StorageError):
+        offloader.synchronize()
+    offloader.close()
+
+
+def test_a_read_that_fails_can_be_tried_again(tmp_path: Path) -> None:
+    x = torch.arange(20_000)
+    copy = x.clone()
+    with DiskOffloader(tmp_path) as offloader:
+        offloader.sync_write(x)
+        files = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+        for file in files:
+            os.truncate(file, 0)
+        with pytest.raises(StorageError):
+            offloader.sync_read(x)
+        assert size(x) == 0
+        future = offloader.async_read(x)
+        assert isinstance(future.exception(PATIENCE), StorageError)
+        assert size(x) == 0
+        for file, data in files.items():
+            with file.open("r+b") as f:
+                f.write(data)
+        with pytest.raises(StorageError):
+            offloader.synchronize()
+        offloader.sync_read(x)
+        assert torch.equal(x, copy)
+
+
+# ---- beginning and end
+
+
+def test_what_is_left_in_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    first, second = DiskOffloader(folder), DiskOffloader(str(folder))
+    assert stores(folder) == 2
+    x = torch.ones(1000)
+    first.async_write(x)
+    first.close()
+    first.close()
+    assert size(x) == 0
+    assert stores(folder) == 1
+    for use in (first.sync_write, first.async_read, first.sync_read):
+        with pytest.raises(InvalidStateError, match="closed"):
+            use(torch.ones(4))
+    first.synchronize()
+    del second
+    gc.collect()
+    assert stores(folder) == 0
+
+
+def test_an_offloader_that_is_dropped_ends_what_it_has_begun(held: Engine, tmp_path: Path) -> None:
+    offloader = DiskOffloader(tmp_path, engine=held)
+    x = torch.ones(1000)
+    future = offloader.async_write(x)
+    del offloader
+    gc.collect()
+    held._native.release_held()
+    assert future.wait(timeout=PATIENCE) == 4000
+    assert size(x) == 0
+
+
+def test_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="aio, pthread, uring"):
+        DiskOffloader(tmp_path, backend="tape")
+    with pytest.raises(ValueError, match="n_entries"):
+        DiskOffloader(tmp_path, 0)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        DiskOffloader(tmp_path / "file")
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_backends() -> None:
+    assert get_backends() == {"uring", "aio", "pthread"}
+    assert probe_backend("aio")
+    assert probe_backend("pthread")
+    assert not probe_backend("tape")
+    try:
+        Engine("io_uring").close()
+        assert probe_backend("uring")
+    except StorageError:
+        assert not probe_backend("uring")
+
+
+AT_EXIT = """
+import sys, torch
+from cudafuture.compat.tensornvme import DiskOffloader
+offloader = DiskOffloader(sys.argv[1])
+tensors = [torch.ones(100_000) for _ in range(20)]
+for tensor in tensors:
+    offloader.async_write(tensor)
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_left_when_the_process_has_ended(tmp_path: Path) -> None:
+    with Child(AT_EXIT, str(tmp_path)) as child:
+        assert (child.end(), child.errors()) == (0, "")
+    assert stores(tmp_path) == 0
+
+
+IN_A_FORK = """
+import os, sys, torch
+from cudafuture.errors import InvalidStateError
+from cudafuture.compat.tensornvme import DiskOffloader
+offloader = DiskOffloader(sys.argv[1])
+x = torch.arange(4)
+offloader.sync_write(x)
+child = os.fork()
+if child == 0:
+    refused = 0
+    uses = lambda: offloader.sync_read(x), lambda: offloader.async_read(x), offloader.synchronize, offloader.close
+    for use in uses:
+        try:
+            use()
+        except InvalidStateError:
+            refused += 1
+    say(str(refused))
+    sys.exit()
+say(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+offloader.sync_read(x)
+say(str(x.tolist()))
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_is_refused_and_removes_nothing(tmp_path: Path) -> None:
+    with Child(IN_A_FORK, str(tmp_path)) as child:
+        assert [child.hear() for _ in range(3)] == ["4", "0", "[0, 1, 2, 3]"]
+        assert (child.end(), child.errors()) == (0, "")
+
+
+INTERRUPTED = """
+import signal, sys, threading, torch
+from cudafuture.io import Engine
+from cudafuture.compat.tensornvme import DiskOffloader
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets jobs in the background ignore it
+sys.setswitchinterval(1000)
+engine = Engine("threads", threads=2, _faults={"held": True})
+offloader = DiskOffloader(sys.argv[1], 1, engine=engine)
+x, y = torch.ones(10), torch.ones(10)
+future = offloader.async_write(x)
+ways = [offloader.synchronize, lambda: offloader.async_write(y), lambda: offloader.sync_read(x)]
+for way in ways:
+    begin = threading.Event()
+    threading.Thread(target=lambda: begin.wait() and say("waiting")).start()
+    begin.set()  # the other thread goes on when this one gives up the GIL, which it does inside the wait
+    try:
+        way()
+    except KeyboardInterrupt:
+        say("interrupted")
+engine._native.release_held()
+offloader.synchronize()
+offloader.sync_read(x)
+say(str(x.sum().item()))
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_wait_and_nothing_is_lost(tmp_path: Path) -> None:
+    with Child(INTERRUPTED, str(tmp_path)) as child:
+        for _ in range(3):
+            assert child.hear() == "waiting"
+            child.send(signal.SIGINT)
+            assert child.hear() == "interrupted"
+        assert child.hear() == "10.0"
+        assert (child.end(), child.errors()) == (0, "")

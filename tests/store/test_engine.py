@@ -1,0 +1,379 @@
+"""Engines: how they begin and end, what waits in them, what is cancelled, and whom they hold up."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture import CancelledError, CUDAFuture, InvalidStateError, gather, wait_all
+from cudafuture.errors import StorageError
+from cudafuture.io import Engine, File, default_engine
+from support.child import Child, run_script
+from support.patience import PATIENCE
+
+BLOCK = 4096
+
+pytestmark = pytest.mark.usefixtures("on_the_host")
+
+
+@pytest.fixture(params=["io_uring", "threads"])
+def backend(request: pytest.FixtureRequest) -> str:
+    try:
+        Engine(request.param).close()
+    except StorageError as e:
+        pytest.skip(str(e))
+    return str(request.param)
+
+
+def engine_of(backend: Any, **options: Any) -> Engine:
+    return Engine(backend, **{"queue_depth": 4, "block_size": BLOCK, "threads": 2, **options})
+
+
+def held(backend: str, **options: Any) -> Engine:
+    """Return an engine that gives no result before it is released."""
+    return engine_of(backend, _faults={"held": True}, **options)
+
+
+def ones(blocks: int) -> torch.Tensor:
+    return torch.ones(blocks * BLOCK, dtype=torch.uint8)
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"backend": "aio"},
+        {"queue_depth": 0},
+        {"queue_depth": 4097},
+        {"block_size": 0},
+        {"block_size": 5000},
+        {"block_size": 1 << 31},
+        {"queue_depth": 4096, "block_size": 1 << 30},
+        {"threads": 0},
+        {"max_pending": 0},
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        Engine(**arguments)
+
+
+def test_an_engine_says_what_it_is(backend: str) -> None:
+    with engine_of(backend) as engine:
+        assert (engine.backend, engine.queue_depth, engine.block_size) == (backend, 4, BLOCK)
+        assert repr(engine) == f"<Engine on {backend}, 4 blocks of 4096 bytes>"
+    assert default_engine() is default_engine()
+
+
+# ---- what waits
+
+
+# Lets the system call io_uring_setup fail with an errno, by a filter of seccomp.
+WITHOUT_IO_URING = """
+import ctypes, logging, struct, sys
+from cudafuture.io import Engine
+number, machine = 425, {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[__import__("platform").machine()]
+load, equal, refuse, allow = 0x20, 0x15, 0x50000 | int(sys.argv[1]), 0x7FFF0000
+program = b"".join(struct.pack("HBBI", *line) for line in [
+    (load, 0, 0, 4), (equal, 0, 3, machine), (load, 0, 0, 0), (equal, 0, 1, number), (0x06, 0, 0, refuse),
+    (0x06, 0, 0, allow)])
+memory = ctypes.create_string_buffer(program)
+filter = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 6, ctypes.addressof(memory)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter) == 0, ctypes.get_errno()
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+print(Engine("auto").backend)
+try: Engine("io_uring")
+except OSError as e: print(e)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(errno.ENOSYS, "the kernel has none"), (errno.EPERM, "forbidden by a sandbox, or by the sysctl")],
+)
+def test_an_engine_without_io_uring_says_why(code: int, reason: str) -> None:
+    done = run_script(WITHOUT_IO_URING, str(code))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1] == "threads"
+    for line in (lines[0], lines[2]):
+        assert f"io_uring: {os.strerror(code)} ({reason}" in line
+
+
+def test_what_is_submitted_waits_its_turn_and_is_counted(backend: str, tmp_path: Path) -> None:
+    with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+        writes = [file.write(ones(2), i * 2 * BLOCK) for i in range(10)]
+        empty = file.write(ones(0))
+        assert engine.statistics().pending == 11
+        assert not any(write.done() for write in writes)
+        engine._native.release_held()
+        assert wait_all([*writes, empty], timeout=PATIENCE) == [2 * BLOCK] * 10 + [0]
+        done = engine.statistics()
+        assert (done.pending, done.writes, done.reads, done.bytes_written) == (0, 11, 0, 20 * BLOCK)
+        assert done.blocks >= 20
+        file.read(ones(1)).wait(timeout=PATIENCE)
+        assert (engine.statistics().reads, engine.statistics().bytes_read) == (1, BLOCK)
+
+
+def test_what_was_not_begun_can_be_cancelled_and_what_was_cannot(backend: str, tmp_path: Path) -> None:
+    with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+        first = file.write(ones(100))
+        while not engine.statistics().blocks:
+            pass
+        waiting, last = file.write(ones(100)), file.write(ones(1), 100 * BLOCK)
+        assert waiting.cancel()
+        assert not first.cancel()
+        with pytest.raises(CancelledError):
+            waiting.wait()
+        engine._native.release_held()
+        assert first.wait(timeout=PATIENCE) == 100 * BLOCK
+        assert last.wait(timeout=PATIENCE) == BLOCK
+        assert waiting.released is not None
+        waiting.released.wait(timeout=PATIENCE)
+        assert engine.statistics().bytes_written == 101 * BLOCK
+
+
+def test_whoever_submits_more_than_may_be_pending_is_held_up(backend: str, tmp_path: Path) -> None:
+    with held(backend, max_pending=3) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+        writes = [file.write(ones(1)) for _ in range(3)]
+        begun, ended = threading.Event(), threading.Event()
+
+        def write_one_more() -> None:
+            begun.set()
+            writes.append(file.write(ones(1)))
+            ended.set()
+
+        thread = threading.Thread(target=write_one_more)
+        thread.start()
+        assert begun.wait(PATIENCE)
+        assert engine.statistics().pending == 3
+        assert not ended.is_set()
+        engine._native.release_held()
+        thread.join(PATIENCE)
+        assert wait_all(writes, timeout=PATIENCE) == [BLOCK] * 4
+
+
+def test_callbacks_write_though_the_queue_is_full(backend: str, tmp_path: Path) -> None:
+    with engine_of(backend, queue_depth=1, max_pending=1) as engine:
+        file = File(tmp_path / "file", "w+", engine=engine)
+        tensors = [torch.full((1000,), float(i)) for i in range(20)]
+        for i, tensor in enumerate(tensors):
+            file.write(tensor, i * 4000).wait(timeout=PATIENCE)
+
+        def double(i: int) -> CUDAFuture[int]:
+            read = file.read(tensors[i], i * 4000)
+            return read.then_async(lambda done: file.write(tensors[i].mul_(2), i * 4000 * done.value() // 4000))
+
+        gather(*(double(i) for i in range(20))).wait(timeout=PATIENCE)
+        for i in range(20):
+            got = torch.zeros(1000)
+            file.read(got, i * 4000).wait(timeout=PATIENCE)
+            assert got.eq(2 * i).all()
+
+
+def test_the_source_is_released_before_the_write_is_done_where_it_was_copied(backend: str, tmp_path: Path) -> None:
+    with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+        source = torch.zeros(64, 64).t()  # gathered into the buffers
+        write = file.write(source)
+        assert write.released is not None
+        write.released.wait(timeout=PATIENCE)
+        assert not write.done()
+        source.fill_(7)
+        whole = torch.zeros(4 * BLOCK + BLOCK, dtype=torch.uint8)
+        aligned = file.write(whole[-whole.data_ptr() % BLOCK :][: 4 * BLOCK], 1 << 20)
+        assert aligned.released is not None
+        if file.is_direct:
+            assert not aligned.released.done()
+        engine._native.release_held()
+        write.wait(timeout=PATIENCE)
+        aligned.wait(timeout=PATIENCE)
+        aligned.released.wait(timeout=PATIENCE)
+        got = torch.ones(64, 64)
+        file.read(got).wait(timeout=PATIENCE)
+        assert not got.any()
+
+
+def test_tensors_are_kept_until_their_futures_are_done(backend: str, tmp_path: Path) -> None:
+    with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+        writes = [file.write(torch.full((5000,), float(i)), i * 20000) for i in range(10)]
+        engine._native.release_held()
+        wait_all(writes, timeout=PATIENCE)
+        for i in range(10):
+            got = torch.zeros(5000)
+            file.read(got, i * 20000).wait(timeout=PATIENCE)
+            assert got.eq(i).all()
+
+
+def test_a_read_is_awaited(backend: str, tmp_path: Path) -> None:
+    async def both() -> list[int]:
+        return [await file.write(ones(3)), await file.read(ones(2), BLOCK)]
+
+    with engine_of(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+        assert asyncio.run(both()) == [3 * BLOCK, 2 * BLOCK]
+
+
+# ---- the end
+
+
+def test_closing_waits_for_what_was_submitted(backend: str, tmp_path: Path) -> None:
+    engine = engine_of(backend)
+    file = File(tmp_path / "file", "w+", engine=engine)
+    writes = [file.write(ones(50), i * 50 * BLOCK) for i in range(10)]
+    engine.close()
+    assert all(write.done() for write in writes)
+    assert wait_all(writes) == [50 * BLOCK] * 10
+    engine.close()
+    with pytest.raises(InvalidStateError, match="engine is closed"):
+        file.write(ones(1))
+
+
+def test_an_engine_that_nobody_holds_does_what_it_was_given(backend: str, tmp_path: Path) -> None:
+    writes = [
+        File(tmp_path / "file", "r+" if i else "w", engine=engine_of(backend)).write(ones(20), i * 20 * BLOCK)
+        for i in range(5)
+    ]
+    assert wait_all(writes, timeout=PATIENCE) == [20 * BLOCK] * 5
+    assert (tmp_path / "file").stat().st_size == 100 * BLOCK
+
+
+def test_a_held_up_thread_hears_that_the_engine_is_closed(backend: str, tmp_path: Path) -> None:
+    engine = held(backend, max_pending=1)
+    file = File(tmp_path / "file", "w+", engine=engine)
+    first = file.write(ones(1))
+    errors: list[BaseException] = []
+
+    def write_one_more() -> None:
+        try:
+            file.write(ones(1))
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=write_one_more)
+    thread.start()
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    thread.join(PATIENCE)
+    engine._native.release_held()
+    closing.join(PATIENCE)
+    assert first.wait(timeout=PATIENCE) == BLOCK
+    assert isinstance(errors[0], InvalidStateError)
+
+
+AT_EXIT = """
+import sys, torch
+from cudafuture.io import Engine, File
+engine = Engine(sys.argv[1], queue_depth=2, block_size=4096)
+file = File(sys.argv[2], "w", engine=engine)
+for i in range(200):
+    file.write(torch.full((8192,), i % 251, dtype=torch.uint8), i * 8192)
+"""
+
+
+def test_the_end_of_the_process_loses_nothing_that_was_submitted(backend: str, tmp_path: Path) -> None:
+    with Child(AT_EXIT, backend, str(tmp_path / "file")) as child:
+        assert (child.end(), child.errors()) == (0, "")
+    data = (tmp_path / "file").read_bytes()
+    assert data == b"".join(bytes([i % 251]) * 8192 for i in range(200))
+
+
+IN_A_FORK = """
+import os, sys, torch
+from cudafuture.errors import InvalidStateError
+from cudafuture.io import Engine, File
+engine = Engine(sys.argv[1])
+file = File(sys.argv[2], "w+", engine=engine)
+file.write(torch.ones(4)).wait()
+child = os.fork()
+if child == 0:
+    refused = 0
+    for use in (lambda: file.read(torch.ones(4)), lambda: Engine(sys.argv[1])):
+        try:
+            use()
+        except InvalidStateError:
+            refused += 1
+    engine.close()
+    del engine, file
+    os._exit(refused)
+say(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+file.read(torch.ones(4)).wait()
+"""
+
+
+def test_a_forked_child_is_refused_and_does_not_hang(backend: str, tmp_path: Path) -> None:
+    with Child(IN_A_FORK, backend, str(tmp_path / "file")) as child:
+        assert child.hear() == "2"
+        assert (child.end(), child.errors()) == (0, "")
+
+
+# ---- limits of the system
+
+
+LIMITED = """
+import resource, sys, torch
+from cudafuture.errors import StorageError
+from cudafuture.io import Engine, File
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+with Engine(sys.argv[1], queue_depth=4, block_size=4096) as engine, File(sys.argv[2], "w+", engine=engine) as file:
+    say(str(file.write(torch.ones(20_000)).wait()))
+    error = file.write(torch.ones(100_000)).exception()
+    say(f"{type(error).__name__} {error.errno} {error.got <= 100_000}")
+    say(str(file.read(torch.ones(20_000)).wait()))
+"""
+
+
+def test_the_limit_of_file_sizes_is_an_error_and_no_signal(backend: str, tmp_path: Path) -> None:
+    with Child(LIMITED, backend, str(tmp_path / "file")) as child:
+        assert [child.hear() for _ in range(3)] == ["80000", "StorageError 27 True", "80000"]
+        assert (child.end(), child.errors()) == (0, "")
+
+
+LOCKED = """
+import resource, sys, torch
+from cudafuture.io import Engine, File
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+with Engine("auto", queue_depth=4, block_size=65536) as engine, File(sys.argv[1], "w+", engine=engine) as file:
+    source, got = torch.randn(1000, 300).t(), torch.zeros(300, 1000)
+    file.write(source).wait()
+    file.read(got).wait()
+    say(str(torch.equal(source, got)))
+"""
+
+
+def test_buffers_need_not_be_locked(tmp_path: Path) -> None:
+    with Child(LOCKED, str(tmp_path / "file")) as child:
+        assert child.hear() == "True"
+        assert (child.end(), child.errors()) == (0, "")
+
+
+def test_its_memory_is_the_queue_times_the_block(backend: str, tmp_path: Path) -> None:
+    """What is staged goes through that, however large the tensors are."""
+    with Engine(backend, queue_depth=4, block_size=1 << 16) as engine:  # type: ignore[arg-type]
+        file = File(tmp_path / "file", "w+", engine=engine)
+        source = torch.zeros(1 << 13, 1 << 11).t()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        file.write(source).wait(timeout=PATIENCE)
+        file.read(source).wait(timeout=PATIENCE)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown < 16 << 10  # KiB; the tensor has 64 MiB
+
+
+def test_what_is_small_does_not_wait_for_all_of_what_is_large(backend: str, tmp_path: Path) -> None:
+    with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+        order: list[str] = []
+        large = file.write(ones(200)).then(lambda done: order.append("large"))
+        small = [file.write(ones(1), (200 + i) * BLOCK).then(lambda done: order.append("small")) for i in range(5)]
+        engine._native.release_held()
+        wait_all([large, *small], timeout=PATIENCE)
+        assert order == ["small"] * 5 + ["large"]

@@ -1,0 +1,376 @@
+"""Files: what is written is what is read, of whatever tensor, at whatever place; and every way in which that fails."""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture, InvalidStateError, gather
+from cudafuture.errors import StorageError
+from cudafuture.io import Engine, File
+from cudafuture.store import DiskStore
+from support.engines import held_engine
+from support.patience import PATIENCE
+from support.storing import opened
+
+BLOCK = 1 << 14
+
+pytestmark = pytest.mark.usefixtures("on_the_host")
+
+
+@pytest.fixture(params=["io_uring", "threads"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Give an engine with small blocks, so that nearly everything has to be cut."""
+    try:
+        engine = Engine(request.param, queue_depth=4, block_size=BLOCK, threads=2)
+    except StorageError as e:
+        pytest.skip(str(e))
+    with engine:
+        yield engine
+
+
+@pytest.fixture(params=["auto", False], ids=["direct", "cached"])
+def file(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iterator[File]:
+    with File(tmp_path / "file", "w+", engine=engine, direct=request.param) as file:
+        yield file
+
+
+def done(future: CUDAFuture[int]) -> int:
+    return future.wait(timeout=PATIENCE)
+
+
+def numbered(size: int, seed: int = 0) -> torch.Tensor:
+    """Return so many bytes that repeat late."""
+    return (torch.arange(size, dtype=torch.int64) * 2654435761 + seed).remainder(251).to(torch.uint8)
+
+
+# ---- places and sizes
+
+
+@pytest.mark.parametrize("offset", [0, 1, 511, 512, 4095, 4096, 4097, 3 * BLOCK - 7])
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 4096, 4097, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 4095])
+def test_any_part_is_written_and_read(file: File, offset: int, size: int) -> None:
+    around = numbered(10 * BLOCK + 13, 1)
+    assert done(file.write(around)) == around.nbytes
+    part = numbered(size, 2)
+    assert done(file.write(part, offset)) == size
+    around[offset : offset + size] = part
+    got = torch.zeros_like(around)
+    assert done(file.read(got)) == around.nbytes
+    assert torch.equal(got, around)
+    again = torch.zeros_like(part)
+    assert done(file.read(again, offset)) == size
+    assert torch.equal(again, part)
+    assert file.size == around.nbytes
+
+
+@pytest.mark.parametrize("shift", [0, 1, 64, 512])
+def test_memory_may_lie_anywhere(file: File, shift: int) -> None:
+    whole = numbered(4 * BLOCK + 2 * 4096)
+    start = -whole.data_ptr() % 4096 + shift
+    part = whole[start : start + 3 * BLOCK]
+    assert done(file.write(part, 4096)) == part.nbytes
+    got = torch.zeros_like(whole)
+    target = got[-got.data_ptr() % 4096 + shift :][: 3 * BLOCK]
+    assert done(file.read(target, 4096)) == part.nbytes
+    assert torch.equal(target, part)
+    assert int(got.count_nonzero()) == int(part.count_nonzero())
+
+
+def test_what_lies_as_the_device_wants_it_is_not_copied(engine: Engine, file: File) -> None:
+    if not file.is_direct:
+        pytest.skip("goes through the page cache")
+    whole = torch.zeros(4 * BLOCK + 4096, dtype=torch.uint8)
+    aligned = whole[-whole.data_ptr() % 4096 :][: 4 * BLOCK]
+    before = engine.statistics().staged
+    done(file.write(aligned))
+    done(file.read(aligned))
+    assert engine.statistics().staged == before
+
+
+def test_writes_at_the_same_time_into_one_page_keep_each_other(file: File) -> None:
+    pieces = [numbered(700, seed) for seed in range(64)]
+    gather(*(file.write(piece, 13 + 700 * i) for i, piece in enumerate(pieces))).wait(timeout=PATIENCE)
+    for i, piece in enumerate(pieces):
+        got = torch.zeros_like(piece)
+        done(file.read(got, 13 + 700 * i))
+        assert torch.equal(got, piece), i
+
+
+def test_several_tensors_are_one_run_of_bytes(file: File) -> None:
+    parts = [numbered(size, size) for size in (1, 0, 4096, 5000, BLOCK, 3)]
+    whole = torch.cat(parts)
+    assert done(file.writev(parts, 100)) == whole.nbytes
+    got = torch.zeros_like(whole)
+    assert done(file.read(got, 100)) == whole.nbytes
+    assert torch.equal(got, whole)
+    back = [torch.zeros_like(part) for part in parts]
+    assert done(file.readv(back, 100)) == whole.nbytes
+    assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True))
+    assert done(file.writev([])) == done(file.readv([])) == 0
+    many = [torch.full((32,), i, dtype=torch.uint8) for i in range(200)]  # more than fit into one request
+    assert done(file.writev(many)) == 6400
+    copies = [torch.zeros_like(part) for part in many]
+    done(file.readv(iter(copies)))
+    assert torch.equal(torch.cat(copies), torch.cat(many))
+
+
+# ---- tensors of every kind
+
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:BComplex32")  # of bcomplex32, which torch 2.15 has
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in QUANTIZED], ids=str)
+def test_every_dtype(file: File, dtype: torch.dtype) -> None:
+    try:
+        tensor = torch.empty(33, dtype=dtype)
+        bits, got = tensor.view(torch.uint8), torch.empty(33, dtype=dtype)
+    except (RuntimeError, NotImplementedError, TypeError):
+        pytest.skip("torch makes no such tensor, or cannot show its bytes")
+    bits.copy_(numbered(bits.nbytes))
+    assert done(file.write(tensor)) == done(file.read(got)) == tensor.nbytes
+    assert torch.equal(got.view(torch.uint8), bits)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor")
+def test_a_quantized_tensor_is_its_integers(file: File) -> None:
+    tensor = torch.quantize_per_tensor(torch.randn(100), 0.1, 3, torch.qint8)
+    got = torch.quantize_per_tensor(torch.zeros(100), 0.1, 3, torch.qint8)
+    assert done(file.write(tensor)) == done(file.read(got)) == 100
+    assert torch.equal(got.int_repr(), tensor.int_repr())
+
+
+VIEWS = {
+    "transposed": lambda t: t.t(),
+    "every second row": lambda t: t[::2],
+    "every second column": lambda t: t[:, ::2],
+    "a block": lambda t: t[3:50, 5:60],
+    "reversed": lambda t: t.flip(0).t(),
+    "a row": lambda t: t[7],
+    "a column": lambda t: t[:, 7],
+    "permuted": lambda t: t.view(64, 16, 8).permute(2, 0, 1),
+    "a channel last": lambda t: t.view(1, 8, 32, 32).to(memory_format=torch.channels_last),
+    "a number": lambda t: t[3, 4],
+    "with a gap": lambda t: t.as_strided((5, 6, 7), (1000, 3, 100)),
+    "nothing": lambda t: t[:0],
+    "nothing, strided": lambda t: t[:, :0].t(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
+def test_views_are_stored_as_their_elements_and_filled_in_place(file: File, view: Any) -> None:
+    source, target = torch.randn(64, 128), torch.zeros(64, 128)
+    stored = view(source).contiguous()
+    assert done(file.write(view(source), 12)) == stored.nbytes
+    plain = torch.zeros_like(stored)
+    done(file.read(plain, 12))
+    assert torch.equal(plain, stored)
+    expected = target.clone()
+    there, wanted = view(target), view(expected)
+    done(file.read(there, 12))
+    wanted.copy_(stored)
+    assert torch.equal(there, wanted)
+    assert torch.equal(target, expected)  # and nothing else
+
+
+def test_large_views_are_gathered_block_by_block(file: File) -> None:
+    source = torch.randn(300, 700)
+    target = torch.zeros(300, 700)
+    done(file.write(source.t(), 5))
+    done(file.read(target.t(), 5))
+    assert torch.equal(target, source)
+
+
+def test_an_expanded_tensor_is_written_and_not_read_into(file: File) -> None:
+    expanded = torch.arange(5.0).expand(1000, 5)
+    done(file.write(expanded))
+    got = torch.zeros(1000, 5)
+    done(file.read(got))
+    assert torch.equal(got, expanded)
+    with pytest.raises(ValueError, match="share memory"):
+        file.read(expanded)
+
+
+def test_views_that_compute_are_written_as_they_look(file: File) -> None:
+    tensor = torch.randn(100, dtype=torch.complex64)
+    for view in (tensor.conj(), tensor.conj().imag, tensor.conj().t()):
+        got = torch.zeros(view.shape, dtype=view.dtype)
+        done(file.write(view))
+        done(file.read(got))
+        assert torch.equal(got, view)
+        with pytest.raises(ValueError, match="conjugates or negates"):
+            file.read(view)
+
+
+def test_a_read_is_a_change_for_autograd(file: File) -> None:
+    tensor = torch.ones(4)
+    done(file.write(tensor))
+    leaf = torch.ones(4, requires_grad=True)
+    middle = leaf * 1
+    loss = (middle * middle).sum()
+    done(file.read(middle.detach()))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    done(file.read(parameter))
+    assert parameter.tolist() == [1, 1, 1, 1]
+    with torch.inference_mode():
+        inference = torch.zeros(4)
+        done(file.read(inference))
+    assert inference.tolist() == [1, 1, 1, 1]
+
+
+def shrunk() -> torch.Tensor:
+    """Return a tensor whose elements are not all in its memory."""
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(16)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: torch.eye(3).to_sparse(), TypeError),
+        (lambda: torch.empty(3, device="meta"), TypeError),
+        (lambda: [1.0, 2.0], TypeError),
+        (lambda: None, TypeError),
+        (shrunk, ValueError),
+    ],
+    ids=["sparse", "meta", "list", "None", "shrunk"],
+)
+def test_what_has_no_memory_here_is_refused(file: File, make: Any, kind: type[Exception]) -> None:
+    for use in (file.read, file.write):
+        with pytest.raises(kind):
+            use(make())
+
+
+# ---- failures
+
+
+def test_a_file_that_ends_says_what_was_wanted_and_got(file: File) -> None:
+    done(file.write(numbered(3 * BLOCK + 100)))
+    with pytest.raises(StorageError, match=f"ended after {3 * BLOCK + 90}: there the file ends") as raised:
+        done(file.read(torch.zeros(10 * BLOCK, dtype=torch.uint8), 10))
+    error = raised.value
+    assert (error.path, error.offset, error.wanted, error.got) == (file.path, 10, 10 * BLOCK, 3 * BLOCK + 90)
+    assert error.errno is None
+    for offset in (3 * BLOCK + 100, 1 << 40):
+        with pytest.raises(StorageError, match="ended after 0"):
+            done(file.read(torch.zeros(1), offset))
+    file.truncate(5)
+    with pytest.raises(StorageError, match="ended after 5"):
+        done(file.read(torch.zeros(2)))
+
+
+@pytest.mark.parametrize("name", ["not \udcff UTF-8", "a \0 NUL"], ids=["surrogate", "NUL"])
+@pytest.mark.parametrize("kind", [File, DiskStore])
+def test_a_path_that_cannot_be_is_refused_in_words(tmp_path: Path, kind: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=r"the path '.*' (has a NUL|is not UTF-8)"):
+        kind(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_modes(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with pytest.raises(StorageError, match="No such file") as raised:
+        File(path, engine=engine)
+    assert (raised.value.errno, raised.value.path) == (errno.ENOENT, str(path))
+    with File(path, "w", engine=engine) as file:
+        done(file.write(torch.ones(4)))
+        with pytest.raises(io.UnsupportedOperation, match="for writing only"):
+            file.read(torch.ones(4))
+    with File(path, engine=engine) as file:
+        with pytest.raises(io.UnsupportedOperation, match="for reading only"):
+            file.write(torch.ones(4))
+        got = torch.zeros(4)
+        assert done(file.read(got)) == 16
+    with File(path, "r+", engine=engine) as file:
+        done(file.write(torch.zeros(1), 4))
+        done(file.read(got))
+    assert got.tolist() == [1, 0, 1, 1]
+    with File(path, "w+", engine=engine) as file:
+        assert file.size == 0
+    with pytest.raises(ValueError, match="mode='a'"):
+        File(path, "a", engine=engine)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="direct='yes'"):
+        File(path, engine=engine, direct="yes")  # type: ignore[arg-type]
+    with pytest.raises(StorageError, match="Is a directory"):
+        File(tmp_path, "r+", engine=engine)
+
+
+def test_a_negative_place_is_refused(file: File) -> None:
+    with pytest.raises(ValueError, match="offset=-1"):
+        file.read(torch.zeros(1), -1)
+
+
+def test_a_place_that_no_file_reaches_is_an_error(file: File) -> None:
+    was_direct = file.is_direct
+    for size, place in ((1, (1 << 63) - 5), (1024, (1 << 63) - 8192)):
+        with pytest.raises(StorageError) as raised:
+            done(file.write(torch.zeros(size), place))
+        assert raised.value.errno in (errno.EFBIG, errno.EINVAL)
+    for place in ((1 << 63) - 4, (1 << 63), (1 << 64) - 1):
+        with pytest.raises(ValueError, match="beyond the end of the largest file"):
+            file.write(torch.zeros(1), place)
+    done(file.write(torch.zeros(1024)))
+    assert file.is_direct == was_direct  # it was not the file system that refused
+
+
+def test_a_closed_file_begins_nothing_more(file: File) -> None:
+    file.close()
+    file.close()
+    with pytest.raises(InvalidStateError, match="closed"):
+        done(file.write(torch.zeros(1)))
+
+
+def test_close_closes_the_descriptors_after_the_last_operation(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with held_engine() as engine:
+        file = File(path, "w+", engine=engine)
+        assert opened(path) > 0
+        in_flight = file.write(torch.ones(1000))
+        while not path.stat().st_size:  # it has begun, and its result does not come yet
+            pass
+        file.close()
+        for refused in (lambda: file.size, lambda: file.truncate(0), lambda: file.allocate(1)):
+            with pytest.raises(InvalidStateError, match="the file is closed"):
+                refused()
+        assert isinstance(file.sync().exception(timeout=PATIENCE), InvalidStateError)
+        assert opened(path) > 0
+        engine._native.release_held()
+        assert in_flight.wait(timeout=PATIENCE) == 4000
+        assert opened(path) == 0
+
+
+def test_blocks_are_there_before_they_are_written(file: File) -> None:
+    file.allocate(1 << 20)
+    assert file.size == 1 << 20
+    assert Path(file.path).stat().st_blocks * 512 >= 1 << 20
+    got = torch.ones(4)
+    done(file.read(got, 4096))
+    assert not got.any()
+    with pytest.raises(StorageError, match="cannot allocate"):
+        file.allocate(1 << 60)
+
+
+def test_what_is_synced_is_on_the_disk(file: File) -> None:
+    done(file.write(torch.ones(1000)))
+    assert file.sync().wait(timeout=PATIENCE) is None
+
+
+def test_the_future_says_what_it_is_of(file: File) -> None:
+    future = file.write(torch.ones(4))
+    assert file.path in repr(future)
+    assert future.released is not None
+    future.released.wait(timeout=PATIENCE)
+    assert done(future) == 16
+    assert file.read(torch.ones(4)).released is None
+    assert repr(file).startswith(f"<File '{file.path}', mode 'w+'")

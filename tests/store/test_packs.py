@@ -1,0 +1,83 @@
+"""Many small tensors of a device on their way to a store and back: they are copied together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cudafuture.io import Engine
+from cudafuture.store import DiskStore
+from cudafuture.testing import sim
+from support.patience import PATIENCE
+
+COUNT = 256
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    with Engine(block_size=4 * MIB, queue_depth=2, threads=2) as engine, DiskStore(tmp_path, engine=engine) as store:
+        yield store
+
+
+def numbered(i: int) -> torch.Tensor:
+    return torch.full((256 + i % 3,), float(i), device="cpu")  # of 1 KiB, and sizes between which there are gaps
+
+
+def submitted_for(store: DiskStore, tensors: dict[str, torch.Tensor]) -> int:
+    before = sim.statistics().submitted
+    store.writev(tensors).wait(timeout=PATIENCE)
+    return sim.statistics().submitted - before
+
+
+@pytest.mark.sim(schedule="lazy")
+def test_small_tensors_of_a_device_leave_it_in_one_copy(store: DiskStore) -> None:
+    tensors = {f"{i}": numbered(i).to("sim") for i in range(COUNT)}
+    one = submitted_for(store, {"0": tensors["0"]})
+    assert submitted_for(store, tensors) <= one + 2  # zeros for the gaps, and the kernel that gathers
+    for i, got in enumerate(store.readv(tensors, device="sim").wait(timeout=PATIENCE)):
+        assert torch.equal(got.cpu(), numbered(i))
+    for i, got in enumerate(store.readv(tensors, device="cpu").wait(timeout=PATIENCE)):
+        assert torch.equal(got, numbered(i))
+
+
+@pytest.mark.sim(devices=2)
+def test_what_lies_between_is_no_part_of_it(store: DiskStore) -> None:
+    """Tensors of the host, of another device, and one that is not small."""
+    places = ["sim:0"] * 5 + ["cpu"] + ["sim:0"] * 2 + ["sim:1"] * 3 + ["cpu", "sim:1", "sim:0"]
+    tensors = {f"{i}": numbered(i).to(place) for i, place in enumerate(places)}
+    tensors["5000"] = torch.arange(100_000.0, device="cpu").to("sim:0")
+    tensors |= {f"later {i}": numbered(i).to("sim:0") for i in range(5)}
+    with sim.detect_races():
+        store.writev(tensors).wait(timeout=PATIENCE)
+        outs = [torch.zeros_like(tensor) for tensor in tensors.values()]
+        store.readv(tensors, outs).wait(timeout=PATIENCE)
+    for out, tensor in zip(outs, tensors.values(), strict=True):
+        assert torch.equal(out.cpu(), tensor.cpu())
+
+
+def all_memory() -> list[torch.Tensor]:
+    """Return tensors that take what is left of the device's memory."""
+    taken: list[torch.Tensor] = []
+    try:
+        while True:
+            taken.append(torch.empty(64 * 1024, dtype=torch.uint8, device="sim"))
+    except torch.OutOfMemoryError:
+        return taken
+
+
+@pytest.mark.sim(memory=4 * MIB)
+def test_a_device_without_memory_for_that_copies_them_alone(store: DiskStore) -> None:
+    tensors = {f"{i}": torch.full((4000,), float(i), device="cpu").to("sim") for i in range(100)}  # 1.6 MB
+    rest = all_memory()
+    store.writev(tensors).wait(timeout=PATIENCE)
+    outs = list(tensors.values())
+    for out in outs:
+        out.zero_()
+    store.readv(tensors, outs).wait(timeout=PATIENCE)
+    del rest
+    for i, out in enumerate(outs):
+        assert out.cpu().eq(float(i)).all()

@@ -1,0 +1,631 @@
+"""Several stores as one: a key's name says where it lies, and what is gone with a store that has died can be told."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture, executors
+from cudafuture.errors import InvalidStateError, NotFoundError, QuotaError, StorageError, WorkerLostError
+from cudafuture.store import DiskStore, Entry, ShardedStore
+from support.patience import PATIENCE
+from support.storing import held, numbered
+
+pytestmark = pytest.mark.usefixtures("on_the_host")
+
+TENSORS = {f"tensor {i}": numbered(i, i) for i in range(60)}
+
+
+class Far:
+    """A store as on another worker, which may die: its calls are noted, and can be held back."""
+
+    def __init__(self, folder: Path, worker: str = "far", **options: Any) -> None:
+        self.store = DiskStore(folder, **options)
+        self.worker = worker
+        self.calls: list[tuple[str, int]] = []  # and of how many keys they were
+        self.futures: list[CUDAFuture[Any]] = []
+        self.error: BaseException | None = None  # which everything fails with
+        self.gate: CUDAFuture[None] = CUDAFuture.completed(None)  # what everything waits for
+
+    def die(self) -> None:
+        self.error = WorkerLostError(f"worker {self.worker!r} is gone", worker=self.worker)
+
+    def _future(self, call: str, count: int, begin: Callable[[], CUDAFuture[Any]]) -> CUDAFuture[Any]:
+        def begun(_: object) -> CUDAFuture[Any]:
+            return begin() if self.error is None else CUDAFuture.failed(self.error)
+
+        self.calls.append((call, count))
+        self.futures.append(self.gate.then_async(begun, executor=executors.callback_thread))
+        return self.futures[-1]
+
+    def _expect_alive(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def durable(self) -> bool:
+        return self.store.durable
+
+    def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
+        return self._future("write", 1, lambda: self.store.write(key, tensor, priority=priority))
+
+    def writev(self, tensors: Mapping[str, torch.Tensor], **options: Any) -> CUDAFuture[int]:
+        return self._future("writev", len(tensors), lambda: self.store.writev(tensors, **options))
+
+    def read(
+        self,
+        key: str,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | int | None = None,
+        *,
+        priority: int = 0,
+    ) -> CUDAFuture[torch.Tensor]:
+        return self._future("read", 1, lambda: self.store.read(key, out, device, priority=priority))
+
+    def readv(
+        self,
+        keys: Iterable[str],
+        outs: Sequence[torch.Tensor] | None = None,
+        device: torch.device | str | int | None = None,
+        **options: Any,
+    ) -> CUDAFuture[list[torch.Tensor]]:
+        names = list(keys)
+        return self._future("readv", len(names), lambda: self.store.readv(names, outs, device, **options))
+
+    def delete(self, key: str) -> CUDAFuture[None]:
+        return self._future("delete", 1, lambda: self.store.delete(key))
+
+    def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
+        names = list(keys)
+        return self._future("deletev", len(names), lambda: self.store.deletev(names))
+
+    def flush(self) -> CUDAFuture[None]:
+        return self._future("flush", 0, self.store.flush)
+
+    def keys(self) -> list[str]:
+        self._expect_alive()
+        return self.store.keys()
+
+    def __contains__(self, key: str) -> bool:
+        self._expect_alive()
+        return key in self.store
+
+    def stat(self, key: str) -> Entry:
+        self._expect_alive()
+        return self.store.stat(key)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def sharded(shards: Any) -> ShardedStore:
+    """Make a store of shards some of which have no more of a store than is called here."""
+    return ShardedStore(shards)
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Far:
+    return Far(tmp_path / "far")
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Far:
+    return Far(tmp_path / "other", "other")
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> DiskStore:
+    return DiskStore(tmp_path / "near")
+
+
+@pytest.fixture
+def store(near: DiskStore, far: Far, other: Far) -> Iterator[ShardedStore]:
+    """Give a store of one shard here and two elsewhere."""
+    with sharded({"near": near, "far": far, "other": other}) as store:
+        yield store
+
+
+def of(store: ShardedStore, shard: str, keys: Iterable[str] = TENSORS) -> list[str]:
+    return [key for key in keys if store.where(key) == shard]
+
+
+def fill(store: ShardedStore) -> None:
+    assert store.writev(TENSORS).wait(timeout=PATIENCE) == sum(tensor.nbytes for tensor in TENSORS.values())
+
+
+def failure(future: CUDAFuture[Any]) -> BaseException:
+    error = future.exception(timeout=PATIENCE)
+    assert error is not None
+    return error
+
+
+def run_callbacks() -> None:
+    """Return when the callback thread has done what it had to do, and what came of that."""
+    for _ in range(3):
+        CUDAFuture.completed(None).then(lambda _: None, executor=executors.callback_thread).wait(timeout=PATIENCE)
+
+
+# ---- where keys lie
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> Iterator[dict[str, DiskStore]]:
+    stores = {f"disk {i}": DiskStore(tmp_path / f"{i}") for i in range(6)}
+    yield stores
+    for store in stores.values():
+        store.close()
+
+
+KEYS = [f"layers.{i}.{name}" for i in range(1000) for name in ("weight", "bias", "exp_avg")]
+
+
+def placed(shards: Mapping[str, DiskStore], **options: Any) -> dict[str, str]:
+    store = ShardedStore(shards, **options)
+    return {key: store.where(key) for key in KEYS}
+
+
+def test_keys_lie_where_they_lay_yesterday(disks: dict[str, DiskStore]) -> None:
+    store = ShardedStore(disks)
+    assert "".join(store.where(f"layer {i}")[-1] for i in range(40)) == "4034000303001121325050401250354030215351"
+    assert [store.where(key) for key in ("k", "é" * 512, "\n")] == ["disk 4", "disk 2", "disk 5"]
+
+
+def test_the_order_of_the_shards_means_nothing(disks: dict[str, DiskStore]) -> None:
+    expected = placed(disks)
+    for order in itertools.islice(itertools.permutations(disks), 0, None, 97):
+        assert placed({name: disks[name] for name in order}) == expected
+    backwards = ShardedStore([*disks.values()][::-1])
+    assert [backwards.where(key) for key in KEYS] == [ShardedStore([*disks.values()]).where(key) for key in KEYS]
+
+
+def test_keys_are_spread_evenly(disks: dict[str, DiskStore]) -> None:
+    counts = Counter(placed(disks).values())
+    assert counts.keys() == disks.keys()
+    assert all(abs(count / 500 - 1) < 0.15 for count in counts.values()), counts
+
+
+def test_a_new_shard_takes_its_part_of_the_keys_and_moves_no_other(disks: dict[str, DiskStore]) -> None:
+    after = placed(disks)
+    for new in disks:
+        before = placed({name: disk for name, disk in disks.items() if name != new})
+        moved = {key for key in KEYS if before[key] != after[key]}
+        assert moved == {key for key in KEYS if after[key] == new}
+        assert abs(len(moved) / 500 - 1) < 0.15
+
+
+def test_weights_are_shares_of_the_keys(disks: dict[str, DiskStore]) -> None:
+    equal = placed(disks)
+    assert placed(disks, weights=dict.fromkeys(disks, 1.0)) == equal
+    doubled = placed(disks, weights={"disk 2": 2})
+    assert abs(Counter(doubled.values())["disk 2"] / (3000 * 2 / 7) - 1) < 0.15
+    assert {doubled[key] for key in KEYS if doubled[key] != equal[key]} == {"disk 2"}  # nobody else gets any
+
+
+@pytest.mark.parametrize(
+    "weights", [{"disk 0": 0}, {"disk 0": -1.0}, {"disk 0": float("inf")}, {"disk 0": float("nan")}, {"no such": 1}]
+)
+def test_weights_that_are_none_are_refused(disks: dict[str, DiskStore], weights: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        ShardedStore(disks, weights=weights)
+
+
+def test_shards_are_called_what_they_are(near: DiskStore, far: Far, tmp_path: Path) -> None:
+    store = sharded([near, far])
+    assert dict(store.shards) == {str(tmp_path / "near"): near, "far": far}
+    assert list(store.shards) == sorted(store.shards)
+    assert dict(sharded({"a": far, "b": near}).shards) == {"a": far, "b": near}
+    store.close()
+
+
+def test_shards_that_cannot_be_told_apart_are_refused(near: DiskStore, far: Far, tmp_path: Path) -> None:
+    with DiskStore(tmp_path / "near") as other:
+        with pytest.raises(ValueError, match=r"two shards are called '.*near'"):
+            ShardedStore([near, other])
+        assert ShardedStore({"one": near, "two": other}).shards.keys() == {"one", "two"}
+    with pytest.raises(ValueError, match="is used for several"):
+        sharded({"one": far, "two": far})
+    with pytest.raises(ValueError, match="give a mapping"):
+        sharded([sharded([near, far])])
+    with pytest.raises(TypeError, match="a shard's name is a str, not 1"):
+        ShardedStore({1: far})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="at least one"):
+        ShardedStore([])
+    with pytest.raises(ValueError, match="at least one"):
+        ShardedStore({})
+    near.close()
+    far.close()
+
+
+# ---- the interface
+
+
+def test_many_keys_are_one_call_of_each_shard(store: ShardedStore, far: Far, other: Far) -> None:
+    fill(store)
+    backwards = list(TENSORS)[::-1]
+    for got, key in zip(store.readv(backwards).wait(timeout=PATIENCE), backwards, strict=True):
+        assert torch.equal(got, TENSORS[key]), key
+    outs = [torch.zeros_like(TENSORS[key]) for key in backwards]
+    for got, out in zip(store.readv(backwards, outs).wait(timeout=PATIENCE), outs, strict=True):
+        assert got is out
+    assert all(torch.equal(out, TENSORS[key]) for key, out in zip(backwards, outs, strict=True))
+    store.deletev(backwards).wait(timeout=PATIENCE)
+    assert store.keys() == []
+    for name, shard in {"far": far, "other": other}.items():
+        count = len(of(store, name))
+        assert count > 1
+        assert shard.calls == [("writev", count), ("readv", count), ("readv", count), ("deletev", count)]
+
+
+def test_no_keys_are_no_call(store: ShardedStore, far: Far) -> None:
+    assert store.writev({}).wait(timeout=PATIENCE) == 0
+    assert store.readv([]).wait(timeout=PATIENCE) == []
+    store.deletev([]).wait(timeout=PATIENCE)
+    assert far.calls == []
+
+
+class Noted(DiskStore):
+    """A store in this process whose futures are noted."""
+
+    last: CUDAFuture[Any]
+
+    def write(self, *args: Any, **options: Any) -> CUDAFuture[int]:
+        self.last = super().write(*args, **options)
+        return self.last
+
+    def readv(self, *args: Any, **options: Any) -> CUDAFuture[list[torch.Tensor]]:
+        self.last = super().readv(*args, **options)
+        return self.last
+
+
+def test_the_future_of_a_shard_in_this_process_is_its_own(tmp_path: Path) -> None:
+    shards = {name: Noted(tmp_path / name) for name in "ab"}
+    with ShardedStore(shards) as store:
+        for key in TENSORS:
+            write = store.write(key, TENSORS[key], priority=-1)
+            assert write is shards[store.where(key)].last
+            assert (write.priority, write.name) == (-1, f"write {key}")
+            write.wait(timeout=PATIENCE)
+        assert store.readv(of(store, "a")) is shards["a"].last
+
+
+def test_futures_have_the_name_and_the_priority_of_the_call(store: ShardedStore, far: Far) -> None:
+    (key, *_) = of(store, "far")
+    fill(store)
+    asked: dict[str, CUDAFuture[Any]] = {
+        f"write {key}": store.write(key, TENSORS[key], priority=-1),
+        "write 60 keys": store.writev(TENSORS, priority=-1),
+        f"read {key}": store.read(key, priority=-1),
+        "read 60 keys": store.readv(TENSORS, priority=-1),
+    }
+    for name, future in asked.items():
+        future.wait(timeout=PATIENCE)
+        assert (future.name, future.priority) == (name, -1)
+    assert [store.delete(key).name, store.flush().name] == [f"delete {key}", "flush"]
+    store.flush().wait(timeout=PATIENCE)
+
+
+def test_the_memory_is_released_when_no_shard_needs_it(store: ShardedStore, far: Far) -> None:
+    far.gate = CUDAFuture()
+    tensors = {key: tensor.clone() for key, tensor in TENSORS.items()}
+    (key, *_) = of(store, "far")
+    for write in (store.writev(tensors), store.write(key, tensors[key])):
+        assert write.released is not None
+        run_callbacks()
+        assert not write.released.done()
+    far.gate.set_result(None)
+    write.wait(timeout=PATIENCE)
+    again = store.writev(tensors)
+    assert again.released is not None
+    again.released.wait(timeout=PATIENCE)
+    for tensor in tensors.values():
+        tensor.zero_()
+    again.wait(timeout=PATIENCE)
+    assert all(map(torch.equal, store.readv(TENSORS).wait(timeout=PATIENCE), TENSORS.values()))
+    assert store.readv(TENSORS).released is None
+
+
+def test_what_has_begun_on_several_shards_cannot_be_cancelled(store: ShardedStore, far: Far) -> None:
+    far.gate = CUDAFuture()
+    write = store.writev(TENSORS)
+    assert not write.cancel()
+    far.gate.set_result(None)
+    assert write.wait(timeout=PATIENCE) == sum(tensor.nbytes for tensor in TENSORS.values())
+
+
+def test_a_call_ends_when_every_shard_is_done_with_the_tensors(store: ShardedStore, far: Far, other: Far) -> None:
+    far.gate = CUDAFuture()
+    other.error = QuotaError("full")
+    write = store.writev(TENSORS)
+    assert failure(other.futures[-1]) is other.error
+    run_callbacks()
+    assert not write.done()
+    far.gate.set_result(None)
+    assert failure(write) is other.error
+    assert sorted(far.keys()) == sorted(of(store, "far"))
+
+
+def test_flush_waits_for_every_shard(tmp_path: Path, far: Far) -> None:
+    engine, near = held(tmp_path / "held")
+    with engine, sharded({"near": near, "far": far}) as store:
+        (key, *_) = of(store, "near")
+        write = store.write(key, numbered(3))
+        flush = store.flush()
+        assert far.futures[-1].wait(timeout=PATIENCE) is None
+        run_callbacks()
+        assert not flush.done()
+        engine._native.release_held()
+        flush.wait(timeout=PATIENCE)
+        assert write.done()
+
+
+def test_a_callback_on_the_callback_thread_may_wait_for_other_calls(store: ShardedStore) -> None:
+    write = store.writev(TENSORS)
+    read = write.then(lambda _: store.readv(TENSORS).wait(timeout=PATIENCE), executor=executors.callback_thread)
+    assert len(read.wait(timeout=PATIENCE)) == 60
+
+
+def test_a_store_can_be_a_shard(near: DiskStore, far: Far, other: Far) -> None:
+    with sharded({"one": sharded([near, far]), "two": other}) as store:
+        fill(store)
+        assert all(map(torch.equal, store.readv(TENSORS).wait(timeout=PATIENCE), TENSORS.values()))
+        assert min(len(near), len(far.keys()), len(other.keys())) > 0
+        assert len(store) == 60
+
+
+def test_a_store_is_durable_when_all_shards_are(tmp_path: Path, near: DiskStore) -> None:
+    with DiskStore(tmp_path / "a", durable=True) as a, DiskStore(tmp_path / "b", durable=True) as b:
+        assert ShardedStore([a, b]).durable
+        assert not ShardedStore([a, b, near]).durable
+    near.close()
+
+
+def test_what_lies_where_it_does_not_belong_is_not_seen(near: DiskStore, far: Far, other: Far) -> None:
+    with sharded({"near": near, "far": far}) as store:
+        fill(store)
+        more = sharded({"near": near, "far": far, "other": other})
+        stayed = [key for key in TENSORS if more.where(key) == store.where(key)]
+        assert 0 < len(stayed) < 60
+        assert sorted(more.keys()) == sorted(stayed)
+        assert [key for key in TENSORS if key in more] == stayed
+        more.writev(TENSORS).wait(timeout=PATIENCE)
+        assert (len(more), len(set(more.keys()))) == (60, 60)
+    other.close()
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("key", ["", "x" * 1025, "é" * 513, "a\0b", "\ud800"])
+def test_what_is_no_name_is_refused_before_anything_is_done(store: ShardedStore, far: Far, key: str) -> None:
+    asked: list[Callable[[], object]] = [
+        lambda: store.write(key, numbered(1)),
+        lambda: store.writev({**TENSORS, key: numbered(1)}),
+        lambda: store.read(key),
+        lambda: store.readv([*TENSORS, key]),
+        lambda: store.delete(key),
+        lambda: store.stat(key),
+    ]
+    for call in asked:
+        with pytest.raises(ValueError, match=r"key|surrogates"):
+            call()
+    with pytest.raises(TypeError, match="a key is a str"):
+        store.write(3, numbered(1))  # type: ignore[arg-type]
+    assert (far.calls, len(store)) == ([], 0)
+
+
+def test_what_one_shard_refuses_fails_the_call_and_not_the_others(store: ShardedStore) -> None:
+    (key, *_) = of(store, "near")
+    with pytest.raises(TypeError, match=r"expected a torch\.Tensor"):
+        store.write(key, [1, 2])  # type: ignore[arg-type]
+    assert isinstance(failure(store.writev({**TENSORS, key: [1, 2]})), TypeError)  # type: ignore[dict-item]
+    assert sorted(store.keys()) == sorted([*of(store, "far"), *of(store, "other")])
+    with pytest.raises(ValueError, match="60 keys, and 1 tensors"):
+        store.readv(TENSORS, [numbered(1)])
+    with pytest.raises(ValueError, match="either out or device"):
+        store.readv(TENSORS, list(TENSORS.values()), "cpu")
+
+
+def test_the_error_of_a_shard_elsewhere_is_the_same_object_and_says_whose(store: ShardedStore, far: Far) -> None:
+    (key, *_) = of(store, "far")
+    far.error = StorageError("the disk has failed")
+    assert failure(store.write(key, TENSORS[key])) is far.error
+    assert f"shard 'far' (key {key!r}): the disk has failed" in getattr(far.error, "__notes__", [])
+    assert store.lost() == {}
+
+
+def test_a_closed_store_takes_no_calls(store: ShardedStore, near: DiskStore, far: Far) -> None:
+    store.close()
+    asked: list[Callable[[], object]] = [
+        lambda: store.writev(TENSORS),
+        lambda: store.writev({}),
+        lambda: store.read("x"),
+        store.flush,
+    ]
+    for call in asked:
+        with pytest.raises(InvalidStateError, match="closed"):
+            call()
+    for shard in (near, far.store):
+        with pytest.raises(InvalidStateError, match="closed"):
+            shard.flush()
+    store.close()
+
+
+def test_closing_closes_every_shard_though_one_fails(
+    store: ShardedStore, near: DiskStore, far: Far, other: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise StorageError("it cannot be closed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(far, "close", fail)
+        with pytest.raises(StorageError, match="cannot be closed"):
+            store.close()
+    for shard in (near, other.store):
+        with pytest.raises(InvalidStateError, match="closed"):
+            shard.flush()
+
+
+# ---- what dies
+
+
+@pytest.fixture
+def bereft(store: ShardedStore, far: Far) -> ShardedStore:
+    """Give a store that was full when one shard of three died."""
+    fill(store)
+    far.die()
+    return store
+
+
+def test_what_is_asked_of_a_dead_shard_fails_and_says_which_and_what(bereft: ShardedStore) -> None:
+    (key, *_) = of(bereft, "far")
+    for future in (bereft.read(key), bereft.write(key, numbered(1)), bereft.delete(key)):
+        error = failure(future)
+        assert isinstance(error, WorkerLostError)
+        assert isinstance(error.__cause__, WorkerLostError)
+        assert error.worker == "far"
+        assert str(error) == f"shard 'far' (key {key!r}): worker 'far' is gone"
+    for ask in (bereft.stat, bereft.__contains__):
+        with pytest.raises(WorkerLostError, match=rf"shard 'far' \(key '{key}'\): worker 'far' is gone"):
+            ask(key)
+
+
+def test_a_call_of_many_keys_says_which_of_them_a_dead_shard_had(bereft: ShardedStore, other: Far) -> None:
+    gone = of(bereft, "far")
+    assert len(gone) > 8
+    message = f"shard 'far' (keys {', '.join(map(repr, gone[:8]))}, {len(gone) - 8} more): worker 'far' is gone"
+    for future in (bereft.readv(TENSORS), bereft.writev(TENSORS), bereft.deletev(TENSORS)):
+        error = failure(future)
+        assert isinstance(error, WorkerLostError)
+        assert str(error) == message
+    assert sorted(bereft.lost()["far"]) == sorted(gone)
+    other.die()
+    (one, *_), (two, *_) = gone, of(bereft, "other")
+    error = failure(bereft.readv([one, two]))
+    assert str(error) == (
+        f"shard 'far' (key {one!r}): worker 'far' is gone; shard 'other' (key {two!r}): worker 'other' is gone"
+    )
+    assert isinstance(failure(bereft.flush()), WorkerLostError)
+
+
+def test_a_loss_counts_for_more_than_another_error(bereft: ShardedStore, other: Far) -> None:
+    other.error = QuotaError("full")
+    (one, *_), (two, *_) = of(bereft, "other"), of(bereft, "far")
+    error = failure(bereft.writev({one: numbered(1), two: numbered(1)}))
+    assert isinstance(error, WorkerLostError)
+    assert str(error).endswith(f"; shard 'other' (key {one!r}): full")
+
+
+def test_the_other_shards_go_on(bereft: ShardedStore) -> None:
+    there = [*of(bereft, "near"), *of(bereft, "other")]
+    assert isinstance(failure(bereft.readv(TENSORS)), WorkerLostError)
+    for key in there:
+        assert torch.equal(bereft.read(key).wait(timeout=PATIENCE), TENSORS[key])
+        assert bereft.stat(key).nbytes == TENSORS[key].nbytes
+        assert key in bereft
+    assert all(map(torch.equal, bereft.readv(there).wait(timeout=PATIENCE), map(TENSORS.__getitem__, there)))
+    assert isinstance(failure(bereft.writev({key: numbered(2, 5) for key in TENSORS})), WorkerLostError)
+    assert all(torch.equal(got, numbered(2, 5)) for got in bereft.readv(there).wait(timeout=PATIENCE))
+    bereft.deletev(there).wait(timeout=PATIENCE)
+    assert [bereft.shards[name].keys() for name in ("near", "other")] == [[], []]
+
+
+def test_keys_are_never_listed_without_those_of_a_dead_shard(bereft: ShardedStore) -> None:
+    for ask in (bereft.keys, bereft.__len__):
+        with pytest.raises(WorkerLostError, match="shard 'far': worker 'far' is gone"):
+            ask()
+    here = {key for name, shard in bereft.shards.items() if name not in bereft.lost() for key in shard.keys()}  # noqa: SIM118
+    assert here == TENSORS.keys() - {*of(bereft, "far")}
+
+
+def test_what_is_lost_is_told_once_it_is_known(bereft: ShardedStore) -> None:
+    assert bereft.lost() == {}
+    assert repr(bereft) == "<ShardedStore of 'far', 'near', 'other'>"
+    assert isinstance(failure(bereft.flush()), WorkerLostError)
+    assert bereft.lost() == {"far": of(bereft, "far")}
+    assert repr(bereft) == "<ShardedStore of 'far', 'near', 'other'; lost: 'far'>"
+
+
+def test_what_is_lost_is_what_was_there(store: ShardedStore, far: Far) -> None:
+    gone = of(store, "far")
+    deleted, refused, doubtful, *written = gone
+    for key in (deleted, *written):
+        store.write(key, TENSORS[key]).wait(timeout=PATIENCE)
+    store.delete(deleted).wait(timeout=PATIENCE)
+    far.error = QuotaError("full")
+    assert failure(store.write(refused, TENSORS[refused])) is far.error
+    far.die()
+    assert isinstance(failure(store.write(doubtful, TENSORS[doubtful])), WorkerLostError)
+    assert isinstance(failure(store.delete(written[0])), WorkerLostError)
+    assert store.lost() == {"far": [*written, doubtful]}
+
+
+def test_of_calls_that_were_done_in_part_what_may_be_there_is_told(store: ShardedStore, far: Far) -> None:
+    first, second, third, *doubtful = of(store, "far")
+    store.writev({first: numbered(1), second: numbered(1)}).wait(timeout=PATIENCE)
+    assert isinstance(failure(store.deletev([second, third])), NotFoundError)  # and the second one is gone
+    far.error = QuotaError("full")
+    assert failure(store.writev({key: numbered(1) for key in doubtful})) is far.error
+    far.die()
+    assert isinstance(failure(store.flush()), WorkerLostError)
+    assert store.lost() == {"far": [first, *doubtful]}
+
+
+@pytest.mark.parametrize("ask", ["keys", "read", "readv", "stat", "in"])
+def test_what_others_have_written_is_known_where_it_was_seen(far: Far, other: Far, near: DiskStore, ask: str) -> None:
+    shards: dict[str, Any] = {"far": far, "near": near, "other": other}
+    fill(ShardedStore(shards))
+    with ShardedStore(shards) as store:
+        first, *_ = gone = of(store, "far")
+        asks: dict[str, Callable[[], object]] = {
+            "keys": store.keys,
+            "read": lambda: store.read(first).wait(timeout=PATIENCE),
+            "readv": lambda: store.readv(gone).wait(timeout=PATIENCE),
+            "stat": lambda: store.stat(first),
+            "in": lambda: first in store,
+        }
+        asks[ask]()
+        far.die()
+        assert isinstance(failure(store.read(first)), WorkerLostError)
+        assert store.lost() == {"far": gone if ask in ("keys", "readv") else [first]}
+
+
+def test_a_store_of_the_shards_that_are_left_has_their_keys_and_room_for_the_others(bereft: ShardedStore) -> None:
+    assert isinstance(failure(bereft.flush()), WorkerLostError)
+    lost = bereft.lost()
+    left = ShardedStore({name: shard for name, shard in bereft.shards.items() if name not in lost})
+    assert {*left.keys()} == TENSORS.keys() - {*lost["far"]}
+    assert all(left.where(key) == bereft.where(key) for key in left.keys())  # noqa: SIM118
+    left.writev({key: TENSORS[key] for key in lost["far"]}).wait(timeout=PATIENCE)
+    assert all(map(torch.equal, left.readv(TENSORS).wait(timeout=PATIENCE), TENSORS.values()))
+
+
+def test_a_shard_that_does_not_answer_is_not_lost(store: ShardedStore, far: Far) -> None:
+    far.error = TimeoutError("no answer within 1 s")
+    (key, *_) = of(store, "far")
+    error = failure(store.write(key, numbered(1)))
+    assert type(error) is TimeoutError
+    assert str(error) == f"shard 'far' (key {key!r}): no answer within 1 s"
+    with pytest.raises(TimeoutError, match="shard 'far': no answer"):
+        store.keys()
+    assert store.lost() == {}
+    far.die()
+    assert isinstance(failure(store.flush()), WorkerLostError)
+    assert store.lost() == {"far": [key]}  # it may have been written
+
+
+def test_the_future_of_several_shards_fails_with_whatever_its_end_raises(
+    store: ShardedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = ZeroDivisionError("of the inventory")
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(store._inventory, "ended", refuse)
+    assert failure(store.writev(TENSORS)) is error
