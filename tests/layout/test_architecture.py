@@ -1,0 +1,66 @@
+"""The architecture page agrees with the code: its rooms are the layers, and its files and functions exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from layout.test_python_layers import CUDAFUTURE, RPC_EXT
+from layout.tree import PACKAGE, ROOT
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+DRAWING = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)[0]
+NAMED = sorted(set(re.findall(r"`([\w./]+\.(?:py|cpp|h))`", PAGE)))
+PLACES = re.findall(r"`([A-Z]\w*::\w+|[A-Za-z_]\w*(?:\.\w+)?)`(?: and `[\w:]+`)* in `([\w./]+\.(?:py|cpp|h))`", PAGE)
+
+
+def drawn_rooms() -> list[set[str]]:
+    """Return the rooms of each line of the drawing, from the bottom up."""
+    lines = [line for line in DRAWING.splitlines() if re.match(r"\w", line)]
+    return [set(re.match(r"[\w.]+(?: {3}[\w.]+)*", line)[0].split()) for line in reversed(lines)]  # type: ignore[index]
+
+
+def public_rooms() -> list[set[str]]:
+    """Return the public rooms of each layer, and the native module, from the bottom up."""
+    rows = [{name for name in row if name == "_C" or not name.startswith("_")} for row in CUDAFUTURE]
+    there = [{name for name in row if name == "_C" or is_there(name)} for row in rows]
+    calls = {"rpc_ext" if name != "store" else "rpc_ext.store" for row in RPC_EXT for name in row}
+    return [row for row in there if row] + [{name} for name in sorted(calls)]
+
+
+def is_there(room: str) -> bool:
+    return (PACKAGE / room).is_dir() or (PACKAGE / room).with_suffix(".py").is_file()
+
+
+def file_of(name: str) -> Path | None:
+    """Return the file that the page means: its path is from the checkout, the package or a room of the package."""
+    folders = (ROOT, PACKAGE, *(PACKAGE / room for room in ("distributed", "io", "prefetch", "pipeline", "data")))
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def test_drawing_shows_the_layers() -> None:
+    assert drawn_rooms() == public_rooms()
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_file_exists(name: str) -> None:
+    assert file_of(name) is not None
+
+
+@pytest.mark.parametrize(("symbol", "name"), PLACES)
+def test_named_function_is_in_its_file(symbol: str, name: str) -> None:
+    file = file_of(name)
+    assert file is not None
+    *owner, function = re.split(r"::|\.", symbol)
+    text = file.read_text(encoding="utf-8")
+    pattern = (
+        rf"\b{symbol}\b" if owner and file.suffix == ".cpp" else rf"(?:class|def|struct) {function}\b|\b{function}\("
+    )
+    assert re.search(pattern, text), f"{name} has no {symbol}"
+
+
+def test_page_names_files_and_functions() -> None:
+    assert len(NAMED) > 30
+    assert len(PLACES) > 10
