@@ -12,7 +12,7 @@ each round is the control; "huge" is fio with huge pages. DeepSpeed, too, runs w
 threads).
 
 Tensors are where torch puts them, which is not where a disk can fetch them: past the page cache ours has to copy, but
-not those of storage.empty(). The
+not those of io.empty(). The
 memory of DeepSpeed and NIXL is aligned to pages, as they want it; "aligned" is ours with DeepSpeed's. Processor time is
 compared for that memory, which nobody has to copy; "copied" and "summed" are ours for torch's, without and with
 checksums. How fast a disk is depends on how its memory lies: scattered pages are slower than huge ones.
@@ -60,7 +60,7 @@ from cudafuture.store import DiskStore
 
 DIRECTIONS = ("write", "read")
 FIO = {"8x128MiB": 0.97, "512x1MiB": 0.97, "4096x64KiB": 0.95, "65536x4KiB": 0.5}  # so much of fio's speed at least
-EMPTY = {"8x128MiB": 0.97}  # the same for tensors from storage.empty()
+EMPTY = {"8x128MiB": 0.97}  # the same for tensors from io.empty()
 FIO_CHECKSUM = {"8x128MiB": 0.93, "512x1MiB": 0.93}
 DEEPSPEED = {"4096x64KiB": 8.0, "65536x4KiB": 8.0}
 LATENCIES = 2000  # reads of one page, one after the other
@@ -210,7 +210,7 @@ def beside_fio(kind: str, least: float, direction: str, name: str, rounds: int) 
     same = [a / b for a, b in zip(took[f"{direction} fio again"].rounds, fio.rounds, strict=True)]
     names = {"each": each, "all": all_, "aligned": f"{direction} aligned all", "NIXL": f"{direction} NIXL"}
     others = told(took, **names, huge=f"{direction} fio huge")
-    words = {"plain": ("", ""), "summed": ("-checksum", ", checksums"), "empty": ("-empty", ", storage.empty()")}
+    words = {"plain": ("", ""), "summed": ("-checksum", ", checksums"), "empty": ("-empty", ", io.empty()")}
     row, how = words[kind]
     what = f"{direction} {name}{how} ({others})"
     compared = (us.wall, fio.wall, fio.label, "x", us.wall / fio.wall, 1 / least)

@@ -11,7 +11,7 @@
 
         assert world.run(total) == [1.0, 1.0]
 
-``FaultyEngine`` is a storage engine whose disk fails. ``torchrun`` launches a script as the command does. Neither
+``FaultyEngine`` is an I/O engine whose disk fails. ``torchrun`` launches a script as the command does. Neither
 ``torchrun`` nor ``world`` uses a port that could be taken, and neither leaves a process behind. The extra ``testing``
 installs the dependencies of the pytest plugin, which pytest then finds automatically.
 """

@@ -1,4 +1,4 @@
-// The storage engine under the sanitizers: both backends, with injected faults, cancelled operations, and operations
+// The I/O engine under the sanitizers: both backends, with injected faults, cancelled operations, and operations
 // that outlive the engine's last reference.
 #include <algorithm>
 #include <atomic>

@@ -1,4 +1,4 @@
-// A storage engine whose device has not finished when the process exits.
+// An I/O engine whose device has not finished when the process exits.
 #include <memory>
 #include <utility>
 

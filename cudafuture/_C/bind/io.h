@@ -1,4 +1,4 @@
-// The Python handle of a storage engine.
+// The Python handle of an I/O engine.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// Python's tensors as memory for the storage engine's reads and writes.
+// Python's tensors as memory for the I/O engine's reads and writes.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -44,12 +44,12 @@ std::shared_ptr<Engine> Engine::start(const Options& options) {
   const ThreadCache::Run run = ThreadCache::get().run(engine.get());
   if (run != ThreadCache::Run::begun) {
     engine->self_ = nullptr;
-    if (run == ThreadCache::Run::no_thread) throw no_thread("a storage engine");
-    throw Error(ErrorKind::invalid_state, "the process is exiting: no storage engine can be started");
+    if (run == ThreadCache::Run::no_thread) throw no_thread("an I/O engine");
+    throw Error(ErrorKind::invalid_state, "the process is exiting: no I/O engine can be started");
   }
   std::unique_lock lock(engine->mutex_);
   engine->changed_.wait(lock, [&] { return engine->is_set_up_ || engine->has_ended_; });
-  if (!engine->is_set_up_) throw Failure("no storage engine: " + engine->why_not_, ENOSYS, "");
+  if (!engine->is_set_up_) throw Failure("no I/O engine: " + engine->why_not_, ENOSYS, "");
   return engine;
 }
 
@@ -180,7 +180,7 @@ void Engine::submit(Request&& request, Full when_full) {
   {
     std::unique_lock lock(mutex_);
     if (when_full == Full::wait) changed_.wait(lock, [this] { return has_room(); });
-    if (is_closed_) throw Error(ErrorKind::invalid_state, "the storage engine is closed");
+    if (is_closed_) throw Error(ErrorKind::invalid_state, "the I/O engine is closed");
     ++pending_;
   }
   if (operation->waits_for_source()) {
