@@ -55,9 +55,7 @@ def test_named_function_is_in_its_file(symbol: str, name: str) -> None:
     assert file is not None
     *owner, function = re.split(r"::|\.", symbol)
     text = file.read_text(encoding="utf-8")
-    pattern = (
-        rf"\b{symbol}\b" if owner and file.suffix == ".cpp" else rf"(?:class|def) {function}\b|\b{function}\("
-    )
+    pattern = rf"\b{symbol}\b" if owner and file.suffix == ".cpp" else rf"(?:class|def) {function}\b|\b{function}\("
     assert re.search(pattern, text), f"{name} has no {symbol}"
 
 
