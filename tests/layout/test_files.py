@@ -1,4 +1,4 @@
-"""A file is one noun, of a size that can be read in one sitting, and says what it offers."""
+"""Names of files, each one noun, and what public modules offer."""
 
 from __future__ import annotations
 
@@ -16,45 +16,25 @@ from layout.tree import (
     RPC,
     RPC_NATIVE,
     SIM,
-    cpp_files,
-    fakecuda_files,
+    declared_all,
     python_files,
-    rpc_files,
-    sim_files,
+    source_files,
 )
 
-MOST_LINES = 400
 NOT_NOUNS = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 
 PYTHON = python_files("cudafuture", "rpc_ext")
 PUBLIC = [f for f in PYTHON if not any(p.startswith("_") and p != "__init__.py" for p in f.relative_to(ROOT).parts)]
-OURS = [*PYTHON, *cpp_files(), *sim_files(), *fakecuda_files(), *rpc_files()]
 
 
 def ids(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("file", OURS, ids=ids)
-def test_no_file_is_over_400_lines(file: Path) -> None:
-    lines = len(file.read_text(encoding="utf-8").splitlines())
-    assert lines <= MOST_LINES, f"{lines} lines: a file this long is asking to be two"
-
-
-@pytest.mark.parametrize("file", OURS, ids=ids)
+@pytest.mark.parametrize("file", source_files(), ids=ids)
 def test_every_name_is_a_noun(file: Path) -> None:
     for part in file.relative_to(ROOT).with_suffix("").parts:
         assert not NOT_NOUNS & set(part.strip("_").split("_")), f"{part} says nothing about what is in it"
-
-
-def declared_all(tree: ast.Module) -> list[str] | None:
-    """Return ``__all__`` as it is written, or None where there is none."""
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
-            names: list[str] = ast.literal_eval(node.value)  # type: ignore[attr-defined]
-            return names
-    return None
 
 
 def bound_names(body: list[ast.stmt]) -> set[str]:

@@ -49,6 +49,11 @@ def cpp_test_files() -> list[Path]:
     return _cpp_files(CPP_TESTS, ())
 
 
+def source_files() -> list[Path]:
+    """Return the Python and C++ files of both packages."""
+    return [*python_files("cudafuture", "rpc_ext"), *cpp_files(), *sim_files(), *fakecuda_files(), *rpc_files()]
+
+
 def include_root(file: Path) -> Path:
     """Return the folder that a C++ file's own headers are named from: each native module has one."""
     return next((root for root in (SIM, FAKECUDA, RPC_NATIVE) if file.is_relative_to(root)), NATIVE)
@@ -96,6 +101,16 @@ def _from(node: ast.ImportFrom, package: str) -> Iterator[str]:
     for alias in node.names:
         inside = f"{base}.{alias.name}"
         yield inside if is_module(inside) else base
+
+
+def declared_all(tree: ast.Module) -> list[str] | None:
+    """Return ``__all__`` as it is written, or None where there is none."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
+            names: list[str] = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+            return names
+    return None
 
 
 def includes(file: Path) -> list[tuple[str, Path | None]]:
