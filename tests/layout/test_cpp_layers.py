@@ -1,10 +1,9 @@
 """Python ends at ``bind/``: nothing below it sees a Python header, not even through another header.
 
 There are three native modules, and none includes from another, but for the header with which the core's stores are used
-from other modules. The simulated accelerator's ``runtime/`` does not even
-see torch. The libraries of fakecuda see no Python, and only ``ops/`` sees torch; they use that runtime's race detector.
-In the module of ``rpc_ext`` each header with its source is a layer, and so are the folder of the seals and those of
-remote stores.
+from other modules. The simulated accelerator's ``runtime/`` does not even see torch. The libraries of fakecuda see no
+Python, and only ``operators/`` sees torch; they use that runtime's race detector. In the module of ``rpc_ext`` each
+header with its source is a layer, and so are the folder of the seals and those of remote stores.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LAYERS = {
         "cudart": {"machine"},
         "driver": {"cudart", "machine"},
         "control": {"cudart", "machine"},
-        "ops": {"machine"},
+        "operators": {"machine"},
         "nccl": {"machine"},
     },
     RPC_NATIVE: {
@@ -169,10 +168,10 @@ def test_the_simulated_accelerators_runtime_knows_no_torch(file: Path) -> None:
         assert not TORCH_HEADER.fullmatch(header), f"{header} is included by {by}; torch begins in device/"
 
 
-@pytest.mark.parametrize("file", [f for f in fakecuda_files() if f.parent.name != "ops"], ids=ids)
+@pytest.mark.parametrize("file", [f for f in fakecuda_files() if f.parent.name != "operators"], ids=ids)
 def test_only_the_operators_of_fakecuda_know_torch(file: Path) -> None:
     for header, by in reached(file).items():
-        assert not TORCH_HEADER.fullmatch(header), f"{header} is included by {by}; torch begins in ops/"
+        assert not TORCH_HEADER.fullmatch(header), f"{header} is included by {by}; torch begins in operators/"
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
@@ -197,6 +196,14 @@ def test_our_headers_are_named_from_the_include_root(file: Path) -> None:
     for name, ours in includes(file):
         assert ours is None or (root / name).is_file(), f'write #include "{folder(file)}/{name}"'
         assert ours is not None or name in SHARED or name.rpartition("/")[0] not in LAYERS[root], f"there is no {name}"
+
+
+def test_no_two_headers_share_an_include_path() -> None:
+    where: dict[str, list[str]] = {}
+    for file in [f for f in FILES if f.suffix == ".h"]:
+        where.setdefault(str(file.relative_to(include_root(file))), []).append(ids(file))
+    assert len(where) > 100
+    assert {name: files for name, files in where.items() if len(files) > 1} == {}
 
 
 @pytest.mark.parametrize("file", [f for f in HAVE_HEADERS if f.suffix == ".cpp"], ids=ids)

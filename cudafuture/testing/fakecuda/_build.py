@@ -123,10 +123,10 @@ class _Build:
     def run(self) -> None:
         sys.stderr.write(f"fakecuda: building its libraries for torch {self._torch.version}, once\n")
         with ThreadPoolExecutor() as pool:
-            ops = pool.submit(self._compile, "ops", self._sources("ops"), self._torch_flags())
+            operators = pool.submit(self._compile, "operators", self._sources("operators"), self._torch_flags())
             self._build_runtime()
             self._build_nccl()
-            ops.result()
+            operators.result()
         libraries = [
             f"-L{self._torch.folder / 'lib'}",
             "-ltorch_python",
@@ -135,7 +135,7 @@ class _Build:
             "-lc10",
             f"./{RUNTIME}",
         ]
-        self._link(["ops.o", *libraries], "libfakecuda_ops.so")
+        self._link(["operators.o", *libraries], "libfakecuda_operators.so")
         for rest in (*self._folder.glob("*.o"), *self._folder.glob("*.cpp"), *self._folder.glob("*.map")):
             rest.unlink()
         self._write_backend()
@@ -217,7 +217,7 @@ import pathlib
 def load():
     if not hasattr(ctypes.CDLL(None), "fakecuda_launch"):
         return
-    ctypes.CDLL(str(pathlib.Path(__file__).parents[1] / "libfakecuda_ops.so"))
+    ctypes.CDLL(str(pathlib.Path(__file__).parents[1] / "libfakecuda_operators.so"))
     import torch
 
     # Their kernels are not torch's operators; without them torch takes its own.

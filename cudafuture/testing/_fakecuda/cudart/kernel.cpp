@@ -1,6 +1,6 @@
 // CUDA runtime API, "Execution Control": kernels are registered and launched, but their code is for a GPU and is not
-// run. torch's operators compute through ops/ instead; a kernel that arrives here counts as skipped. One kernel has a
-// meaning without its code: the one of torch.cuda._sleep.
+// run. torch's operators compute through operators/ instead; a kernel that arrives here counts as skipped. One kernel
+// has a meaning without its code: the one of torch.cuda._sleep.
 #include <cstring>
 #include <string>
 #include <utility>
@@ -19,7 +19,7 @@ struct CallConfiguration {
 };
 thread_local std::vector<CallConfiguration> configurations;
 
-// torch loads ops/ when it is imported, as a backend that it finds on PYTHONPATH.
+// torch loads operators/ when it is imported, as a backend that it finds on PYTHONPATH.
 cudaError_t refuse_without_operators(const std::string& kernel) {
   fprintf(stderr,
           "fakecuda: the kernel %s cannot run: torch has not loaded the operators of fakecuda. A process must keep "

@@ -1,5 +1,5 @@
-// Kernels, and the hooks of ops/, that libraries register when they are loaded. They are apart from the machine, which
-// starts with the first call. Until then a process may fork, and its children may use CUDA.
+// Kernels, and the hooks of operators/, that libraries register when they are loaded. They are apart from the machine,
+// which starts with the first call. Until then a process may fork, and its children may use CUDA.
 #pragma once
 
 #include <atomic>

@@ -4,8 +4,8 @@
 #include <ATen/native/Copy.h>
 #include <c10/core/DeviceGuard.h>
 
-#include "ops/copy.h"
-#include "ops/redirect.h"
+#include "operators/copy.h"
+#include "operators/redirect.h"
 
 namespace fakecuda {
 namespace {

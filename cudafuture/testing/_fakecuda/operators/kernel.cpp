@@ -1,9 +1,9 @@
-#include "ops/kernel.h"
+#include "operators/kernel.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ThreadLocalState.h>
 
-#include "ops/values.h"
+#include "operators/values.h"
 
 namespace fakecuda {
 namespace {

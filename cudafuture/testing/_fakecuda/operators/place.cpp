@@ -1,4 +1,4 @@
-#include "ops/place.h"
+#include "operators/place.h"
 
 namespace fakecuda {
 

@@ -1,4 +1,4 @@
-#include "ops/site.h"
+#include "operators/site.h"
 
 #include <torch/csrc/profiler/combined_traceback.h>
 

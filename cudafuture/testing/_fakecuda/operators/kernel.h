@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "ops/place.h"
+#include "operators/place.h"
 
 namespace fakecuda {
 

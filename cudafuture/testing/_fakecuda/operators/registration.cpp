@@ -8,10 +8,10 @@
 #include <set>
 #include <string>
 
-#include "ops/copy.h"
-#include "ops/kernel.h"
-#include "ops/redirect.h"
-#include "ops/site.h"
+#include "operators/copy.h"
+#include "operators/kernel.h"
+#include "operators/redirect.h"
+#include "operators/site.h"
 
 extern "C" void fakecuda_stop();
 extern "C" void fakecuda_set_operators_redirected();

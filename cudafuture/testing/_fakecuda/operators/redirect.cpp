@@ -1,4 +1,4 @@
-#include "ops/redirect.h"
+#include "operators/redirect.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
@@ -10,8 +10,8 @@
 #include <memory>
 #include <optional>
 
-#include "ops/kernel.h"
-#include "ops/values.h"
+#include "operators/kernel.h"
+#include "operators/values.h"
 
 extern "C" int fakecuda_device_error();
 
