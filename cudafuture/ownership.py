@@ -21,7 +21,7 @@ from cudafuture.config import config
 from cudafuture.errors import InvalidStateError, OwnershipError
 from cudafuture.executors import callback_thread
 
-__all__ = ["owns"]
+__all__ = ["owns", "tensors_by_key", "tensors_in"]
 
 ENABLED = config.debug_ownership
 F = TypeVar("F", bound=Callable[..., Any])
@@ -59,12 +59,20 @@ def owns(operation: str, tensors_of: Callable[..., Mapping[str, torch.Tensor]]) 
 
 
 def tensors_in(value: object) -> dict[str, torch.Tensor]:
-    """Return the tensors in a value, named by their positions."""
+    """Return the tensors in a value, named by their positions.
+
+    >>> tensors_in([torch.zeros(1), "text", torch.ones(1)])
+    {'tensor 0': tensor([0.]), 'tensor 1': tensor([1.])}
+    """
     return {f"tensor {i}": tensor for i, tensor in enumerate(find_tensors(value))}
 
 
 def tensors_by_key(tensors: object) -> dict[str, torch.Tensor]:
-    """Return the values of a mapping, named by their keys. Anything else is for the function that it was passed to."""
+    """Return the values of a mapping, named by their keys. Anything else is for the function that it was passed to.
+
+    >>> tensors_by_key({"weight": torch.ones(1)})
+    {"the tensor of key 'weight'": tensor([1.])}
+    """
     items = tensors.items() if isinstance(tensors, Mapping) else ()
     return {f"the tensor of key {key!r}": tensor for key, tensor in items}
 

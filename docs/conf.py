@@ -41,7 +41,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"(\w+\.)*[A-Z]\d?"),  # type variables
     (r"py:class", r"(\w+\.)*_\w+(\.\w+)*"),  # private names
     (r"py:class", r"HostExecutor|TorchFuture|Work"),  # names of the stub
-    (r"py:class", r"BufferLoan|DiskStoreParts|cudafuture\.combine\.AsCompleted"),  # classes without an entry
+    (r"py:class", r"BufferLoan|cudafuture\.combine\.AsCompleted"),  # classes without an entry
     (r"py:(class|exc)", r".* .*"),  # words in place of a type, such as "any exception"
 ]
 

@@ -2,6 +2,7 @@
 
 from cudafuture._C import Snapshot
 from cudafuture.graph_breaks import break_graphs
+from cudafuture.store import arguments
 from cudafuture.store.disk_store import DiskStore
 from cudafuture.store.multipart_write import MultipartWrite
 from cudafuture.store.protocol import DiskStoreStatistics, Entry, Store
@@ -19,4 +20,4 @@ __all__ = [
     "Store",
 ]
 
-break_graphs(*map(globals().get, __all__))
+break_graphs(*map(globals().get, __all__), *map(vars(arguments).get, arguments.__all__))

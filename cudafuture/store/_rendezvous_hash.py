@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from cudafuture._arguments import expect_number
-from cudafuture.store.protocol import encoded_key
+from cudafuture.store.arguments import encoded_key
 
 __all__ = ["RendezvousHash"]
 

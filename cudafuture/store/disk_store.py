@@ -14,16 +14,14 @@ import torch
 from typing_extensions import Self
 
 from cudafuture import _C, _xxhash
-from cudafuture._arguments import expect_bool, expect_int
-from cudafuture._C import CUDAFuture
+from cudafuture._arguments import expect_bool, expect_dtype, expect_int, expect_mapping, expect_str, listed, shown
+from cudafuture._C import CUDAFuture, Snapshot
 from cudafuture._path import path_text
+from cudafuture.errors import InvalidStateError, NotFoundError
 from cudafuture.io.engine import Engine, engine_or_default
 from cudafuture.ownership import owns, tensors_by_key
-from cudafuture.store._disk_store_keys import DiskStoreKeys
-from cudafuture.store._disk_store_parts import DiskStoreParts
 from cudafuture.store._home import DurableHome, EphemeralHome, durable_home, is_direct, log_recovery
-from cudafuture.store.protocol import (
-    DiskStoreStatistics,
+from cudafuture.store.arguments import (
     device_to_read_into,
     expect_one_for_each,
     expect_readable,
@@ -33,6 +31,8 @@ from cudafuture.store.protocol import (
     listed_keys,
     tensors_to_fill,
 )
+from cudafuture.store.multipart_write import MultipartWrite
+from cudafuture.store.protocol import DiskStoreStatistics, Entry
 
 if TYPE_CHECKING:
     from cudafuture.store.salvage import SalvagedStore
@@ -42,7 +42,7 @@ __all__ = ["DiskStore"]
 _LEAST_BLOCK, _LEAF = 1 << 18, 1 << 16  # bytes
 
 
-class DiskStore(DiskStoreKeys, DiskStoreParts):
+class DiskStore:
     """Store of tensors by key, in a folder.
 
     ``write`` stores a tensor under a key, ``read`` returns it; both return futures, and take tensors on the host and on
@@ -160,6 +160,8 @@ class DiskStore(DiskStoreKeys, DiskStoreParts):
 
         return SalvagedStore(dir, engine=engine)
 
+    # ---- writing
+
     @owns("write", lambda _, key, tensor, **__: {f"the tensor of key {key!r}": tensor})
     def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
         """Write a tensor under a key, and replace the previous one.
@@ -231,6 +233,8 @@ class DiskStore(DiskStoreKeys, DiskStoreParts):
             expect_bool("atomic", atomic)
             expect_one_for_each(written, torch.bool, len(keys), "written")
             raise
+
+    # ---- reading
 
     def read(
         self,
@@ -307,6 +311,265 @@ class DiskStore(DiskStoreKeys, DiskStoreParts):
             expect_one_for_each(digests, torch.uint64, len(names), "digests")
             raise
 
+    def map(self, key: str | Sequence[str], *, verify: bool = False) -> torch.Tensor:
+        """Return the tensor of a key without reading it: each page is read from disk on first access.
+
+        For several keys it returns one flat tensor of all their elements, in the order of the keys.
+
+        The memory is a private mapping of the file (``mmap`` with MAP_PRIVATE). Changes to the tensor stay in this
+        process and never reach the store. The tensor holds its extent on disk: it does not change when the key is
+        rewritten or deleted, as long as the store is open. After an ephemeral store is closed it does not change
+        either; after a durable one is closed, the next process that opens the store may overwrite the bytes.
+
+        A disk that cannot read a page ends the process with SIGBUS, where ``read`` would raise. Map a tensor if you
+        need only parts of it, or if several processes read it: they share the page cache, which ``read`` bypasses.
+
+        Each key of a call takes its own mapping, and the kernel limits the mappings of a process
+        (``vm.max_map_count``). While the tensor lives, its bytes count in the store's `capacity`.
+
+        Args:
+            key: as for ``write``; or several, whose tensors have one dtype, and all but the last of which have a whole
+                number of pages (4 KiB).
+            verify: read all bytes now, and compare the checksum. In a store without checksums this verifies nothing.
+
+        Raises:
+            NotFoundError: the key does not exist.
+            ChecksumError: with `verify`, the bytes changed after they were written.
+            StorageError: the file cannot be mapped, or ends before the tensor does.
+            InvalidStateError: the store is closed.
+            ValueError: several tensors cannot be mapped next to each other.
+
+        >>> store = DiskStore("states")
+        >>> store.write("embedding", torch.arange(6.0).view(3, 2)).wait()
+        24
+        >>> store.map("embedding")[1]
+        tensor([2., 3.])
+        """
+        expect_bool("verify", verify)
+        if not isinstance(key, (str, Iterable)):
+            raise TypeError(f"key is a key, or a list of keys, not {shown(key)}")
+        return self._native.map([key] if isinstance(key, str) else listed("key", key, "keys"), verify)
+
+    # ---- keys
+
+    def keys(self) -> list[str]:
+        """Return all keys, in the order of their last writes.
+
+        Raises:
+            InvalidStateError: the store is closed. The other methods that look up keys raise it too.
+
+        >>> DiskStore("states").keys()
+        []
+        """
+        self._expect_open()
+        return self._native.keys()
+
+    def __contains__(self, key: str) -> bool:
+        self._expect_open()
+        try:
+            return self._native.has(key)
+        except TypeError:
+            expect_str("key", key)
+            raise
+
+    def __len__(self) -> int:
+        self._expect_open()
+        keys: int = self._native.statistics()["keys"]
+        return keys
+
+    def stat(self, key: str) -> Entry:
+        """Return dtype, shape and size of the tensor of a key.
+
+        Raises:
+            NotFoundError: the key does not exist.
+
+        >>> store = DiskStore("states")
+        >>> store.write("weight", torch.eye(3)).wait()
+        36
+        >>> store.stat("weight")
+        Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
+        """
+        self._expect_open()
+        try:
+            dtype, shape, nbytes = self._native.stat(key)
+        except TypeError:
+            expect_str("key", key)
+            raise
+        return Entry(key, dtype, torch.Size(shape), nbytes)
+
+    def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
+        """Return a future of the entry of each key, None if the key does not exist.
+
+        In this store the future is complete at once; in a remote store it is not.
+
+        >>> store = DiskStore("states")
+        >>> store.write("weight", torch.eye(3)).wait()
+        36
+        >>> [entry and entry.shape for entry in store.find(["weight", "bias"]).wait()]
+        [torch.Size([3, 3]), None]
+        """
+        self._expect_open()
+
+        def find(key: str) -> Entry | None:
+            try:
+                return self.stat(key)
+            except NotFoundError:
+                return None
+
+        return CUDAFuture.completed([find(key) for key in listed_keys(keys)])
+
+    def list_keys(self) -> CUDAFuture[list[str]]:
+        """Return a future of ``keys()``, which is complete at once; in a remote store it is not.
+
+        >>> DiskStore("states").list_keys().wait()
+        []
+        """
+        return CUDAFuture.completed(self.keys())
+
+    def link(self, links: Mapping[str, str]) -> CUDAFuture[None]:
+        """Give tensors a second key, without copying them: each key of `links` gets the tensor of the key it maps to.
+
+        That is the tensor that a read begun now would return. It lives as long as one of its keys does: writing or
+        deleting one key does not change the other. All links take effect together or not at all, also across a crash of
+        a durable store, whose future completes when they are on disk. It fails with NotFoundError if one of the
+        tensors does not exist.
+
+        Links use no room of `capacity`, and the checksum stays valid. ``statistics().bytes`` counts the bytes of each
+        key, ``used`` the bytes on disk.
+
+        >>> store = DiskStore("states")
+        >>> store.write("step 1/weight", torch.eye(2)).wait()
+        16
+        >>> store.link({"best/weight": "step 1/weight"}).wait()
+        >>> store.delete("step 1/weight").wait()
+        >>> store.read("best/weight").wait()
+        tensor([[1., 0.],
+                [0., 1.]])
+        """
+        if type(links) is not dict:
+            expect_mapping("links", links, "{new key: key}")
+            links = dict(links)
+        return self._native.link(links)
+
+    def delete(self, key: str) -> CUDAFuture[None]:
+        """Delete a key. Later lookups do not find it; reads that have begun still return its tensor.
+
+        The future completes when the deletion is durable. It fails with NotFoundError if the key does not exist.
+
+        >>> store = DiskStore("states")
+        >>> store.write("weight", torch.eye(3)).wait()
+        36
+        >>> store.delete("weight").wait()
+        >>> "weight" in store
+        False
+        """
+        return self._native.erase([key])
+
+    def deletev(self, keys: Iterable[str]) -> CUDAFuture[None]:
+        """Delete many keys. If some do not exist, the future fails, but the others are deleted.
+
+        >>> DiskStore("states").deletev([]).wait()
+        """
+        return self._native.erase(listed_keys(keys))
+
+    # ---- parts of tensors
+
+    def begin_write(self, key: str, dtype: torch.dtype, shape: Sequence[int], *, priority: int = 0) -> MultipartWrite:
+        """Begin to write a tensor in parts, which separate calls put; it takes effect as a whole.
+
+        The whole tensor counts in `capacity` from now on. The key keeps its old tensor until the write is committed.
+
+        Args:
+            key: as for ``write``.
+            dtype: of the tensor; not quantized.
+            shape: of the tensor.
+            priority: of the futures and of the I/O, as for ``write``.
+
+        Raises:
+            QuotaError: the tensor does not fit into `capacity`.
+            StorageError: the disk has no room for it, or the store is read-only.
+            InvalidStateError: the store is closed.
+            ValueError, TypeError: the key, dtype or shape is not valid.
+
+        >>> store = DiskStore("states")
+        >>> write = store.begin_write("weight", torch.float32, [2, 16384])
+        >>> second, first = write.put(65536, torch.ones(16384)), write.put(0, torch.zeros(16384))
+        >>> write.commit().wait()
+        131072
+        >>> store.read("weight").wait()[:, 0]
+        tensor([0., 1.])
+        """
+        sizes = listed("shape", shape, "sizes")
+        try:
+            return MultipartWrite(self, self._native.begin_write(key, dtype, sizes, priority))
+        except TypeError:
+            expect_str("key", key)
+            expect_dtype("dtype", dtype)
+            expect_int("priority", priority)
+            raise
+
+    def snapshots(self, keys: Iterable[str]) -> list[Snapshot | None]:
+        """Return a snapshot of each key, all of the same moment; None if the key does not exist.
+
+        A snapshot keeps its tensor readable when the key is written again or deleted; see ``read_parts``.
+
+        Raises:
+            InvalidStateError: the store is closed.
+
+        >>> store = DiskStore("states")
+        >>> store.write("weight", torch.zeros(3)).wait()
+        12
+        >>> store.snapshots(["weight", "bias"])
+        [<Snapshot of 'weight', version 1, 12 bytes>, None]
+        """
+        return self._native.snapshots(keys if type(keys) is list else listed("keys", keys, "keys"))
+
+    def read_parts(
+        self,
+        parts: Iterable[tuple[Snapshot, int, torch.Tensor]],
+        *,
+        digests: torch.Tensor | None = None,
+        priority: int = 0,
+    ) -> CUDAFuture[None]:
+        """Fill tensors with parts of snapshots. Parts that are adjacent on disk are read in one transfer.
+
+        A part that is a whole tensor is verified as by ``read``, and a mismatch fails the future with ChecksumError.
+        Other parts cannot be verified alone. To verify a tensor that was read in parts, add the parts to a ``Digest``
+        and compare ``Digest.value(snapshot.seed)`` with ``snapshot.digest``.
+
+        Args:
+            parts: a snapshot of this store, the byte of its tensor at which the part begins, a multiple of 64 KiB, and
+                the tensor to fill: contiguous, on the host, of torch.uint8. It belongs to the read until the future is
+                done.
+            digests: a tensor of torch.uint64 on the host, with an element for each part. It belongs to the read until
+                the future is done, and then has the digests of the parts (see ``digest``).
+            priority: as for ``read``.
+
+        Raises:
+            ValueError: a snapshot is of another store, a part does not lie in its tensor, or a tensor cannot be filled.
+            TypeError: a part is not such a tuple.
+            InvalidStateError: the store is closed.
+
+        >>> store = DiskStore("states")
+        >>> store.write("weight", torch.arange(3, dtype=torch.uint8)).wait()
+        3
+        >>> (snapshot,) = store.snapshots(["weight"])
+        >>> store.delete("weight").wait()
+        >>> out = torch.empty(2, dtype=torch.uint8)
+        >>> store.read_parts([(snapshot, 0, out)]).wait()
+        >>> out
+        tensor([0, 1], dtype=torch.uint8)
+        """
+        given = parts if type(parts) is list else listed("parts", parts, "tuples of a snapshot, a byte and a tensor")
+        try:
+            return self._native.read_parts(given, digests, priority)
+        except TypeError:
+            expect_one_for_each(digests, torch.uint64, len(given), "digests")
+            expect_int("priority", priority)
+            raise
+
+    # ---- the end
+
     def flush(self) -> CUDAFuture[None]:
         """Return a future that completes when all writes and deletions so far are done.
 
@@ -355,6 +618,10 @@ class DiskStore(DiskStoreKeys, DiskStoreParts):
     def __repr__(self) -> str:
         keys: int = self._native.statistics()["keys"]
         return f"<{'durable' if self._durable else 'ephemeral'} DiskStore in {self._dir!r}, {keys} keys>"
+
+    def _expect_open(self) -> None:
+        if self._native.is_closed:
+            raise InvalidStateError("the store is closed")
 
 
 _open_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()

@@ -12,7 +12,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture.ownership import owns
 
 if TYPE_CHECKING:
-    from cudafuture.store._disk_store_parts import DiskStoreParts
+    from cudafuture.store.disk_store import DiskStore
 
 __all__ = ["MultipartWrite"]
 
@@ -34,7 +34,7 @@ class MultipartWrite:
     tensor(50000.)
     """
 
-    def __init__(self, store: DiskStoreParts, native: _C.MultipartWrite) -> None:
+    def __init__(self, store: DiskStore, native: _C.MultipartWrite) -> None:
         self._store = store  # a store that is freed is closed
         self._native = native
 

@@ -20,10 +20,7 @@ from cudafuture.store import _shard
 from cudafuture.store._inventory import Inventory, Verb
 from cudafuture.store._rendezvous_hash import RendezvousHash
 from cudafuture.store._shard import Failure, Share, blamed, named
-from cudafuture.store._sharded_keys import ShardedKeys
-from cudafuture.store.disk_store import DiskStore
-from cudafuture.store.protocol import (
-    Store,
+from cudafuture.store.arguments import (
     device_to_read_into,
     expect_one_for_each,
     expect_tensors,
@@ -31,13 +28,15 @@ from cudafuture.store.protocol import (
     listed_keys,
     tensors_to_fill,
 )
+from cudafuture.store.disk_store import DiskStore
+from cudafuture.store.protocol import Entry, Store
 
 __all__ = ["ShardedStore"]
 
 T = TypeVar("T")
 
 
-class ShardedStore(ShardedKeys):
+class ShardedStore:
     """Several stores that are used as one: each key lies on one of them, its shard. The interface is ``DiskStore``'s.
 
     Only the names of the key and of the shards select the shard, by rendezvous hashing: it is the one with the highest
@@ -121,7 +120,7 @@ class ShardedStore(ShardedKeys):
         """
         return self._inventory.lost()
 
-    # ---- futures
+    # ---- writing
 
     def write(self, key: str, tensor: torch.Tensor, *, priority: int = 0) -> CUDAFuture[int]:
         """Write a tensor under a key, and replace the previous one; see ``DiskStore.write``.
@@ -163,6 +162,8 @@ class ShardedStore(ShardedKeys):
             return gather(shard.writev(some, priority=priority, digests=sums, written=part))
 
         return self._ask("write", [key for key, _ in items], begin, _shard.total, priority)
+
+    # ---- reading
 
     def read(
         self,
@@ -213,6 +214,93 @@ class ShardedStore(ShardedKeys):
 
         return self._ask("read", names, begin, _shard.in_order, priority)
 
+    # ---- keys
+
+    def keys(self) -> list[str]:
+        """Return all keys: shard by shard in the order of their names, each shard's keys in its own order.
+
+        It asks every shard, and blocks. If a shard does not answer, it raises instead of omitting keys: list the others
+        through ``shards``.
+
+        Raises:
+            WorkerLostError: a shard is lost; the error names it.
+
+        >>> ShardedStore([DiskStore("one disk"), DiskStore("another disk")]).keys()
+        []
+        """
+        found: list[str] = []
+        for name in self._shards:
+            with self._asking(name) as shard:
+                here = [key for key in shard.keys() if self.where(key) == name]  # noqa: SIM118
+            self._inventory.found(name, here)
+            found += here
+        return found
+
+    def __contains__(self, key: str) -> bool:
+        name = self.where(key)
+        with self._asking(name, key) as shard:
+            found = key in shard
+        self._inventory.found(name, [key] if found else [])
+        return found
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def stat(self, key: str) -> Entry:
+        """Return dtype, shape and size of the tensor of a key. It asks the key's shard, and blocks.
+
+        Raises:
+            NotFoundError: the key does not exist.
+            WorkerLostError: its shard is lost.
+
+        >>> store = ShardedStore([DiskStore("one disk"), DiskStore("another disk")])
+        >>> store.write("weight", torch.eye(3)).wait()
+        36
+        >>> store.stat("weight")
+        Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
+        """
+        name = self.where(key)
+        with self._asking(name, key) as shard:
+            entry = shard.stat(key)
+        self._inventory.found(name, [key])
+        return entry
+
+    def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
+        """Return a future of the entry of each key, None if the key does not exist.
+
+        >>> ShardedStore([DiskStore("one disk"), DiskStore("another disk")]).find(["weight"]).wait()
+        [None]
+        """
+        names = listed_keys(keys)
+
+        def merged(found: list[list[Entry | None]], places: list[list[int]]) -> list[Entry | None]:
+            entries = _shard.in_order(found, places)
+            for entry in entries:
+                if entry is not None:
+                    self._inventory.found(self.where(entry.key), [entry.key])
+            return entries
+
+        return self._ask("ask", names, lambda shard, places: shard.find([names[i] for i in places]), merged)
+
+    def list_keys(self) -> CUDAFuture[list[str]]:
+        """Return a future of ``keys()``, in the same order.
+
+        >>> ShardedStore([DiskStore("one disk"), DiskStore("another disk")]).list_keys().wait()
+        []
+        """
+        self._expect_open()
+        shares = [Share(name, (), _shard.begun(shard.list_keys)) for name, shard in self._shards.items()]
+
+        def merged(found: list[list[str]]) -> list[str]:
+            keys = []
+            for name, listing in zip(self._shards, found, strict=True):
+                here = [key for key in listing if self.where(key) == name]
+                self._inventory.found(name, here)
+                keys += here
+            return keys
+
+        return self._joined("list keys", shares, merged)
+
     def delete(self, key: str) -> CUDAFuture[None]:
         """Delete a key; see ``DiskStore.delete``.
 
@@ -235,6 +323,8 @@ class ShardedStore(ShardedKeys):
             "delete", names, lambda shard, places: shard.deletev([names[i] for i in places]), _shard.nothing
         )
 
+    # ---- the end
+
     def flush(self) -> CUDAFuture[None]:
         """Return a future that completes when all writes and deletions so far are done; see ``DiskStore.flush``.
 
@@ -243,6 +333,18 @@ class ShardedStore(ShardedKeys):
         self._expect_open()
         shares = [Share(name, (), _shard.begun(shard.flush)) for name, shard in self._shards.items()]
         return self._joined("flush", shares, _shard.nothing)
+
+    def trim(self) -> int:
+        """Remove the empty files of all shards; return their bytes.
+
+        >>> ShardedStore([DiskStore("one disk"), DiskStore("another disk")]).trim()
+        0
+        """
+        removed = 0
+        for name in self._shards:
+            with self._asking(name) as shard:
+                removed += shard.trim()
+        return removed
 
     def close(self) -> None:
         """Close all shards, even if closing one of them fails.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cudafuture.errors import TensorError
-from cudafuture.store.protocol import encoded_key
+from cudafuture.store.arguments import encoded_key
 from rpc_ext import _C
 
 __all__ = [

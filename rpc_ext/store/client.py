@@ -17,19 +17,22 @@ take the same path, with ``client/reads`` in place of ``writes``.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 from typing_extensions import Self
 
-from cudafuture import CUDAFuture, collect_all, executors
-from cudafuture.errors import InvalidStateError
+from cudafuture import CUDAFuture, collect_all, executors, gather
+from cudafuture.errors import InvalidStateError, NotFoundError
 from cudafuture.ownership import owns, tensors_by_key
-from cudafuture.store.protocol import (
+from cudafuture.store import Entry
+from cudafuture.store.arguments import (
     device_to_read_into,
     expect_one_for_each,
     expect_tensors,
@@ -39,12 +42,12 @@ from cudafuture.store.protocol import (
 )
 from rpc_ext import _C
 from rpc_ext._channel import channel
-from rpc_ext.calls import Worker, rpc_sync
+from rpc_ext.calls import Worker, rpc_async, rpc_sync
 from rpc_ext.session import current
 from rpc_ext.store import _calls as calls
 from rpc_ext.store import _closing as closing
 from rpc_ext.store._buffers import SendBuffers
-from rpc_ext.store._keys import RemoteKeys
+from rpc_ext.store._errors import named
 from rpc_ext.store._operation import Operation, Operations
 from rpc_ext.store._source import source_of
 from rpc_ext.store._statistics import RemoteStoreStatistics
@@ -53,10 +56,13 @@ from rpc_ext.store._wire import LINE, MOST_ENTRIES, PACK, TOKEN, expect_key
 
 __all__ = ["RemoteStore"]
 
+T = TypeVar("T")
+
+_MOST_KEYS = 16384  # in one call
 _BUFFERED = 8 * (PACK + LINE * MOST_ENTRIES)  # bytes of batches that have not been sent
 
 
-class RemoteStore(RemoteKeys):
+class RemoteStore:
     """A store of tensors by key that another worker serves (``serve_store``).
 
     It has the methods of the ``Store`` protocol; docs/remote-stores.md lists its differences from ``DiskStore``.
@@ -102,7 +108,7 @@ class RemoteStore(RemoteKeys):
         self._window = _C.StoreWindow(sender, name, self._token, self._worker, size, self._timeout, buffers)
         self._operations = Operations(self._worker)
         self._closed = False
-        self._asked = set()
+        self._asked: set[CUDAFuture[Any]] = set()  # queries in flight, which close() waits for
         self._end = weakref.finalize(self, closing.note, self._session, self._worker, name, self._token)
         self._end.atexit = False
 
@@ -237,7 +243,72 @@ class RemoteStore(RemoteKeys):
         self._window.read(operation.native, names, targets, digests is not None)
         return operation.future
 
-    # ---- the rest
+    # ---- keys
+
+    def keys(self) -> list[str]:
+        """Return all keys of the namespace, as ``DiskStore.keys``. Blocks until the service has replied.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     remote.keys()
+        []
+        """
+        self._expect_open()
+        return rpc_sync(self._worker, calls.keys, (self._name, self._token), timeout=self._timeout or math.inf)
+
+    def __contains__(self, key: str) -> bool:
+        try:
+            self.stat(key)
+        except NotFoundError:
+            return False
+        return True
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def stat(self, key: str) -> Entry:
+        """Return dtype, shape and size of a key, as ``DiskStore.stat``. Blocks until the service has replied.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     _ = remote.write("weight", torch.eye(3)).wait()
+        ...     remote.stat("weight")
+        Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
+        """
+        expect_key(key)
+        self._expect_open()
+        return rpc_sync(self._worker, calls.stat, (self._name, self._token, key), timeout=self._timeout or math.inf)
+
+    def find(self, keys: Iterable[str]) -> CUDAFuture[list[Entry | None]]:
+        """Return a future of the entries of many keys, None for each missing key; see ``DiskStore.find``.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     _ = remote.write("weight", torch.eye(3)).wait()
+        ...     [entry and entry.nbytes for entry in remote.find(["weight", "bias"]).wait()]
+        [36, None]
+        """
+        self._expect_open()
+        names = list(keys)
+        for key in names:
+            expect_key(key)
+        groups = [names[i : i + _MOST_KEYS] for i in range(0, len(names), _MOST_KEYS)]
+
+        def entries(done: CUDAFuture[list[list[Entry | None]]]) -> list[Entry | None]:
+            return [entry for group in done.value() for entry in group]
+
+        asked = [self._ask("find keys", calls.find, group) for group in groups]
+        return gather(*asked).then(entries, executor=executors.inline)
+
+    def list_keys(self) -> CUDAFuture[list[str]]:
+        """Return a future of ``keys()``.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     remote.list_keys().wait()
+        []
+        """
+        return self._ask("list keys", calls.keys)
 
     def delete(self, key: str) -> CUDAFuture[None]:
         """Delete a key as ``DiskStore.delete`` does.
@@ -268,6 +339,8 @@ class RemoteStore(RemoteKeys):
         self._window.delete(operation.native, names)
         return operation.future
 
+    # ---- the end
+
     def flush(self) -> CUDAFuture[None]:
         """Return a future that completes when all writes and deletions so far are done, as ``DiskStore.flush``.
 
@@ -277,6 +350,28 @@ class RemoteStore(RemoteKeys):
         """
         self._expect_open()
         return self._operations.flush(with_reads=False)
+
+    def trim(self) -> int:
+        """Remove the empty files of the service, as ``DiskStore.trim``. Blocks until the service has replied.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     remote.trim()
+        0
+        """
+        self._expect_open()
+        return rpc_sync(self._worker, calls.trim, (self._name, self._token), timeout=self._timeout or math.inf)
+
+    def statistics(self) -> RemoteStoreStatistics:
+        """Return the statistics of this client.
+
+        >>> from rpc_ext import serve_store
+        >>> with serve_store("served"), RemoteStore("me") as remote:
+        ...     _ = remote.write("weight", torch.eye(3)).wait()
+        ...     remote.statistics().bytes_written
+        36
+        """
+        return self._operations.statistics(*self._window.statistics())
 
     def close(self) -> None:
         """Wait for all operations, and end the session at the service, which then deletes private keys.
@@ -294,17 +389,6 @@ class RemoteStore(RemoteKeys):
         if self._end.detach() is not None:
             closing.end(self._session, self._worker, self._name, self._token, self._timeout)
 
-    def statistics(self) -> RemoteStoreStatistics:
-        """Return the statistics of this client.
-
-        >>> from rpc_ext import serve_store
-        >>> with serve_store("served"), RemoteStore("me") as remote:
-        ...     _ = remote.write("weight", torch.eye(3)).wait()
-        ...     remote.statistics().bytes_written
-        36
-        """
-        return self._operations.statistics(*self._window.statistics())
-
     def __enter__(self) -> Self:
         return self
 
@@ -314,9 +398,26 @@ class RemoteStore(RemoteKeys):
     def __repr__(self) -> str:
         return f"<RemoteStore {self._name!r} of worker {self._worker!r}>"
 
+    # ---- implementation
+
     def _expect_open(self) -> None:
         if self._closed:
             raise InvalidStateError("the store is closed")
+
+    def _ask(self, what: str, fn: Callable[..., T], *args: Any) -> CUDAFuture[T]:
+        """Call a function of the service; return the future of its result."""
+        self._expect_open()
+
+        def answer(done: CUDAFuture[T]) -> T:
+            if (error := done.exception()) is not None:
+                raise named(error, what, self._worker)
+            return done.value()
+
+        asked = rpc_async(self._worker, fn, (self._name, self._token, *args), timeout=self._timeout or math.inf)
+        told = asked.then(answer)
+        self._asked.add(told)
+        told.add_done_callback(self._asked.discard, executor=executors.inline)
+        return told
 
 
 def _nothing(done: CUDAFuture[list[CUDAFuture[None]]]) -> None:
