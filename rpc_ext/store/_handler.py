@@ -43,7 +43,7 @@ class RequestHandler:
     ) -> None:
         self.name, self.store = name, store
         self.window = memory // clients
-        self.native = _C.StoreService(store._native.access(), self.window, self._handle_slow)
+        self.native = _C.StoreService(store.native_access(), self.window, self._handle_slow)
         self._sessions = Sessions(name, store, self.native, clients, self.window, namespace_capacity, patience)
 
     # ---- messages

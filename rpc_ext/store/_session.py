@@ -68,7 +68,7 @@ class ClientSession:
             if (session := itself()) is not None:
                 _timer.schedule(session, time.perf_counter() + seconds)
 
-        self.native = _C.StoreSession(namespace, order, self.buffers._native.access(), set_timer)
+        self.native = _C.StoreSession(namespace, order, self.buffers.native_access(), set_timer)
         self.uploads = Uploads(store, namespace, order)
 
     def look(self, now: float) -> float | None:
@@ -160,7 +160,7 @@ class Sessions:
         elif names:
             deleted = self._store.deletev(names)
             deleted.add_done_callback(CUDAFuture.exception, executor=executors.inline)  # the next start tries again
-        return _C.Namespace(self._store._native.access(), prefix, self._namespace_capacity, sizes)
+        return _C.Namespace(self._store.native_access(), prefix, self._namespace_capacity, sizes)
 
     def _order(self, sent: float) -> _C.RequestOrder:
         return _C.RequestOrder(sent, self._native)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from pathlib import Path
@@ -143,16 +142,6 @@ def test_private_modules_stay_in_their_folder(file: Path) -> None:
             folder = ".".join(parts[:depth])
             if part.startswith("_") and folder not in PACKAGES:
                 assert (importer + ".").startswith(folder + "."), f"{target} is private to {folder}"
-
-
-@pytest.mark.parametrize("file", python_files("rpc_ext"), ids=ids)
-def test_rpc_ext_uses_the_public_api_only(file: Path) -> None:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cudafuture":
-            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            assert not any(re.match("_(?!_)", name) for name in names), f"{'.'.join(names)} is private to cudafuture"
-        elif isinstance(node, ast.Import):
-            assert not any(alias.name.split(".")[0] == "cudafuture" for alias in node.names), "import names from it"
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)

@@ -22,7 +22,7 @@ def order() -> _C.RequestOrder:
 @pytest.fixture
 def space(tmp_path: Path) -> _C.Namespace:
     with DiskStore(tmp_path / "store") as store:
-        return _C.Namespace(store._native.access(), "a namespace/", None, [])
+        return _C.Namespace(store.native_access(), "a namespace/", None, [])
 
 
 def never() -> None:

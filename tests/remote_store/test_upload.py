@@ -26,7 +26,7 @@ class Client:
 
     def __init__(self, store: DiskStore, capacity: int | None = None) -> None:
         prefix = prefix_of("a namespace", is_private=False)
-        self.namespace = _C.Namespace(store._native.access(), prefix, capacity, [])
+        self.namespace = _C.Namespace(store.native_access(), prefix, capacity, [])
         self.order = _C.RequestOrder(time.perf_counter(), None)
         self.uploads = Uploads(store, self.namespace, self.order)
 
