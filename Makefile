@@ -32,7 +32,7 @@ BUILD_OPTIONS := $(if $(BUILD),-C build-dir=$(BUILD) )$(if $(filter OFF,$(UNITY)
 # Folders are listed too: they change when a file is added or taken away.
 BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(shell find cmake cudafuture/_C cudafuture/testing/_sim rpc_ext/_C)
 STARTED := $(shell date +%s)
-CPP := $(shell find cudafuture/_C cudafuture/testing/_sim rpc_ext/_C tests/cpp -name '*.h' -o -name '*.cpp')
+CPP := $(shell find cudafuture rpc_ext tests -name '*.h' -o -name '*.cpp')
 # A worker that crashes is not replaced: pytest-xdist may fail, or hang, over the tests of the new one. The run ends there.
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --max-worker-restart 0 --dist loadgroup
 

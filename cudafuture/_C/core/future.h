@@ -11,9 +11,8 @@
 // user's memory, or a callback is running. Done is final: completed, failed or cancelled.
 //
 // Ownership
-//   while pending   producers and consumers own the future; the future owns its Producer and its continuations, which
-//   the
-//                   completing thread runs; waiters live on the stacks of the threads that wait.
+//   while pending   producers and consumers own the future. The future owns its Producer and its continuations, which
+//                   the completing thread runs. Waiters live on the stacks of the threads that wait.
 //   once done       the future owns its value and its events. Nothing in it changes any more except late_error.
 //
 // Completion publishes the state, then releases the waiters, then dispatches the continuations in attachment order.

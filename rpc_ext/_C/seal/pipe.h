@@ -1,11 +1,10 @@
 // Seals between torch's engine and TensorPipe.
 //
-//     Agent::send ─► TensorPipeAgent::send ─► Agent::pipeWrite ─► SealedPipes::write: serialise, seal ─► Pipe::write
-//     ══╗
-//                                                                                                                   ║
-//     TensorPipeAgent::pipeRead ─► Pipe::readDescriptor ◄═══ descriptor: SealedPipes::admit: seal, connection ◄══════╣
-//              │ allocates what was announced                                                                       ║
-//              └► tensorpipeDeserialize ◄═══ message: SealedPipes::open: check, then unpickle ◄═════════════════════╝
+//     Agent::send ─► TensorPipeAgent::send ─► Agent::pipeWrite ─► SealedPipes::write: serialize, seal ─► Pipe::write ═╗
+//                                                                                                                     ║
+//     TensorPipeAgent::pipeRead ─► Pipe::readDescriptor ─► SealedPipes::judge: seal, connection ◄══ descriptor ═══════╣
+//              │ allocates what was announced                                                                         ║
+//              └► SealedPipes::open: check, then tensorpipeDeserialize ◄══ payloads, tensors ═════════════════════════╝
 //
 // torch's agent has no hook between TensorPipe and its unpickler, so the two functions that pipeRead calls are replaced
 // in libtorch_cpu's table of imported functions; see symbols.h.
