@@ -8,6 +8,7 @@
 #include "bind/executors.h"
 #include "bind/future.h"
 #include "bind/promise.h"
+#include "bind/tensors.h"
 #include "bind/work.h"
 #include "core/process.h"
 
