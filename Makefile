@@ -8,6 +8,10 @@
 #               seconds. The result is slower, so this is not for benchmarks.
 #   BUILD=...   the build folder (build/{wheel_tag}).
 #   CUDA_VENV=...  where `make test-cuda` puts an environment with torch's CUDA build, 5 GB (.venv-cuda).
+#   K=...       the doctest cases that `make native-test` runs: those whose names contain it. SANITIZER= is thread (the
+#               default) or address.
+#   TORCHES=..., PYTHONS=...  the versions that `make matrix` tests (those of tools/matrix.sh).
+#   RELEASE=... the release whose section `make news` puts into CHANGELOG.md (none: the section is only printed).
 #   GPU_VENV=...  where `make gpu-kit` puts one with Python 3.12 and the torch of the machines with a GPU (.venv-gpu).
 
 PYTHON ?= python3
@@ -16,6 +20,7 @@ JOBS ?= $(shell echo $$((2 * $$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc
 UNITY ?= ON
 CUDA_VENV ?= .venv-cuda
 GPU_VENV ?= .venv-gpu
+SANITIZER ?= thread
 
 ifeq ($(strip $(VENV)),)
   PY := $(shell command -v $(PYTHON))
@@ -37,7 +42,7 @@ CPP := $(shell find cudafuture rpc_ext tests -name '*.h' -o -name '*.cpp')
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --max-worker-restart 0 --dist loadgroup
 
 .NOTPARALLEL:
-.PHONY: setup setup-test demo test test-native test-cuda gpu-kit soak lint bench docs clean
+.PHONY: setup setup-test demo test test-native native-test test-cuda gpu-kit matrix soak lint bench docs news clean
 setup: $(STATE)/built
 
 setup-test: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
@@ -67,6 +72,10 @@ test-native: $(STATE)/has-build
 	tools/native_tests.sh $(PY) thread
 	tools/native_tests.sh $(PY) address
 
+native-test: $(STATE)/has-build
+	tools/doctest.sh
+	tools/native_tests.sh $(PY) $(SANITIZER)$(if $(K), -tc="*$(K)*")
+
 # CUDA's own code paths, on fake devices. The environment is a second one, with torch's CUDA build.
 test-cuda:
 	tools/cuda_torch.sh $(PYTHON) $(CUDA_VENV)
@@ -76,6 +85,9 @@ test-cuda:
 # The folder .whl, with which tools/gpu_check.sh needs neither a build nor a network.
 gpu-kit:
 	tools/gpu_kit.sh $(GPU_VENV)
+
+matrix:
+	tools/matrix.sh$(if $(TORCHES), --torch "$(TORCHES)")$(if $(PYTHONS), --python "$(PYTHONS)")
 
 soak: export CUDAFUTURE_SOAK = 1
 soak: JOBS = auto
@@ -107,6 +119,9 @@ bench: $(STATE)/built $(STATE)/has-demo
 
 docs: $(STATE)/built $(STATE)/has-docs
 	$(PY) -m sphinx -W --keep-going -b html docs build/docs
+
+news: $(STATE)/has-news
+	$(PY) -m towncrier build $(if $(RELEASE),--yes --version $(RELEASE),--draft --version unreleased)
 
 clean:
 	rm -rf build $(STATE)
