@@ -1,4 +1,4 @@
-"""AsyncFileWriter: what is in the file in the end, what may be changed when, and who hears of errors."""
+"""AsyncFileWriter: the content of the file, the release of sources, and the calls that raise errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DiskOffloader: its futures, its callbacks, and the threads that they run in."""
+"""Futures and callbacks of a DiskOffloader, and the threads that run them."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_synchronize_waits_for_a_callback_that_another_thread_is_running(offload
 
 
 class Noticed(threading.Event):
-    """An event that says when somebody begins to wait for it."""
+    """An event that records when a thread begins to wait for it."""
 
     def __init__(self) -> None:
         super().__init__()

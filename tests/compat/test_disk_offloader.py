@@ -1,4 +1,4 @@
-"""DiskOffloader: programs written for TensorNVMe run, and what is stored is what comes back."""
+"""DiskOffloader: programs written for TensorNVMe run, and reads return the stored tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a job with two servers of a store and many clients, some of which are killed on the way."""
+"""Processes of a job with two store servers and many clients, some of which are killed during the run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WEIGHTS = {"zero": 2, "small": 8, "page": 4, "meg": 3, "large": 0.5, "any": 3}
 
 @dataclass(frozen=True)
 class Plan:
-    """Who does how much, and who is killed amid it."""
+    """The number of operations of each client, and the clients that are killed."""
 
     seed: int
     clients: int
@@ -47,12 +47,12 @@ class Plan:
     """of each other client, in each half"""
 
     def alive(self, half: int) -> int:
-        """Return how many clients are there at the end of a half."""
+        """Return the number of clients that are alive at the end of a half."""
         return self.clients - sum(when <= half for when, _ in self.victims.values())
 
 
 def be_one_of_all(rank: int, store: str, folder: str, plan: Plan) -> dict[str, int]:
-    """Be a server or a client, by rank."""
+    """Run a server or a client, by rank."""
     os.environ["TP_SOCKET_IFNAME"] = "lo"
     number = rank - len(SERVERS)
     rpc_ext.init_rpc(
@@ -95,7 +95,7 @@ def _arrive(moment: str, expected: int) -> CUDAFuture[None]:
 
 
 def meet(moment: str, plan: Plan, half: int = -1) -> None:
-    """Wait until all are here that are alive at the end of a half."""
+    """Wait until all processes that are alive at the end of a half have arrived."""
     rpc_sync(SERVERS[0], _arrive, (moment, len(SERVERS) + plan.alive(half)), timeout=math.inf)
 
 
@@ -113,7 +113,7 @@ class Batch(NamedTuple):
 
 
 class Client:
-    """Writes, reads and deletes by chance, and notes it."""
+    """A client that writes, reads and deletes keys at random, and records all of it."""
 
     def __init__(self, number: int, folder: Path, plan: Plan) -> None:
         self._journal = Journal(folder / f"client{number}.journal")
@@ -128,7 +128,7 @@ class Client:
         self._ends: dict[int, int] = {}  # when reads have ended
 
     def work(self, operations: int, window: int) -> None:
-        """Do so much, some of it at a time, and wait for the end of all."""
+        """Run the given number of operations, at most `window` at a time, and wait for all."""
         for _ in range(operations):
             self._begin()
             while len(self._in_flight) >= window:
@@ -137,7 +137,7 @@ class Client:
             self._look(self._in_flight.popleft())
 
     def die_after(self, operations: int, window: int) -> None:
-        """Work until so much has ended, and be killed then."""
+        """Work until the given number of operations has ended, and be killed then."""
         self._left = operations
         self.work(operations + 2 * window, window)
         raise AssertionError("it should be dead")
@@ -191,7 +191,7 @@ class Client:
         self._in_flight.append(Batch(number, begin or now(), place, keys, future))
 
     def _ended(self, number: int, future: CUDAFuture[Any]) -> None:
-        """Note at once that something has ended; and die, where that was to be the last."""
+        """Record the end of an operation at once; kill this process if it was the last one."""
         error = future.exception()
         is_known = error is None or isinstance(error, NotFoundError)
         self._ends[number] = self._journal.ended(number, error is None) if is_known else now()
@@ -202,7 +202,7 @@ class Client:
                     os.kill(os.getpid(), signal.SIGKILL)
 
     def _look(self, batch: Batch) -> None:
-        """See what has come."""
+        """Record the outcome of an operation."""
         error = batch.future.exception(timeout=LONG)
         seen: dict[str, Version] = {}
         if isinstance(error, NotFoundError):
@@ -264,7 +264,7 @@ def be_server(name: str, folder: Path, plan: Plan) -> dict[str, int]:
 
 
 def wait_for(service: StoreService, condition: Callable[[], bool]) -> None:
-    """Wait until the service has noticed who is gone, and lets go of what it had of them; nothing tells of that."""
+    """Wait until a condition holds and the service is idle: it frees the state of dead clients without notice."""
     end = time.monotonic() + LONG
     while not condition() or service.statistics().in_flight:
         assert time.monotonic() < end, service.statistics()
@@ -272,7 +272,7 @@ def wait_for(service: StoreService, condition: Callable[[], bool]) -> None:
 
 
 def look_at_all(name: str, remote: RemoteStore, journal: Journal) -> list[str]:
-    """Note what has come of the shared keys of a server, and return those that are there."""
+    """Record the versions of the shared keys of a server, and return the existing keys."""
     begin, keys = now(), remote.keys()
     contents = remote.readv(keys).wait(timeout=LONG)
     seen: dict[str, Version] = dict.fromkeys(KEYS)
@@ -282,7 +282,7 @@ def look_at_all(name: str, remote: RemoteStore, journal: Journal) -> list[str]:
 
 
 def take_all(name: str, service: StoreService, journal: Journal) -> None:
-    """Note what has come of the shared keys, delete them, and see that nothing is left."""
+    """Record the versions of the shared keys, delete all, and check that the store is empty."""
     with RemoteStore(name, namespace="shared") as remote:
         keys = look_at_all(name, remote, journal)
         remote.deletev(keys).wait(timeout=LONG)
@@ -297,7 +297,7 @@ def take_all(name: str, service: StoreService, journal: Journal) -> None:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process, without what malloc keeps for later."""
+    """Return the resident memory of this process, without the memory that malloc has free."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

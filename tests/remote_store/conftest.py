@@ -1,4 +1,4 @@
-"""Fixtures of the offload tests: a server process, a service of this worker, and a store of each kind."""
+"""Fixtures of the store tests: a server process, a service of this worker, and a store of each kind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(params=["local", "sharded", REMOTE, LOCAL_AND_REMOTE])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Name one of the four kinds of store."""
+    """Return one of the four kinds of store."""
     return str(request.param)
 
 

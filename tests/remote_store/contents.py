@@ -13,7 +13,7 @@ KEYS = ("zero", "small a", "small b", "small c", "small d", "page a", "page b", 
 
 
 def size_of(key: str, version: int) -> int:
-    """Return how many bytes a version of a key has: of the keys "any", each has another size."""
+    """Return the number of bytes of a version of a key. Each version of a key "any" has another size."""
     kind = key.split()[0]
     if kind == "any":
         (kind,) = random.Random(f"{key} {version}").choices([*SIZES], weights=[4, 8, 6, 4, 1])
@@ -21,7 +21,7 @@ def size_of(key: str, version: int) -> int:
 
 
 def content_of(key: str, version: int) -> torch.Tensor:
-    """Return what a version of a key is: bytes of which each eight are of the version and the place alone."""
+    """Return the tensor of a version of a key. Each 8 bytes depend only on the version and their offset."""
     size = size_of(key, version)
     if size == 0:
         return torch.empty(0, version, dtype=torch.uint8)
@@ -31,7 +31,7 @@ def content_of(key: str, version: int) -> torch.Tensor:
 
 
 def version_of(key: str, content: torch.Tensor) -> int:
-    """Return the version that something is. It is a whole one, or that is an AssertionError."""
+    """Return the version of a tensor. Raise AssertionError unless all bytes are of this version."""
     version = content.shape[1] if content.dim() == 2 else int(content[:8].clone().view(torch.int64))
     assert torch.equal(content, content_of(key, version)), f"what is under {key!r} was never written there"
     return version

@@ -97,7 +97,7 @@ class History:
 
     @staticmethod
     def of(journals: Iterable[Path]) -> History:
-        """Return the history in the files of the clients."""
+        """Read the history from the files of the clients."""
         history = History()
         for path in journals:
             history._read(path.stem, [json.loads(line) for line in path.read_text().splitlines()])

@@ -1,4 +1,4 @@
-"""Controls of offload tests: a disk that gives no results, a service that keeps requests, requests of a test's own."""
+"""Controls of the store tests: a disk that completes nothing, a service that keeps requests, handmade requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _sequences = itertools.count(1 << 40)  # of requests that a test makes itself
 
 
 def held() -> Engine:
-    """Return a disk that gives no result before ``release_held()``."""
+    """Return a disk that completes no operation before ``release_held()``."""
     return Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
 
 
@@ -94,7 +94,7 @@ def changed(body: bytes, tensors: list[torch.Tensor]) -> tuple[bytes, list[torch
 
 @contextlib.contextmanager
 def one_reply_changed(remote: RemoteStore, verb: int) -> Iterator[None]:
-    """Change a byte of the first reply to a message with a verb in the block. It must come."""
+    """Change a byte of the first reply to a message with a verb in the block. Require such a reply."""
     messages: list[_C.StoreMessage] = []
 
     def answered(message: _C.StoreMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
@@ -166,7 +166,7 @@ def send(
 
 
 def send_body(remote: RemoteStore, body: bytes, tensors: list[torch.Tensor] | None = None) -> CUDAFuture[bytes]:
-    """Send any bytes as a request; the future has the bytes of the answer."""
+    """Send any bytes as a request. The future returns the bytes of the answer."""
     future: CUDAFuture[bytes] = CUDAFuture(executor=executors.inline)
 
     class Listener:
@@ -202,7 +202,7 @@ def put_of(
     after: int = 0,
     expires: float | None = None,
 ) -> tuple[wire.Put, torch.Tensor]:
-    """Return the entry of a tensor on the host, or of one part of it, and the bytes of that."""
+    """Return the entry of a tensor on the host, or of one part of it, and its bytes."""
     data = tensor.contiguous().view(-1).view(torch.uint8)[part * wire.PIECE : (part + 1) * wire.PIECE].clone()
     change = change_of(key, sequence=sequence, after=after, expires=expires)
     entry = wire.Put(*change, tensor.dtype, tuple(tensor.shape), tensor.nbytes, part, at, data.numel(), digest(data))
@@ -215,7 +215,7 @@ def set_timeout(remote: RemoteStore, seconds: float) -> None:
 
 
 class HandledInPython:
-    """Passes the messages of this process to ``RequestHandler.handle``, or a stand-in for it, not to native code."""
+    """A block in which ``RequestHandler.handle``, or a replacement of it, handles messages instead of native code."""
 
     _depth = 0
     _lock = threading.Lock()
@@ -241,7 +241,7 @@ class HandledInPython:
 
 
 class Arrivals:
-    """Counts the requests that the services of this process have handled, until the end of the block."""
+    """A counter of the requests that the services of this process handle, until the end of the block."""
 
     handled = 0
 
@@ -271,7 +271,7 @@ def handled_requests() -> int:
 
 
 class Departures:
-    """Counts the requests that the clients which begin in the block have sent."""
+    """A counter of the requests that clients opened in the block send."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -299,7 +299,7 @@ class Departures:
 
 
 class Lost:
-    """Calls of a service that get no answer while this lasts, as where a connection has stalled; they are made later.
+    """Calls of a service that are delayed in a block and get no answer, as when a connection stalls.
 
     Args:
         kind: begin, end, keys or stat: a method of the request handler that returns at once.
@@ -312,7 +312,7 @@ class Lost:
         """one entry for each call that has been made in the end"""
 
     def release_held(self) -> None:
-        """Have all of them made now."""
+        """Make all delayed calls now."""
         self._goes_on.set()
 
     def __enter__(self) -> Lost:
@@ -335,7 +335,7 @@ class Lost:
 
 
 class Kept:
-    """Requests that the services of this process keep until the test lets them go on, or fails.
+    """Requests that the services of this process keep until the test continues or fails them.
 
     Args:
         kind: put, get, delete, fetch or abandon.
@@ -347,11 +347,11 @@ class Kept:
         self._kept: list[CUDAFuture[None]] = []
 
     def next(self) -> CUDAFuture[None]:
-        """Wait for the next request, and return the future to be completed for it to go on."""
+        """Wait for the next request, and return a future: its completion lets the service handle the request."""
         return self._come.get(timeout=PATIENCE)
 
     def has_more(self) -> bool:
-        """Return whether another one has come."""
+        """Return True if another request has arrived."""
         return not self._come.empty()
 
     def __enter__(self) -> Kept:
@@ -371,7 +371,7 @@ class Kept:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Keep none that comes from now on; and none at all where the test has failed."""
+        """Keep no later request. If the test has failed, release the kept ones too."""
         self._handled.__exit__(kind, error, at)
         for goes_on in self._kept if error is not None else ():
             with contextlib.suppress(InvalidStateError):  # it has gone on

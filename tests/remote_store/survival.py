@@ -41,7 +41,7 @@ STARTED, ENDED, FINISHED, OVER = range(4)
 
 
 class Disturbance(NamedTuple):
-    """A signal to one process when so many operations have ended."""
+    """A signal to one process when a given number of operations has ended."""
 
     at: int
     kind: Literal["kill", "stop"]
@@ -65,7 +65,7 @@ class Plan:
 
     @staticmethod
     def of(seed: int, clients: int, operations: int, kills: int, stops: int) -> Plan:
-        """Return the plan of a seed, with so many operations in all, killed clients, and stops of processes."""
+        """Return the plan of a seed: the total of operations, the killed clients and the stops of processes."""
         numbers = random.Random(seed)
         ranks = range(len(SERVERS) + clients)
         victims = numbers.sample(ranks[len(SERVERS) :], kills)
@@ -147,7 +147,7 @@ class Disturber(threading.Thread):
             os.write(pipe, b"!")
 
     def _end_of_work(self) -> None:
-        """All survivors have finished. Let them read everything once more, without disturbances."""
+        """Let the survivors, which have finished, read everything once more without disturbances."""
         for each in self._waiting:
             if each.kind == "kill":
                 self._disturb(each)
@@ -333,7 +333,7 @@ class Client:
         self._reporter.report(ENDED)
 
     def _end(self, batch: Batch) -> None:
-        """Wait for an operation, and record what it read."""
+        """Wait for an operation, and record the versions that it has read."""
         error = batch.future.exception(timeout=LONG)
         seen: dict[str, Version] = {}
         if isinstance(error, NotFoundError):

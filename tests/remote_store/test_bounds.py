@@ -1,4 +1,4 @@
-"""What a service and its clients keep within: the calls of RPC, memory, quotas, and folders that are their own."""
+"""Bounds of a service and its clients: calls of RPC, memory, quotas, and their own folders."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def small(key: str = "small", *, at: int = 0) -> Put:
 
 
 def last(key: str = "last", *, at: int = 0) -> Put:
-    """Return the entry of the last 64 of zeros that travel in two parts."""
+    """Return the entry of the last 64 bytes of zeros that travel in two parts."""
     return put_of(key, zeros(CAPACITY), part=1, at=at)[0]
 
 
 def put(remote: RemoteStore, entries: list[Put], data: torch.Tensor) -> wire.Answer:
-    """Write as a client could that minds no rules."""
+    """Write like a client that ignores all rules."""
     return send(remote, wire.PUT, entries, data).wait(timeout=PATIENCE)
 
 
@@ -66,7 +66,7 @@ def put(remote: RemoteStore, entries: list[Put], data: torch.Tensor) -> wire.Ans
     "limits", [{"max_bytes_in_flight": 96 << 20}, {"max_in_flight": 2}], ids=["so many bytes", "so many calls"]
 )
 def test_what_rpc_has_no_room_for_waits_without_the_caller(tmp_path: Path, limits: dict[str, Any]) -> None:
-    """The windows of two clients together are more than RPC takes, and so is what each of them has of calls."""
+    """The windows of two clients exceed the capacity of RPC, and so do the calls of each."""
     data = torch.full((4 << 20,), 7, dtype=torch.uint8)
     asked: list[CUDAFuture[int]] = []
 
@@ -148,7 +148,7 @@ def test_bytes_that_are_more_than_a_request_carries_are_refused(tmp_path: Path) 
     ids=["the same", "one in the other", "the other way round", "a byte", "many"],
 )
 def test_tensors_that_share_bytes_are_refused(tmp_path: Path, places: list[tuple[int, int]]) -> None:
-    """As many tensors as a request has entries would make a lot of what has come."""
+    """One received tensor per entry would multiply the bytes of the request."""
     entries = [put_of(f"{i}", zeros(n), at=at)[0] for i, (at, n) in enumerate(places)]
     with serve_store(tmp_path / "served") as service, RemoteStore(ME) as remote:
         with pytest.raises(ValueError, match="another"):
@@ -162,7 +162,7 @@ def test_tensors_that_share_bytes_are_refused(tmp_path: Path, places: list[tuple
 @needs_a_worker
 @pytest.mark.parametrize("name", ["nobody", "", f"{ME} ", 7, None])
 def test_a_client_is_on_a_worker_that_there_is(tmp_path: Path, name: Any) -> None:
-    """Nobody would notice when another one is gone."""
+    """The service could not notice the death of an unknown worker."""
     with serve_store(tmp_path / "served", clients=1) as service:
         with pytest.raises(AuthenticationError):
             rpc_sync(ME, services.begin, ("store", bytes(16), None, name, 0.0), timeout=PATIENCE)
@@ -173,7 +173,7 @@ def test_a_client_is_on_a_worker_that_there_is(tmp_path: Path, name: Any) -> Non
 @needs_a_worker
 @pytest.mark.parametrize("verb", [wire.PUT, wire.DELETE], ids=["put", "delete"])
 def test_a_request_that_waits_for_another_takes_no_memory_when_its_session_has_ended(tmp_path: Path, verb: int) -> None:
-    """The other one never comes."""
+    """The awaited request never arrives."""
     with serve_store(tmp_path / "served", memory=2 * PIECE, clients=1) as service:
         with RemoteStore(ME, namespace="kept") as remote:
             data = torch.ones(1 << 20, dtype=torch.uint8)
@@ -204,7 +204,7 @@ MALFORMED: dict[str, tuple[list[Put], torch.Tensor]] = {
 
 
 def expect_whole_quota(remote: RemoteStore) -> None:
-    """See that nothing in the namespace takes room, by taking all of it."""
+    """Check that no bytes of the quota are in use, by using all of it."""
     remote.write("all", zeros(CAPACITY)).wait(timeout=PATIENCE)
     remote.delete("all").wait(timeout=PATIENCE)
 
@@ -279,7 +279,7 @@ def test_a_part_that_was_changed_on_the_way_aborts_the_write(tmp_path: Path, par
 
 @needs_a_worker
 def test_one_of_many_that_was_changed_costs_the_others_nothing(tmp_path: Path) -> None:
-    """They are not written again: there would be no room for each of them alone, on a page of its own."""
+    """The service does not write them again: the store has no room for each on a separate page."""
     count, wrong = MOST_ENTRIES, 17
 
     def entries(changed: int | None) -> list[Put]:

@@ -1,4 +1,4 @@
-"""Buffers of requests and replies: writes wait for one without a thread, and no client holds up another."""
+"""Buffers of requests and replies: writes wait for one without a thread, and no client delays another."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def small(i: int) -> torch.Tensor:
 
 
 def pack_of(name: str) -> dict[str, torch.Tensor]:
-    """Return as many tensors as one request takes, so that they are sent at once."""
+    """Return as many tensors as fit into one request, so that the client sends it at once."""
     return {f"{name}/{i}": small(i) for i in range(IN_PACK)}
 
 
 class NoBuffers:
-    """Writes that have taken all buffers of a client: the service keeps their requests until the end."""
+    """Writes that hold all buffers of a client: the service keeps their requests until the end of the block."""
 
     def __init__(self, remote: RemoteStore) -> None:
         self._remote = remote
@@ -70,7 +70,7 @@ class NoBuffers:
 
 
 def test_writes_that_find_no_buffer_wait_without_a_thread(remote: RemoteStore) -> None:
-    """The worker has one thread. A client that takes more buffers than there are still gets its other requests done."""
+    """The worker has one thread. A client that needs more buffers than exist still completes its other requests."""
     remote.write("there", small(1)).wait(timeout=PATIENCE)
     with NoBuffers(remote) as held:
         later = [remote.writev(pack_of(f"later {i}")) for i in range(3)]
@@ -263,7 +263,7 @@ with alone(sys.argv[1] + "/rendezvous", receive_memory=2 * size), rpc_ext.serve_
 
 
 def test_received_tensors_that_a_program_keeps_stop_no_client(tmp_path: Path) -> None:
-    """In a process of its own, whose pool is small, and which keeps all of it."""
+    """In a separate process that has a small pool and keeps all of its tensors."""
     done = run_script(EXHAUSTED, str(tmp_path), patience=2 * PATIENCE)
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""Offload to workers that die: every future ends and says whose fault it is, and nothing half-written is ever read."""
+"""Stores on workers that die: every future completes and names the worker, and no read returns a partial write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors on devices, offloaded to a worker: through pinned memory, ordered after what was enqueued, without a race."""
+"""Tensors on devices in a remote store: copied through pinned memory, in stream order, without a race."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def transposed(remote: RemoteStore, size: int) -> None:
 
 @contextlib.contextmanager
 def without(edge: str) -> Iterator[None]:
-    """Cut an edge for a block, whatever that makes of the values."""
+    """Remove a sync edge in a block, and ignore wrong values there."""
     _C.cut_sync_edge(edge)
     try:
         with contextlib.suppress(AssertionError):
@@ -147,7 +147,7 @@ SCENARIOS = [
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[World]:
-    """A process of this module alone, which has computed no gradient before it has simulated devices."""
+    """Start a process for this module, which computes no gradient before it simulates devices."""
     with World(1) as world:
         yield world
 

@@ -1,4 +1,4 @@
-"""Offload to a worker whose disk is full, may only be read, or fails: its clients are told, and keep what they had."""
+"""Stores on a worker whose disk is full, read-only or faulty: clients get the errors and keep their tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session
 
 
 def error_number(future: CUDAFuture[Any], what: str) -> int:
-    """Return with which errno a future fails, and see that the error says of which call it is; 0: it does not fail."""
+    """Return the errno of a failed future, or 0 if it has a result. Check that the error names the call."""
     error = future.exception(timeout=PATIENCE)
     if error is None:
         return 0
@@ -50,7 +50,7 @@ def error_number(future: CUDAFuture[Any], what: str) -> int:
 
 
 def expect_names(service: StoreService, names: int) -> None:
-    """See that the store has so many; what is removed, nobody waits for."""
+    """Wait until the store has this number of names: removed names have no future."""
     end = time.monotonic() + PATIENCE
     while len(service.store) != names or service.statistics().in_flight:
         assert time.monotonic() < end, service.store.keys()
@@ -131,7 +131,7 @@ def test_bytes_that_have_changed_on_the_disk_are_told_with_the_names_of_the_clie
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Give the root of a small file system of its own."""
+    """Mount a small file system, and return its root."""
     with mounts.small_disk(tmp_path / "disk", DISK) as disk:
         yield disk
 
@@ -170,7 +170,7 @@ def test_the_room_of_what_was_deleted_is_free_when_the_deletion_is_done(tmp_path
 
 
 def expect_kept(service: StoreService, remote: RemoteStore, kept: dict[str, int]) -> None:
-    """See that these keys are there, each of the number that it stands for, and nothing of others."""
+    """Check that the store has exactly these keys, each with its number in all elements."""
     assert {*remote.keys()} == {*kept}
     for key, i in kept.items():
         found = remote.read(key).wait(timeout=PATIENCE)
@@ -184,7 +184,7 @@ def expect_kept(service: StoreService, remote: RemoteStore, kept: dict[str, int]
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
-    """Give another name of ``tmp_path / "there"``, by which nothing can be written."""
+    """Mount ``tmp_path / "there"`` read-only, and return the path of the mount."""
     (tmp_path / "there").mkdir()
     with mounts.read_only(tmp_path / "there", tmp_path / "read-only") as root:
         yield root

@@ -1,4 +1,4 @@
-"""Clients that ask for far more than a disk can do: the memory of their server is bounded, and others get their turn.
+"""Clients that overload a disk: the memory of their server is bounded, and other clients make progress.
 
 The disk gives no result before the test lets it go, so whatever is counted meanwhile does not change any more.
 """
@@ -36,7 +36,7 @@ PIECES = torch.full((PIECE + 100,), 5, dtype=torch.uint8)
 
 @pytest.fixture(autouse=True, scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session]:
-    """Have few threads: no request may hold one of them up until the disk is done."""
+    """Start a worker with two threads: no request may block one until the disk is done."""
     with alone(tmp_path_factory.mktemp("rpc") / "rendezvous", num_worker_threads=2) as session:
         yield session
 
@@ -47,7 +47,7 @@ def held() -> Engine:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """Give the folder of a service that has tensors, none of which it reads when it is opened."""
+    """Return the folder of a closed service with tensors that opening it does not read."""
     folder = tmp_path / "served"
     with serve_store(folder, durable=True), RemoteStore(ME, namespace="kept") as remote:
         remote.writev({f"{i}": MEG for i in range(16)} | {"large": LARGE}).wait(timeout=PATIENCE)
@@ -55,7 +55,7 @@ def written(tmp_path: Path) -> Path:
 
 
 def flood_of(remote: RemoteStore, kind: str) -> list[CUDAFuture[Any]]:
-    """Ask for far more than a window."""
+    """Start far more operations than fit into a window."""
     if kind == "reads":
         return [remote.read(f"{i % 16}", torch.empty_like(MEG)) for i in range(1000)]
     return [remote.write(f"flood {i}", SMALL) for i in range(3000)]

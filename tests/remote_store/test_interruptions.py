@@ -1,4 +1,4 @@
-"""What comes between an offload and its end: Ctrl-C, other deadlines, garbage collections, answers that are none."""
+"""Interruptions of remote operations: Ctrl-C, deadlines, garbage collections and invalid answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def numbered(size: int) -> torch.Tensor:
 
 
 def expect_works(remote: RemoteStore, *keys: str) -> None:
-    """See that keys can be written, read and deleted, in every size."""
+    """Check that keys of every size can be written, read and deleted."""
     for size in SIZES.values():
         for key in keys:
             remote.write(key, numbered(size)).wait(timeout=PATIENCE)
@@ -75,7 +75,7 @@ def interrupt_once(monkeypatch: pytest.MonkeyPatch, remote: RemoteStore, name: s
 
 
 def expect_interrupted(begin: Callable[[], CUDAFuture[Any]]) -> None:
-    """See that it comes out of a call, or of its future."""
+    """Check that a call or its future raises KeyboardInterrupt."""
     try:
         error = begin().exception(timeout=PATIENCE)
     except KeyboardInterrupt as e:
@@ -176,7 +176,7 @@ def test_many_requests_that_cannot_be_sent_all_fail(remote: RemoteStore, monkeyp
 def test_requests_that_travel_together_have_each_their_own_deadline(
     remote: RemoteStore, kind: str, order: list[str]
 ) -> None:
-    """They have the same timeout; here it stands for the time that passes between the calls."""
+    """They have the same timeout. The test changes it between the calls instead of waiting."""
     remote.writev({key: numbered(3) for key in ("first", *order)}).wait(timeout=PATIENCE)
     times = {"first": 0.0, "short": 1.0, "long": 10.0 * PATIENCE, "longer": 0.0}  # 0: no limit
 
@@ -257,7 +257,7 @@ def test_a_client_is_closed_while_rpc_has_no_room(
 
 
 class Holder:
-    """Is garbage that only a collection finds."""
+    """An object in a reference cycle, which only a garbage collection frees."""
 
     def __init__(self, remote: RemoteStore) -> None:
         self.remote, self.me = remote, self

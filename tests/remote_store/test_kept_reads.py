@@ -37,7 +37,7 @@ def remote(service: StoreService) -> Iterator[RemoteStore]:
 
 
 def fetch(remote: RemoteStore, sequence: int, part: int) -> torch.Tensor:
-    """Return the bytes of a part; raise what the service answers."""
+    """Return the bytes of a part; raise the error of the service."""
     answer = send(remote, wire.FETCH, [Fetch(sequence, part)]).wait(timeout=PATIENCE)
     if answer.errors:
         raise answer.errors[0]
@@ -71,7 +71,7 @@ def test_a_read_that_the_client_gave_up_is_dropped(service: StoreService, remote
 
 
 def test_a_tensor_is_dropped_when_the_time_of_its_read_is_over(service: StoreService, remote: RemoteStore) -> None:
-    """So a client that timed out keeps no old tensor on the disk."""
+    """A client that timed out thus keeps no old tensor on the disk."""
     remote.write("y", LARGE).wait(timeout=PATIENCE)
     long = change_of("x", expires=time.perf_counter() + 2 * PATIENCE)
     assert not send(remote, wire.GET, [long]).wait(timeout=PATIENCE).errors

@@ -1,4 +1,4 @@
-"""Tensors that have no memory, or were made in inference mode, on their way to another worker's disk and back."""
+"""Tensors without memory, or made in inference mode, on the way to another worker's disk and back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def numbered(size: int) -> torch.Tensor:
 
 
 def cut_off(size: int, left: int, first: int = 0) -> torch.Tensor:
-    """Return a tensor, from an element of its storage on, of which so many bytes are left."""
+    """Return a tensor that begins at an element of its storage, and truncate the storage to `left` bytes."""
     tensor = numbered(first + size)[first:]
     tensor.untyped_storage().resize_(left)
     return tensor
@@ -54,7 +54,7 @@ def expect_refused(
     error: type[Exception],
     why: str,
 ) -> None:
-    """See that a tensor is neither sent nor filled, and that nobody is asked for anything.
+    """Check that a tensor is neither sent nor filled, and that the client sends no request.
 
     It is made here: pytest prints the arguments of what fails, and a tensor without memory cannot be printed.
     """
@@ -187,7 +187,7 @@ def test_what_is_written_in_inference_mode_is_there(remote: RemoteStore, size: i
 
 @SIZES
 def test_new_tensors_are_normal_ones_where_they_were_asked_for_outside(remote: RemoteStore, size: int) -> None:
-    """Also those that travel with others, which were asked for inside, and have filled the request."""
+    """Also tensors in one request with reads that were started inside of inference mode."""
     filler = torch.zeros(250_000)  # of which four fill a request
     remote.writev({"x": numbered(size), "filler": filler}).wait(timeout=PATIENCE)
     with Kept("get") as kept:

@@ -21,7 +21,7 @@ LIMIT = 110 if not SOAK else 3000  # seconds until all of that counts as hanging
 
 
 def plan_of(seed: int, operations: int) -> Plan:
-    """Return who does what, so that so many operations end in all."""
+    """Return the plan of a run in which the given number of operations ends."""
     numbers = random.Random(seed)
     share = operations // CLIENTS // 2  # of a client, in each half
     victims = {

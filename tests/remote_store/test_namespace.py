@@ -1,4 +1,4 @@
-"""A namespace of a store service: its keys, its quota, and what failures and crashes leave."""
+"""A namespace of a store service: its keys, its quota, and its state after failures and crashes."""
 
 from __future__ import annotations
 

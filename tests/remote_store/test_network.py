@@ -1,4 +1,4 @@
-"""Offload to another host whose network fails amid it: every future ends, and what is there is whole."""
+"""Stores on another host whose network fails: every future completes, and all stored tensors are whole."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Versions = dict[str, list[int]]
 
 
 def be_worker(hear: Callable[[], str], say: Callable[[object], None], rank: str, folder: str) -> None:
-    """Do what the test says: the client on the first host, the server on the second."""
+    """Run the commands of the test: as the client on the first host, as the server on the second."""
     rpc_ext.init_rpc(
         NAMES[int(rank)],
         rank=int(rank),
@@ -69,7 +69,7 @@ def be_worker(hear: Callable[[], str], say: Callable[[object], None], rank: str,
 
 
 class Server:
-    """Has the disk."""
+    """The process that serves the store."""
 
     def __init__(self, folder: str) -> None:
         self._service = serve_store(folder, durable=True)
@@ -79,7 +79,7 @@ class Server:
 
 
 class Client:
-    """Writes and reads until the network fails."""
+    """A client that writes and reads until the network fails."""
 
     def __init__(self, say: Callable[[object], None]) -> None:
         self._say = say
@@ -94,7 +94,7 @@ class Client:
             self._versions[key] = [1]
 
     def write_until_it_fails(self) -> list[str]:
-        """Return with what it has failed. Of each key the versions are kept that may be there."""
+        """Write until a call fails; return its error. Keep the versions that each key may have."""
 
         def write(number: int) -> tuple[str, Callable[[], None], CUDAFuture[Any]]:
             key = KEYS[number % len(KEYS)]
@@ -109,7 +109,7 @@ class Client:
         return self._until_it_fails(write)
 
     def read_until_it_fails(self) -> list[str]:
-        """Return with what it has failed."""
+        """Read until a call fails; return its error."""
 
         def read(number: int) -> tuple[str, Callable[[], None], CUDAFuture[Any]]:
             key = KEYS[number % len(KEYS)]
@@ -141,7 +141,7 @@ class Client:
         raise AssertionError
 
     def begin_more(self) -> bool:
-        """Write and read what has time until the network is back; return whether any of it is done."""
+        """Start patient writes and reads; return True if any is done before the network is back."""
         self._waiting = [self._patient.write(f"{key} later", content_of(f"{key} later", 5)) for key in KEYS]
         self._waiting += [self._patient.read(key) for key in KEYS]
         return any(future.done() for future in self._waiting)
@@ -154,7 +154,7 @@ class Client:
         self._versions |= {f"{key} later": [5] for key in KEYS}
 
     def look(self) -> None:
-        """See that what is there is whole, and one of those that may be."""
+        """Check that each tensor is whole, and one of the possible versions."""
         for key in self._versions:
             self._expect(key, self._patient.read(key).wait(timeout=LONG))
 
@@ -181,7 +181,7 @@ def expect_names(service: StoreService, names: int) -> None:
 
 
 class Workers:
-    """Both, and what is said to them."""
+    """The client and the server process, and the commands to them."""
 
     def __init__(self, client: Child, server: Child) -> None:
         self.client, self.server = client, server
@@ -196,7 +196,7 @@ class Workers:
 
 @contextmanager
 def workers_with(between: Callable[[int, int], AbstractContextManager[T]], folder: Path) -> Iterator[tuple[T, Workers]]:
-    """Start both, with something between them. They are killed at the end."""
+    """Start both processes with a link between them, and kill them at the end."""
     with Child(WORKER, "0", str(folder)) as client, Child(WORKER, "1", str(folder)) as server:
         for child in (client, server):
             assert child.hear(LONG) == "host"

@@ -1,4 +1,4 @@
-"""Offload to a worker that is this one: what is written comes back, and whoever breaks the rules is refused."""
+"""A remote store served by this worker: reads return the written tensors, and hostile requests are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session
 
 @pytest.fixture
 def clients(service: StoreService) -> Iterator[tuple[RemoteStore, RemoteStore]]:
-    """Give two clients with the same keys."""
+    """Open two clients of one namespace."""
     with RemoteStore(ME, namespace="shared") as one, RemoteStore(ME, namespace="shared") as other:
         yield one, other
 
@@ -91,7 +91,7 @@ def test_a_client_that_reads_while_another_replaces_a_key_gets_the_old_or_the_ne
 def changed_before_the_rest(
     remote: RemoteStore, change: Callable[[], CUDAFuture[Any]]
 ) -> contextlib.AbstractContextManager[None]:
-    """Have a client take the first reply to its read when a change that another client asks for is done."""
+    """Delay the first reply to a read of a client until a change by another client is done."""
 
     def take_late(message: _C.StoreMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
         if message.verb == wire.GET:
@@ -356,12 +356,12 @@ def test_what_is_in_flight_keeps_within_the_window(tmp_path: Path) -> None:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Return the names of what is in a folder, but for the store's own files."""
+    """Return the names of the files in a folder, without the slabs of the store."""
     return sorted(path.name for path in folder.rglob("*") if not path.name.startswith("slab-"))
 
 
 def corrupted(good: bytes, at: int, form: str, *values: Any) -> bytes:
-    """Return a message with other numbers at one place."""
+    """Return a message with other numbers at one offset."""
     found = bytearray(good)
     struct.pack_into(f"<{form}", found, at, *values)
     return bytes(found)

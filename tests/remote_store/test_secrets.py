@@ -1,4 +1,4 @@
-"""Offload among workers with a secret: whoever does not belong to them reads nothing, and changes nothing."""
+"""Stores of workers with a secret: a stranger reads nothing and changes nothing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def put(token: bytes, key: str, content: torch.Tensor) -> Message:
 
 
 def requests(token: bytes) -> dict[str, Message]:
-    """Return one of each kind, with the token of a session."""
+    """Return one request of each kind, with the token of a session."""
     changes = [change_of(key) for key in KEYS]
     return {
         "begin": call(services.begin, b"t" * 16, NAMESPACE, "w1", 0.0),
@@ -84,7 +84,7 @@ REQUESTS = 13
 
 
 def everything_of(service: StoreService) -> list[Any]:
-    """Return all that changes when something is read or written."""
+    """Return all state that a read or a write changes."""
     store, done = service.store.statistics(), service.statistics()
     return [
         service.store.keys(),
@@ -97,7 +97,7 @@ def everything_of(service: StoreService) -> list[Any]:
 
 
 def be_attacked(file: str, folder: str, attack: Callable[[dict[str, bytes], bytes, bytes], Any]) -> Any:
-    """The first worker serves the second while a stranger attacks, who has connected before that was impossible."""
+    """Let the first worker serve the second while a stranger, who connected early, attacks them."""
     rank = dist.get_rank()
     known: list[Any] = [None] * 3
     if rank == STRANGER:
@@ -147,7 +147,7 @@ def be_client(told: dict[str, Any], folder: str) -> Any:
 
 @pytest.mark.world(3)
 def test_requests_of_a_stranger_are_refused_though_it_knows_the_session(world: World, tmp_path: Path) -> None:
-    """Unsigned, signed with another secret, and with the session's own key but by another connection."""
+    """Requests are unsigned, signed with another secret, or signed with the session's key on another connection."""
 
     def attack(addresses: dict[str, bytes], key: bytes, token: bytes) -> int:
         count = 0
@@ -176,7 +176,7 @@ def flip(data: bytearray, begin: int) -> None:
 
 
 def refusal_of(call: Callable[[], Any], what: str) -> None:
-    """See that a call fails because its message was refused, and that the error says which call it was."""
+    """Check that the message of a call is refused, and that the error names the call."""
     error = call().exception(timeout=PATIENCE)
     assert isinstance(error, AuthenticationError), repr(error)
     if hasattr(error, "__notes__"):

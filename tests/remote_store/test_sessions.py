@@ -1,4 +1,4 @@
-"""Requests by tokens, keys and uploads that are not one's own: refused and counted, and all stays as it was."""
+"""Requests for tokens, keys and uploads of other clients: refused and counted, and they change nothing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def service(tmp_path: Path) -> Iterator[StoreService]:
 
 
 def call(fn: Callable[..., Any], remote: RemoteStore | bytes, *args: object) -> Any:
-    """Call the service as a client could that minds no rules."""
+    """Call the service like a client that ignores all rules."""
     token = remote._token if isinstance(remote, RemoteStore) else remote
     return rpc_sync(ME, fn, ("store", token, *args), timeout=PATIENCE)
 
@@ -231,7 +231,7 @@ def test_a_client_reaches_no_upload_and_no_kept_read_of_another(service: StoreSe
 
 
 def test_parts_of_a_tensor_that_is_there_are_not_written_over(service: StoreService) -> None:
-    """Neither by the client that has written it nor by another one of its namespace."""
+    """Neither the client that wrote the tensor nor another one of its namespace can replace its parts."""
     content = torch.full_like(LARGE, 7)
     with RemoteStore(ME, namespace="kept") as one, RemoteStore(ME, namespace="kept") as other:
         one.write("large a", content).wait(timeout=PATIENCE)  # its first operation
@@ -258,7 +258,7 @@ def test_parts_of_two_clients_are_not_put_together(service: StoreService) -> Non
 
 
 def test_a_part_that_comes_after_its_tensor_was_abandoned_leaves_nothing(service: StoreService) -> None:
-    """As when a client gives up after a timeout, and its requests arrive all the same."""
+    """As when the requests of a client arrive after its timeout."""
     with RemoteStore(ME, namespace="kept") as remote:
         assert put_part(remote, 0) is None
         abandon(remote, UPLOAD)
@@ -329,7 +329,7 @@ def test_a_client_makes_the_service_look_through_its_own_keys_only(service: Stor
 
 @pytest.mark.parametrize("bad", ["the only one", "the one in the middle"])
 def test_what_cannot_be_read_is_not_sent(service: StoreService, tmp_path: Path, bad: str) -> None:
-    """Neither its bytes nor zeros in their place."""
+    """The service sends neither the bytes nor zeros in their place."""
     keys = ["bad"] if bad == "the only one" else ["a", "bad", "b"]
     tensors = {key: torch.full((1 << 20 if key == "bad" else 1001,), i + 0.1) for i, key in enumerate(keys)}
     with RemoteStore(ME, namespace="kept") as remote:
@@ -540,7 +540,7 @@ def test_each_change_of_a_request_has_its_own_deadline(service: StoreService) ->
 
 
 def test_a_request_that_waited_for_room_keeps_its_own_deadline(service: StoreService) -> None:
-    """Two writes of one request, which were called for at different times."""
+    """Two writes in one request, started at different times."""
     sent: dict[str, float] = {}
     handle = RequestHandler.handle
 

@@ -1,4 +1,4 @@
-"""A server that stalls and comes back: what has timed out meanwhile undoes nothing that was acknowledged since."""
+"""A server that stalls and continues: operations that timed out undo no later acknowledged change."""
 
 from __future__ import annotations
 

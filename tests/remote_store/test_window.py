@@ -1,4 +1,4 @@
-"""The client's window: what it sends, in which order, and what becomes of requests when something fails.
+"""The client's window: the messages that it sends, their order, and the outcome of requests after failures.
 
 The channel is one of the test's own, which keeps the messages and answers them when the test says so.
 """
@@ -54,7 +54,7 @@ class Message:
         self.listener.answered(*wire.pack_answer(self.verb, len(self.entries), problems))
 
     def give(self, *tensors: torch.Tensor, kept: tuple[int, int] | None = None) -> None:
-        """Answer a read with tensors of at most 64 bytes, with their digests, or with that of a store, and its seed."""
+        """Answer a read with tensors of at most 64 bytes, and their digests or the digest and seed of a store."""
         data = torch.zeros(64 * len(tensors), dtype=torch.uint8)
         found = []
         for i, tensor in enumerate(tensors):
@@ -66,7 +66,7 @@ class Message:
 
 
 class Channel:
-    """Keeps messages instead of sending them."""
+    """A channel that keeps messages instead of sending them."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -110,7 +110,7 @@ class Client:
         return operation.future
 
     def end_time(self) -> None:
-        """Let the time of all requests be over."""
+        """Let all requests exceed their deadlines."""
         self.window.look(time.perf_counter() + 2 * HOUR)
 
     def delete(self, key: str) -> Any:
@@ -431,7 +431,7 @@ def test_a_window_keeps_nothing_of_what_is_done(client: Client) -> None:
 
 
 def test_a_finalizer_of_an_old_request_may_use_the_window() -> None:
-    """The window drops a request that is done with all that it holds, which may call the window again."""
+    """The window drops the objects of a done request, whose finalizers may call the window again."""
     client = Client(seconds=HOUR)
     stuck = client.delete("stuck")
     operation, source = Operation(client.operations, "write", ["a"], nbytes=4), source_of(torch.ones(1), 0)

@@ -1,4 +1,4 @@
-"""The format of store messages: what is packed comes out again, and nothing else gets through."""
+"""The format of store messages: parsing restores packed messages and refuses all others."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_data_of_a_request_without_any_are_refused() -> None:
 
 
 def test_changed_messages_are_refused_or_make_sense() -> None:
-    """Only a ValueError comes out, and no entry that does not fit the data."""
+    """Parsing raises only ValueError, and returns no entry beyond the data."""
     numbers = random.Random(1)
     sent = data(88)
     whole = [

@@ -1,4 +1,4 @@
-"""Fixtures of the storage tests: an engine on each backend, and a store of each kind."""
+"""Fixtures of the store tests: an engine on each backend, and a store of each kind."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from support.storing import BACKENDS, KINDS, engine_on
 
 @pytest.fixture(params=BACKENDS)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Give an engine with the smallest blocks that a store takes, on each backend."""
+    """Open an engine on each backend, with the smallest blocks that a store accepts."""
     with engine_on(request.param) as engine:
         yield engine
 
 
 @pytest.fixture(params=KINDS.values(), ids=list(KINDS))
 def store(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iterator[DiskStore]:
-    """Give a store of each kind; modules that need another one have their own."""
+    """Open a store of each kind. Modules that need another store define their own fixture."""
     with DiskStore(tmp_path / "store", engine=engine, **request.param) as store:
         yield store
 

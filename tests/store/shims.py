@@ -1,4 +1,4 @@
-"""Libraries that stand between a process and libc, by LD_PRELOAD."""
+"""Shared libraries that intercept calls of libc by LD_PRELOAD."""
 
 from __future__ import annotations
 

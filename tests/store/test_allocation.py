@@ -1,4 +1,4 @@
-"""The allocation of slabs, which can take long: other operations go on meanwhile, and engines do not make slabs."""
+"""Allocation of slabs: it can take long, blocks no other operation, and runs in no thread of an engine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def threads(shim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give the file with the names of the threads that allocate."""
+    """Return the path of the file to which the shim writes the names of allocating threads."""
     monkeypatch.setenv("LD_PRELOAD", str(shim))
     monkeypatch.setenv("GATE", str(tmp_path / "gate"))
     monkeypatch.setenv("THREADS", str(tmp_path / "threads"))

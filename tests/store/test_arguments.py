@@ -1,4 +1,4 @@
-"""Arguments of wrong types: the error names the argument, and says what to pass."""
+"""Arguments of wrong types: the error names the argument and the type to pass."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_an_atomic_write_changes_all_keys_or_none(engine: Engine, durable: bool,
 
 
 def test_an_atomic_write_without_room_changes_nothing(engine: Engine, durable: bool, tmp_path: Path) -> None:
-    """Each tensor has room by itself, in one piece; not all have."""
+    """Each tensor alone would fit; all together do not."""
     with DiskStore(tmp_path, engine=engine, durable=durable, capacity=16 << 20) as store:
         for i in range(16):
             store.write(f"{i}", contents(1 << 20, i)).wait(timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""Aligned memory: tensors that a disk takes as they are, and pools of buffers."""
+"""Aligned memory: tensors that need no copy on the way to a disk, and pools of buffers."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_a_negative_size_is_no_shape_of_a_view(shape: Any) -> None:
 
 
 class InterruptedAt:
-    """Raise KeyboardInterrupt at a line of the pool's Python code, counted from the beginning of the context.
+    """A context that raises KeyboardInterrupt at a line of the pool's Python code, counted from its start.
 
     A signal's handler raises it between any two lines, in any function that the main thread is in.
     """

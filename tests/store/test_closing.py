@@ -1,4 +1,4 @@
-"""The end of stores and engines: whom it waits for, and that Ctrl-C gets through and leaves nothing locked."""
+"""Closing stores and engines: the operations that it waits for, and Ctrl-C, which leaves no lock held."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_closing_says_nothing_of_a_write_that_fails_meanwhile(tmp_path: Path, ca
 
 
 def test_a_closed_store_leaves_its_journal_to_the_next_one(tmp_path: Path) -> None:
-    """The journal is made anew when it has become long: that may be right at the end."""
+    """A long journal is rewritten, possibly by the last write before the close."""
     keys = [f"{i} {'k' * 1000}" for i in range(50)]
     for turn in range(soak_count(200)):
         with DiskStore(tmp_path, durable=True) as store:

@@ -1,4 +1,4 @@
-"""What somebody else does to the files of a store: they are cut off, changed, taken away, and torn by crashes."""
+"""Damage to the files of a store: truncated, changed and deleted slabs, and writes torn by crashes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 def place_of(tensor: torch.Tensor, folder: Path) -> tuple[Path, int]:
-    """Return where a tensor lies."""
+    """Return the slab that holds a tensor, and its offset there."""
     wanted = bytes(tensor.tolist())
     for path in slabs(folder):
         offset = path.read_bytes().find(wanted)
@@ -32,7 +32,7 @@ def place_of(tensor: torch.Tensor, folder: Path) -> tuple[Path, int]:
 
 
 def whole(store: DiskStore, expected: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return which keys are read as they were written; the others have to fail, and never to give anything else."""
+    """Return the keys that read back as written. Check that each other key fails with StorageError."""
     good = set()
     for key, tensor in expected.items():
         read = store.read(key)
@@ -95,7 +95,7 @@ def test_a_key_that_lies_where_another_one_should_is_an_error(engine: Engine, tm
 
 
 def write_mixed(store: DiskStore, folder: Path, name: str = "") -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Write tensors of which many share pages, then others that have many; return them, and where each one ends."""
+    """Write small tensors that share pages, then large ones; return all, and the offset at which each ends."""
     small = {f"{name}small {i}": contents(3000, i) for i in range(40)}
     large = {f"{name}large {i}": contents(300_000, 100 + i) for i in range(6)}
     store.writev(small).wait(timeout=PATIENCE)

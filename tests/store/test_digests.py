@@ -1,4 +1,4 @@
-"""Digests that travel with tensors: a store refuses bytes that have another, and tells that of what it reads."""
+"""Digests of tensors: a store refuses bytes with another digest, and returns the digests of its reads."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_part_lies_in_its_tensor(part: Any) -> None:
 
 
 def shrunk(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """Return a tensor whose elements are not all in its memory any more."""
+    """Truncate the memory of a tensor, so that it does not hold all elements."""
     tensor.untyped_storage().resize_(nbytes)
     return tensor
 

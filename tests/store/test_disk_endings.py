@@ -1,4 +1,4 @@
-"""DiskOffloader: errors, how it begins and how it ends."""
+"""Errors, start and end of a DiskOffloader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def held() -> Iterator[Engine]:
 
 
 def stores(folder: Path) -> int:
-    """Return how many offloaders have something in the folder."""
+    """Return the number of stores in the folder."""
     return len(list(folder.glob("store-*")))
 
 

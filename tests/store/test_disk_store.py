@@ -1,4 +1,4 @@
-"""The store of tensors by name: what was written is what is read, one version or another, never half of one."""
+"""The store of tensors by key: a read returns one written version of a tensor, never a mixture of two."""
 
 from __future__ import annotations
 

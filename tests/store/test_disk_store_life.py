@@ -1,4 +1,4 @@
-"""How stores begin and end: what they leave behind, whom they wait for, and where they are."""
+"""Opening and closing stores: the files that they leave, the operations that they wait for, and their folders."""
 
 from __future__ import annotations
 

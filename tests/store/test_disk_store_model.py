@@ -1,4 +1,4 @@
-"""A store against a dict, while the disk fails, is full, does half, and answers late: no wrong byte, no lost extent."""
+"""A store compared with a dict while I/Os fail, end early and complete late: no wrong byte, no lost extent."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ STORES = st.fixed_dictionaries(
 
 
 class Model:
-    """What each key may hold: None for nothing, else the version whose numbers fill the tensor."""
+    """The expected content of each key: None if it has no tensor, else the version that fills the tensor."""
 
     def __init__(self, store: DiskStore) -> None:
         self.store = store
@@ -68,7 +68,7 @@ class Model:
         self.tensors: list[torch.Tensor] = []  # of pending writes
 
     def run(self, actions: list[Any]) -> None:
-        """Ask for all of them at once, and check what comes of it."""
+        """Start all actions at once, and check their outcomes."""
         may_be: dict[str, set[tuple[int, int] | None]] = {key: {held} for key, held in self.held.items()}
         outcomes: list[tuple[CUDAFuture[Any], Any]] = []
         changing: set[str] = set()
@@ -124,7 +124,7 @@ class Model:
                 assert any(v is not None and v[1] == tensor.numel() and numbers <= {v[0]} for v in may_be[key]), key
 
     def compare(self) -> None:
-        """See that the store has what it must, and no extent more."""
+        """Check that the store has the expected tensors, and no other extent."""
         there = {key for key, held in self.held.items() if held is not None}
         assert set(self.store.keys()) == there
         s = self.store.statistics()
@@ -134,7 +134,7 @@ class Model:
         assert s.pending == s.checksum_errors == 0
 
     def take_all(self) -> None:
-        """Read what must be there, delete it, and see that nothing is left."""
+        """Read the expected tensors, delete them, and check that the store is empty."""
         kept = {key: held for key, held in self.held.items() if held is not None}
         for (number, size), got in zip(kept.values(), self.store.readv(kept).wait(timeout=PATIENCE), strict=True):
             assert torch.equal(got, torch.full((size,), float(number)))

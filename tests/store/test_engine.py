@@ -1,4 +1,4 @@
-"""Engines: how they begin and end, what waits in them, what is cancelled, and whom they hold up."""
+"""Engines: start and end, queued and cancelled operations, and callers that block on a full queue."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def engine_of(backend: Any, **options: Any) -> Engine:
 
 
 def held(backend: str, **options: Any) -> Engine:
-    """Return an engine that gives no result before it is released."""
+    """Return an engine that completes no operation before ``release_held``."""
     return engine_of(backend, _faults={"held": True}, **options)
 
 
@@ -358,7 +358,7 @@ def test_buffers_need_not_be_locked(tmp_path: Path) -> None:
 
 
 def test_its_memory_is_the_queue_times_the_block(backend: str, tmp_path: Path) -> None:
-    """What is staged goes through that, however large the tensors are."""
+    """Staged transfers use only this memory, whatever the size of the tensors."""
     with Engine(backend, queue_depth=4, block_size=1 << 16) as engine:  # type: ignore[arg-type]
         file = File(tmp_path / "file", "w+", engine=engine)
         source = torch.zeros(1 << 13, 1 << 11).t()

@@ -1,4 +1,4 @@
-"""Faults of chosen I/Os, and a store of which each I/O fails in turn."""
+"""Faults of chosen I/Os, and a store in which each I/O fails in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files: what is written is what is read, of whatever tensor, at whatever place; and every way in which that fails."""
+"""Files: a read returns the written bytes for every kind of tensor at every offset; and each kind of failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 
 @pytest.fixture(params=["io_uring", "threads"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Give an engine with small blocks, so that nearly everything has to be cut."""
+    """Open an engine with small blocks, so that nearly every transfer takes several."""
     try:
         engine = Engine(request.param, queue_depth=4, block_size=BLOCK, threads=2)
     except StorageError as e:
@@ -46,7 +46,7 @@ def done(future: CUDAFuture[int]) -> int:
 
 
 def numbered(size: int, seed: int = 0) -> torch.Tensor:
-    """Return so many bytes that repeat late."""
+    """Return bytes whose pattern repeats only after a long run."""
     return (torch.arange(size, dtype=torch.int64) * 2654435761 + seed).remainder(251).to(torch.uint8)
 
 
@@ -229,7 +229,7 @@ def test_a_read_is_a_change_for_autograd(file: File) -> None:
 
 
 def shrunk() -> torch.Tensor:
-    """Return a tensor whose elements are not all in its memory."""
+    """Return a tensor whose memory does not hold all elements."""
     tensor = torch.ones(1000)
     tensor.untyped_storage().resize_(16)
     return tensor

@@ -1,4 +1,4 @@
-"""The folders of stores: what is left of those that end in the midst of something, and locks that no fork may keep."""
+"""The folders of stores: the remains of interrupted ones, and locks that a forked process must not keep."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Written = tuple[Path, dict[str, torch.Tensor], list[int]]
 
 
 def write_to_journal(store: DiskStore) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Write tensors one by one; return them, and where each batch of the journal ends."""
+    """Write tensors one by one; return them, and the offset at which each batch of the journal ends."""
     tensors = {f"{i}": contents(1000 * i + 1, i) for i in range(COUNT)}
     ends = [store.statistics().journal_bytes]
     for key, tensor in tensors.items():
@@ -41,7 +41,7 @@ def write_to_journal(store: DiskStore) -> tuple[dict[str, torch.Tensor], list[in
 
 @pytest.fixture
 def written(engine: Engine, tmp_path: Path) -> Written:
-    """Give the folder of a durable store that was closed, what is in it, and where each batch of its journal ends."""
+    """Return the folder of a closed durable store, its tensors, and the end of each batch of its journal."""
     with DiskStore(tmp_path / "store", engine=engine, durable=True) as store:
         tensors, ends = write_to_journal(store)
     assert (tmp_path / "store" / "journal").stat().st_size == ends[-1]
@@ -50,7 +50,7 @@ def written(engine: Engine, tmp_path: Path) -> Written:
 
 @pytest.fixture
 def killed(engine: Engine, tmp_path: Path) -> Written:
-    """Give the same of a store whose process was killed."""
+    """Return the same for a store whose process was killed."""
     with DiskStore(tmp_path / "lives", engine=engine, durable=True) as store:
         tensors, ends = write_to_journal(store)
         shutil.copytree(tmp_path / "lives", tmp_path / "store")
@@ -58,7 +58,7 @@ def killed(engine: Engine, tmp_path: Path) -> Written:
 
 
 def refused(folder: Path, engine: Engine) -> bool:
-    """Return whether the store cannot be opened because its journal is damaged."""
+    """Return True if the store cannot be opened because its journal is damaged."""
     try:
         DiskStore(folder, engine=engine, durable=True, read_only=True).close()
     except ChecksumError as e:
@@ -266,7 +266,7 @@ def test_a_store_whose_journal_is_lost_is_not_taken_for_a_new_one(
 
 @pytest.mark.parametrize("kind", ["writes", "deletions"])
 def test_a_journal_is_made_anew_while_the_store_works(engine: Engine, kind: str, tmp_path: Path) -> None:
-    """Many records of few keys: it stays small, and says the same."""
+    """Many records of few keys: the journal stays small and keeps its content."""
     name = "x" * 1000
     expected = {f"{i} {name}": contents(10, i) for i in range(20)}
     with DiskStore(tmp_path, engine=engine, durable=True) as store:

@@ -1,4 +1,4 @@
-"""Processes that are killed in the middle of everything: what their futures said was done is there, whole, and no more.
+"""Processes killed at any moment: all writes that their futures acknowledged are whole, and no others exist.
 
 The writers are forked from one process that has imported the library, and not used it.
 """
@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a writer does in a round, and what is in it."""
+    """The steps of a writer in one round."""
 
     seed: int
     round: int
@@ -69,7 +69,7 @@ TINY_KEYS = [f"tiny {i} {'x' * 1000}" for i in range(40)]  # so many records tha
 
 
 def content_of(key: str, version: int) -> torch.Tensor:
-    """Return what is under a key: 1 byte to 1 MiB, small ones as often as large ones."""
+    """Return the tensor of a version of a key: 1 byte to 1 MiB, on a logarithmic scale."""
     seed = zlib.crc32(f"{key} {version}".encode())
     most = 64 if key in TINY_KEYS else MIB
     return contents(5000 if key in HOT_KEYS else int(most ** random.Random(seed).random()), seed)
@@ -79,7 +79,7 @@ def content_of(key: str, version: int) -> torch.Tensor:
 
 
 def serve(hear: Callable[[], str], say: Say) -> None:
-    """Fork a process for each thing that is to be done, one after the other, and say how each one ended."""
+    """Fork a process for each requested task, one after the other, and report the exit code of each."""
     while True:
         what, *arguments = json.loads(hear())
         pid = os.fork()
@@ -92,7 +92,7 @@ def serve(hear: Callable[[], str], say: Say) -> None:
 
 
 def write_durably(say: Say, folder: str, backend: str, seed: int, number: int) -> None:
-    """Carry a plan out, some of it at a time, and say of each step when it begins and that it is done."""
+    """Run the steps of a plan, a few at a time, and report the start and the end of each."""
     store = DiskStore(folder, engine=engine_on(backend), durable=True)
     say("open")
     in_flight: deque[CUDAFuture[Any]] = deque()
@@ -165,7 +165,7 @@ serve(hear, say)
 
 
 class Killer:
-    """Lets processes do something, and kills each after it has said so many lines."""
+    """A controller of processes that kills each one after a given number of reported lines."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
@@ -178,7 +178,7 @@ class Killer:
         self.pid = int(line.split()[1])
 
     def listen(self, lines: int) -> list[str]:
-        """Return so many lines, or fewer when there are no more."""
+        """Return the given number of lines, or fewer at the end of the output."""
         said: list[str] = []
         while len(said) < lines and said[-1:] != ["finished"]:
             said.append(self.child.hear())
@@ -186,7 +186,7 @@ class Killer:
         return said
 
     def kill(self) -> list[str]:
-        """Return what the process has said until it was dead."""
+        """Kill the process and return the lines that it reported before its death."""
         os.kill(self.pid, signal.SIGKILL)
         said = []
         while not (line := self.child.hear()).startswith("ended"):
@@ -205,7 +205,7 @@ def killer() -> Iterator[Killer]:
 
 
 def possible(steps: list[Step], said: list[str], before: dict[str, int]) -> dict[str, list[int | None]]:
-    """Return for each key the versions of which one has to be there; None: no such key."""
+    """Return the versions that each key may have now. None stands for a missing key."""
     assert not [line for line in said if line.startswith("failed")]
     states: dict[str, list[int | None]] = {key: [before.get(key)] for key in KEYS + HOT_KEYS + TINY_KEYS}
     begun = sum(line.startswith("begun") for line in said)
@@ -222,7 +222,7 @@ def possible(steps: list[Step], said: list[str], before: dict[str, int]) -> dict
 
 
 def look(store: DiskStore, states: dict[str, list[int | None]]) -> dict[str, int]:
-    """Return which version of each key is there; it has to be one of the possible ones, and whole."""
+    """Return the version of each key, and check that it is whole and one of the possible versions."""
     assert set(store.keys()) <= set(states)
     there: dict[str, int] = {}
     for key, versions in states.items():
@@ -301,7 +301,7 @@ def test_a_store_survives_many_kills_while_it_is_opened(engine: Engine, killer: 
 
 
 def test_a_write_that_was_done_is_there_though_a_deletion_of_its_key_is_in_flight(tmp_path: Path) -> None:
-    """A copy of the files at that moment is what a crash leaves."""
+    """A copy of the files at that moment equals the state after a crash."""
     with Engine("threads", threads=2) as engine, DiskStore(tmp_path / "store", engine=engine, durable=True) as store:
         store.write("key", torch.tensor([1])).wait(timeout=PATIENCE)
     missing = ["missing"] * 2_000_000  # keep the deletion busy between the first key and the end
@@ -329,7 +329,7 @@ def test_a_write_that_was_done_is_there_though_a_deletion_of_its_key_is_in_fligh
 def test_places_are_not_used_again_before_the_deletion_of_what_is_there_is_durable(
     engine: Engine, tmp_path: Path
 ) -> None:
-    """A copy of the files is what a crash leaves: taken after the keys are deleted, and before that is durable."""
+    """The copy of the files, made before the deletions are durable, equals the state after a crash."""
     old, new = contents(1 << 17, 1), contents(1 << 17, 2)
     names = [f"old {i}" for i in range(10_000)]
     keys = ["missing"] * 300_000 + names + ["missing"] * 5_000_000

@@ -1,4 +1,4 @@
-"""Second keys for tensors that are there, and tensors that are mapped and not read."""
+"""Links, which are second keys for stored tensors; and tensors that are mapped instead of read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TENSORS = {
 
 
 def expect_all(store: DiskStore, expected: dict[str, torch.Tensor], used: int) -> None:
-    """See that the store has these tensors, and that those which are linked have their bytes once."""
+    """Check that the store has exactly these tensors, and that linked keys share their bytes."""
     assert sorted(store.keys()) == sorted(expected)
     for key, got in zip(expected, store.readv(expected).wait(timeout=PATIENCE), strict=True):
         assert torch.equal(got, expected[key]), key
@@ -262,7 +262,7 @@ def test_of_a_store_that_is_only_read_tensors_are_mapped_and_not_linked(engine: 
 
 
 def test_a_store_closes_while_threads_map(engine: Engine, tmp_path: Path) -> None:
-    """In a process of its own: what goes wrong there ends the process."""
+    """In a separate process, which an error of the mapping would end."""
     with Child(MAPS_AND_CLOSES, str(tmp_path)) as child:
         assert child.hear() == "closed"
         assert (child.end(), child.errors()) == (0, "")

@@ -1,4 +1,4 @@
-"""Reads and writes of any kind against a model, while the kernel fails, is interrupted, does half, and answers late."""
+"""Reads and writes compared with a model while I/Os fail, are interrupted, end early and complete late."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.xdist_group("storage-model"), pytest.mark.usefixtures(
 
 
 class Operation:
-    """A read or a write of a part of the file, by a tensor that lies somehow."""
+    """A read or a write of a range of the file, by a tensor with any alignment and stride."""
 
     def __init__(self, writes: bool, begin: int, size: int, shift: int, strided: bool) -> None:
         self.writes, self.begin, self.end = writes, begin, min(SIZE, begin + size)
@@ -71,7 +71,7 @@ ENGINES = st.fixed_dictionaries(
 
 
 def apart(operations: list[Operation]) -> list[Operation]:
-    """Return those that no write among them overlaps: others have no order."""
+    """Return operations that overlap no write of each other. Overlapping ones would have no defined order."""
     chosen: list[Operation] = []
     for new in operations:
         if all(new.end <= o.begin or o.end <= new.begin or not (new.writes or o.writes) for o in chosen):
@@ -102,7 +102,7 @@ def test_what_the_futures_say_is_what_has_happened(
 
 
 def check(operation: Operation, model: torch.Tensor, known: torch.Tensor) -> None:
-    """Compare an operation with the model, and do there what it has done."""
+    """Compare an operation with the model, and apply it to the model."""
     part = slice(operation.begin, operation.end)
     error = operation.future.exception(timeout=PATIENCE)
     if error is not None:

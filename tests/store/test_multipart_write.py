@@ -1,4 +1,4 @@
-"""Multipart writes: tensors that separate calls write in parts, and that take effect as a whole."""
+"""Multipart writes: separate calls write the parts of a tensor, and a commit applies them together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def begin(store: DiskStore, key: str, size: int) -> MultipartWrite:
 
 
 def cut(size: int, leaves: int = 2) -> list[tuple[int, int]]:
-    """Return where parts of so many leaves begin and end."""
+    """Return the begin and the end of each part of the given number of leaves."""
     return [(at, min(at + leaves * LEAF, size)) for at in range(0, size, leaves * LEAF)]
 
 

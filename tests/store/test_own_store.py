@@ -25,7 +25,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-store.md"
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """Make an empty store of the class that the page defines in its first block."""
+    """Return an empty store of the class in the first code block of the page."""
     block = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert block is not None
     module = ModuleType("own_store")

@@ -1,4 +1,4 @@
-"""Many small tensors of a device on their way to a store and back: they are copied together."""
+"""Small tensors of a device on the way to a store and back: one copy takes many."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_lies_between_is_no_part_of_it(store: DiskStore) -> None:
 
 
 def all_memory() -> list[torch.Tensor]:
-    """Return tensors that take what is left of the device's memory."""
+    """Return tensors that occupy all free memory of the device."""
     taken: list[torch.Tensor] = []
     try:
         while True:

@@ -1,4 +1,4 @@
-"""The priority of reads and writes in an engine: what is urgent overtakes, and nothing starves."""
+"""The priority of reads and writes in an engine: urgent operations overtake others, and none starves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def noted(order: list[str], name: str, future: CUDAFuture[Any]) -> CUDAFuture[An
 
 
 def occupied(engine: Engine, file: File, order: list[str]) -> CUDAFuture[Any]:
-    """Write a block, and return when the engine has begun it: nothing overtakes it any more."""
+    """Write a block, and wait until the engine has begun it, so that no operation can overtake it."""
     first = noted(order, "first", file.write(blocks(1)))
     deadline = time.monotonic() + PATIENCE
     while engine.statistics().blocks == 0:

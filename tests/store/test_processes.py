@@ -1,4 +1,4 @@
-"""Many threads on one store; many processes in one folder; processes that fight for one store; and forked ones."""
+"""Many threads on one store, many processes in one folder, processes that compete for a store, and forks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 class Worker:
-    """Writes, reads and deletes its own keys at random, and knows what has to be there."""
+    """A thread that writes, reads and deletes its own keys at random, and checks each read."""
 
     def __init__(self, store: DiskStore, number: int, steps: int) -> None:
         self.store, self.steps = store, steps
@@ -73,7 +73,7 @@ class Worker:
             self.written[key].append(future)
 
     def read(self) -> None:
-        """Read what is there now; it may be written again, or deleted, before that ends."""
+        """Start a read of the current tensor. The key may be replaced or deleted before the read ends."""
         key = self.numbers.choice(self.keys)
         self.settle(key)
         if key in self.there:
@@ -136,7 +136,7 @@ while True: exec(json.loads(hear()))
 
 
 class Peers:
-    """Four processes."""
+    """A group of child processes that run the same code."""
 
     def __init__(self, children: list[Child]) -> None:
         self.children = children

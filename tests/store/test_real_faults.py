@@ -1,4 +1,4 @@
-"""What the system refuses a store: large files, room on the disk, descriptors, rights, and a folder to be in."""
+"""Failures of the system: limits of file size, full disks, no descriptors, no permission, and deleted folders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 
 @contextlib.contextmanager
 def limit_of_files(size: int) -> Iterator[None]:
-    """Let no file grow beyond that. Python ignores the signal that would come, too."""
+    """Limit the size of all files of this process. Python ignores the signal SIGXFSZ."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -100,7 +100,7 @@ def test_a_journal_at_its_limit_fails_writes_and_deletions_and_the_store_stays_w
 
 @pytest.fixture(params=["tmpfs", "ext4"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Give the root of a small file system of its own."""
+    """Mount a small file system, and return its root."""
     root, image = tmp_path / "disk", tmp_path / "image"
     if request.param == "tmpfs":
         made = mounts.small_disk(root, DISK)
@@ -117,7 +117,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Write to a file until the disk has not one block left."""
+    """Write to a file until the disk has no free block."""
     with path.open("wb", buffering=0) as file:
         for size in (MIB, 4096, 4096):
             with contextlib.suppress(OSError):
@@ -251,7 +251,7 @@ def test_of_a_torn_batch_a_full_disk_keeps_the_slabs_without_a_copy_of_the_batch
 
 @pytest.mark.root
 def test_a_disk_is_filled_emptied_and_filled_again(engine: Engine, disk: Path) -> None:
-    """Nearly all that it took once it takes again, and always all deletions, though others have what is left of it."""
+    """The store accepts nearly the same bytes again, and all deletions, though a ballast fills the rest of the disk."""
     taken = []
     for number in range(soak_count(20)):
         with DiskStore(disk / "store", engine=engine, durable=True) as store:
@@ -306,7 +306,7 @@ def test_a_store_for_which_there_is_no_room_can_be_made_later(engine: Engine, du
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
-    """Give another name of ``tmp_path / "there"``, by which nothing can be written."""
+    """Mount ``tmp_path / "there"`` read-only, and return the path of the mount."""
     (tmp_path / "there").mkdir()
     with mounts.read_only(tmp_path / "there", tmp_path / "read-only") as root:
         yield root
@@ -375,7 +375,7 @@ def test_a_folder_without_the_right_to_write_is_an_error(tmp_path: Path) -> None
 
 @pytest.fixture
 def folder_of_all() -> Iterator[Path]:
-    """Give a folder that other users can reach, unlike `tmp_path`."""
+    """Return a folder that other users can reach, unlike `tmp_path`."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""Durable stores that are only read: those that nobody can write, and those whose journal is damaged."""
+"""Durable stores opened to read only: those without write permission, and those with a damaged journal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Return the names of the files in a folder, with their contents."""
+    """Return the contents of the files in a folder, by name."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_read_only_says_so(engine: Engine, tmp_path: Path) -> Non
 
 
 def test_one_damaged_bit_of_a_journal_costs_one_record(engine: Engine, tmp_path: Path) -> None:
-    """Wherever it is: in a record of the snapshot, in one of a later batch, or in the header of a batch."""
+    """The bit may be in a record of the snapshot, in one of a later batch, or in the header of a batch."""
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.writev({f"{i}": contents(2000 + i, i) for i in range(5)}).wait(timeout=PATIENCE)
     with DiskStore(tmp_path, engine=engine, durable=True) as store:  # begins with a snapshot

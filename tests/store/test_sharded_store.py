@@ -1,4 +1,4 @@
-"""Several stores as one: a key's name says where it lies, and what is gone with a store that has died can be told."""
+"""Several stores as one: the key determines the shard, and the keys lost with a dead shard are known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TENSORS = {f"tensor {i}": numbered(i, i) for i in range(60)}
 
 
 class Far:
-    """A store as on another worker, which may die: its calls are noted, and can be held back."""
+    """A store that stands for one on another worker, which may die. It records its calls, and can delay them."""
 
     def __init__(self, folder: Path, worker: str = "far", **options: Any) -> None:
         self.store = DiskStore(folder, **options)
@@ -105,7 +105,7 @@ class Far:
 
 
 def sharded(shards: Any) -> ShardedStore:
-    """Make a store of shards some of which have no more of a store than is called here."""
+    """Return a sharded store of the given shards, some of which have only the methods that these tests call."""
     return ShardedStore(shards)
 
 
@@ -126,7 +126,7 @@ def near(tmp_path: Path) -> DiskStore:
 
 @pytest.fixture
 def store(near: DiskStore, far: Far, other: Far) -> Iterator[ShardedStore]:
-    """Give a store of one shard here and two elsewhere."""
+    """Return a store of one shard in this process and two on other workers."""
     with sharded({"near": near, "far": far, "other": other}) as store:
         yield store
 
@@ -146,7 +146,7 @@ def failure(future: CUDAFuture[Any]) -> BaseException:
 
 
 def run_callbacks() -> None:
-    """Return when the callback thread has done what it had to do, and what came of that."""
+    """Wait until the callback thread has run all callbacks, and those that they have attached."""
     for _ in range(3):
         CUDAFuture.completed(None).then(lambda _: None, executor=executors.callback_thread).wait(timeout=PATIENCE)
 
@@ -270,7 +270,7 @@ def test_no_keys_are_no_call(store: ShardedStore, far: Far) -> None:
 
 
 class Noted(DiskStore):
-    """A store in this process whose futures are noted."""
+    """A store in this process that records its last future."""
 
     last: CUDAFuture[Any]
 
@@ -476,7 +476,7 @@ def test_closing_closes_every_shard_though_one_fails(
 
 @pytest.fixture
 def bereft(store: ShardedStore, far: Far) -> ShardedStore:
-    """Give a store that was full when one shard of three died."""
+    """Return a filled store of three shards, one of which has died."""
     fill(store)
     far.die()
     return store

@@ -1,4 +1,4 @@
-"""Stores of several workers as one: every process finds the same keys, and what a worker that dies had can be told."""
+"""Stores of several workers as one: all processes find the same keys, and know those lost with a dead worker."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_workers_that_give_the_shards_in_any_order_find_the_same_keys(tmp_path: 
 
 
 def serve(rank: int, store: str, folder: str) -> None:
-    """Serve until the caller kills this worker, or has it go on."""
+    """Serve a store until the caller kills this worker or releases it."""
     begin(rank, 3, store)
     serve_store(f"{folder}/{rank}")
     dist.barrier()
@@ -93,7 +93,7 @@ def serve(rank: int, store: str, folder: str) -> None:
 
 
 def open_shards(folder: str) -> ShardedStore:
-    """Return a store of one shard here and two elsewhere."""
+    """Return a store of one shard in this process and two on other workers."""
     dist.barrier()
     return ShardedStore(
         {"here": DiskStore(f"{folder}/here"), "one": RemoteStore("callee"), "two": RemoteStore("third")}

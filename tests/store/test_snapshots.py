@@ -1,4 +1,4 @@
-"""Snapshots: the tensors that keys had at one time, and reads of parts of them."""
+"""Snapshots: the tensors of keys at one time, and reads of parts of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAF = 1 << 16
 
 
 def take(store: DiskStore, key: str) -> Snapshot:
-    """Return a snapshot of a key that there is."""
+    """Return a snapshot of an existing key."""
     (snapshot,) = store.snapshots([key])
     assert snapshot is not None
     return snapshot
@@ -33,7 +33,7 @@ def blank(size: int) -> torch.Tensor:
 
 
 def whole(store: DiskStore, snapshot: Snapshot) -> torch.Tensor:
-    """Read the bytes of a snapshot."""
+    """Read all bytes of a snapshot."""
     out = blank(snapshot.nbytes)
     assert store.read_parts([(snapshot, 0, out)]).wait(timeout=PATIENCE) is None
     return out

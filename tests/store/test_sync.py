@@ -1,4 +1,4 @@
-"""A disk that fails to sync: a durable store promises nothing more from then on, and says why."""
+"""A disk that fails to sync: the durable store acknowledges no later write, and its errors name the cause."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ with DiskStore(sys.argv[1], durable=True) as store:
 def test_a_slab_that_a_full_disk_does_not_sync_fails_its_writes_and_gets_no_more(
     code: int, shim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where blocks are promised and not there: thin volumes, network file systems."""
+    """As on thin volumes and network file systems, which promise blocks that they do not have."""
     monkeypatch.setenv("LD_PRELOAD", str(shim))
     monkeypatch.setenv("FAILS", str(tmp_path / "fails"))
     monkeypatch.setenv("ERRNO", f"{code}")

@@ -1,4 +1,4 @@
-"""Durable stores that an earlier version has written, and that this one must open.
+"""Durable stores that an earlier version has written and this version must open.
 
 The archive has a store with checksums, one without, one that a service kept for a namespace, and one with the saved
 state of an optimizer. ``expected.pt`` has what was written.
