@@ -373,7 +373,7 @@ def test_what_is_stored_belongs_to_the_memory(offloader: DiskOffloader) -> None:
 def test_what_nobody_can_read_any_more_is_deleted(offloader: DiskOffloader) -> None:
     tensors, copies = numbered(6)
     gone = [threading.Event() for _ in tensors]
-    for tensor, event in zip(tensors, gone, strict=True):  # before they are known: what is told first is told last
+    for tensor, event in zip(tensors, gone, strict=True):  # before the offloader's: the first registered runs last
         weakref.finalize(tensor.untyped_storage(), event.set)
     for tensor in tensors[:3]:
         offloader.sync_write(tensor)

@@ -76,7 +76,7 @@ def be_one_of_all(rank: int, store: str, folder: str, plan: Plan) -> dict[str, i
     return seen
 
 
-# ---- those who wait for each other, though some of them die
+# ---- a barrier of the processes that are alive
 
 _lock = threading.Lock()
 _waiting: dict[str, list[CUDAFuture[None]]] = collections.defaultdict(list)  # on the first server
@@ -286,7 +286,7 @@ def take_all(name: str, service: StoreService, journal: Journal) -> None:
     with RemoteStore(name, namespace="shared") as remote:
         keys = look_at_all(name, remote, journal)
         remote.deletev(keys).wait(timeout=LONG)
-        wait_for(service, lambda: len(service.store) == 0)  # what is removed, nobody waits for
+        wait_for(service, lambda: len(service.store) == 0)  # removed names have no future
         error = remote.write("more than there is", torch.empty(CAPACITY + 1, dtype=torch.uint8)).exception(timeout=LONG)
         assert isinstance(error, QuotaError), error
         assert f": 0 of {CAPACITY} are in use" in str(error)

@@ -115,7 +115,7 @@ class Disturber(threading.Thread):
     def run(self) -> None:
         while True:
             ready, _, _ = select.select([self._reports], [], [], 2 * TIMEOUT)
-            if not ready:  # nobody makes progress
+            if not ready:  # no client makes progress
                 if self._stopped:
                     self._note("no progress")
                 self._continue(all_of_them=True)

@@ -103,7 +103,7 @@ def serve_a_client_that_dies(rank: int, store: str, folder: str) -> dict[str, An
             assert time.monotonic() < end
             service.store.flush().wait(timeout=LONG)
         assert service.store.statistics().used == 0
-        shared.write("whole", torch.empty(1 << 28, dtype=torch.uint8)).wait(timeout=LONG)  # nothing is counted for ever
+        shared.write("whole", torch.empty(1 << 28, dtype=torch.uint8)).wait(timeout=LONG)  # no bytes are leaked
     rpc_ext.shutdown(graceful=False)
     return {"keys": keys}
 
@@ -164,7 +164,7 @@ def serve_before_rpc(rank: int, store: str, folder: str) -> None:
             assert "cudafuture-io" in threads(), "what an engine's thread is called"
         return
     begin(rank, 2, store)
-    with RemoteStore("callee") as remote:  # nobody has said that it serves: it did before it could be found
+    with RemoteStore("callee") as remote:  # needs no signal: it serves before RPC can find it
         remote.write("x", torch.ones(100)).wait(timeout=LONG)
         assert torch.equal(remote.read("x").wait(timeout=LONG), torch.ones(100))
         assert "cudafuture-io" not in threads(), "a client needs no engine of its own"

@@ -81,7 +81,7 @@ def test_what_a_disk_refuses_is_as_it_was(tmp_path: Path, kind: str) -> None:
     ):
         for version in range(1, soak_count(100) + 1000):
             if version > soak_count(100) + 1 and numbers_of_errors < {*ended}:
-                break  # which requests the engine joins, and so which fail, depends on the time
+                break  # timing decides the requests that the engine joins, and so those that fail
             keys = numbers.sample(KEYS, 5)
             writes = {key: remote.write(key, content_of(key, version)) for key in keys}
             for key, write in writes.items():

@@ -188,7 +188,7 @@ def test_what_is_written_in_inference_mode_is_there(remote: RemoteStore, size: i
 @SIZES
 def test_new_tensors_are_normal_ones_where_they_were_asked_for_outside(remote: RemoteStore, size: int) -> None:
     """Also tensors in one request with reads that were started inside of inference mode."""
-    filler = torch.zeros(250_000)  # of which four fill a request
+    filler = torch.zeros(250_000)  # four of it fill a request
     remote.writev({"x": numbered(size), "filler": filler}).wait(timeout=PATIENCE)
     with Kept("get") as kept:
         with torch.inference_mode():

@@ -185,7 +185,7 @@ def test_private_keys_go_with_their_client_and_shared_ones_stay(service: StoreSe
     wait_all([rpc_ext.rpc_async(ME, int)], timeout=PATIENCE)
     with RemoteStore(ME, namespace="shared") as again:
         assert again.read("x").wait(timeout=PATIENCE).tolist() == [2]
-        while len(service.store) > 1:  # the end of a client is told to the service, and not waited for
+        while len(service.store) > 1:  # close() does not wait for the service
             service.store.flush().wait(timeout=PATIENCE)
 
 
@@ -352,7 +352,7 @@ def test_what_is_in_flight_keeps_within_the_window(tmp_path: Path) -> None:
         assert PIECE <= service.statistics().most_in_flight <= 2 * PIECE
 
 
-# ---- who breaks the rules
+# ---- hostile clients
 
 
 def files_in(folder: Path) -> list[str]:

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remo
 
 SECRET = "a secret that nobody else knows"
 ANOTHER = b"a secret that somebody else knows"
-STRANGER = 2  # the rank of one who is no worker
+STRANGER = 2  # the rank of the process that is no worker
 NAMESPACE = "kept"
 KEYS = ["small a", "large a"]
 
@@ -93,7 +93,7 @@ def everything_of(service: StoreService) -> list[Any]:
     ]
 
 
-# ---- one who knows all that was ever sent, but not the secret
+# ---- a stranger that knows all sent bytes, but not the secret
 
 
 def be_attacked(file: str, folder: str, attack: Callable[[dict[str, bytes], bytes, bytes], Any]) -> Any:
@@ -155,7 +155,7 @@ def test_requests_of_a_stranger_are_refused_though_it_knows_the_session(world: W
             for what, (payload, tensors) in requests(token).items():
                 with Stranger(addresses, **imposter) as stranger:  # type: ignore[arg-type]
                     said = stranger.send(0, payload, tensors)
-                    assert "was refused" in said or what == "put a part", (what, said)  # of which nothing is read
+                    assert "was refused" in said or what == "put a part", (what, said)  # a part gets no answer to parse
                     assert said
                 count += 1
         return count
@@ -168,7 +168,7 @@ def test_requests_of_a_stranger_are_refused_though_it_knows_the_session(world: W
     assert found == {"small a": 1, "large a": 1}
 
 
-# ---- one who stands between client and server
+# ---- a stranger between client and server
 
 
 def flip(data: bytearray, begin: int) -> None:

@@ -152,7 +152,7 @@ def test_tokens_that_are_over_or_guessed_are_refused_and_counted(service: StoreS
                     call(fn, token, *args)
         refused = len(messages) * len(whole) + len(calls) * len([*whole, *others])
         assert service.statistics().refused == refused
-        call(services.end, whole[1])  # nobody's
+        call(services.end, whole[1])  # the token of no session
         assert everything_of(service) == before
         assert service.statistics().clients == 1
         assert torch.equal(remote.read("small a").wait(timeout=PATIENCE), content)
@@ -170,7 +170,7 @@ def test_a_client_reaches_no_key_of_another_namespace(service: StoreService) -> 
     ):
         for theirs in (shared, private):
             theirs.writev(tensors).wait(timeout=PATIENCE)
-        names = service.store.keys()  # more than anybody sees
+        names = service.store.keys()  # more than any client sees
         guesses = {*tensors, *names, *(name[1:] for name in names), *(f"../{name}" for name in names)}
         guesses |= {name.partition("/")[2] or "/" for name in names} | {"kept/small a", "../kept/small a"}
         guesses = {guess for guess in guesses if 1 <= len(guess.encode()) <= LONGEST_KEY}
@@ -266,7 +266,7 @@ def test_a_part_that_comes_after_its_tensor_was_abandoned_leaves_nothing(service
             error = put_part(remote, part)
             assert isinstance(error, TimeoutError)
             assert "abandoned" in str(error)
-        abandon(remote, UPLOAD + 1)  # before any part of it has come
+        abandon(remote, UPLOAD + 1)  # before any part of it arrives
         for part in (1, 0):
             assert isinstance(put_part(remote, part, sequence=UPLOAD + 1), TimeoutError)
         expect_names(service, 0)

@@ -205,7 +205,7 @@ def test_where_there_is_a_device_the_memory_is_pinned() -> None:
     assert buffer.tensor.is_pinned()
     host = buffer.view(1000).fill_(3)
     with sim.hold():
-        there = host.to("sim", non_blocking=True)  # would wait for ever, were it not pinned
+        there = host.to("sim", non_blocking=True)  # would block if it were not pinned
     assert there.cpu().eq(3).all()
     assert not BufferPool(MIB, pin=False).is_pinned
 

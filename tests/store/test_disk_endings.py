@@ -96,7 +96,7 @@ def test_closing_and_dropping_an_offloader_tell_of_errors(tmp_path: Path, caplog
     offloader = DiskOffloader(tmp_path, engine=failing(io_error=1.0))
     error = offloader.async_write(torch.ones(4)).exception(PATIENCE)
     assert error is not None
-    assert error.__traceback__ is None  # whose frames would keep the offloader
+    assert error.__traceback__ is None  # its frames would keep the offloader
     CUDAFuture.completed(None).then(lambda _: None, executor=executors.callback_thread).wait(timeout=PATIENCE)
     with caplog.at_level(logging.ERROR, "cudafuture.compat.tensornvme"):
         del offloader

@@ -133,7 +133,7 @@ def report(say: Say, i: int, future: CUDAFuture[Any]) -> None:
     error = future.exception()
     if error is None:
         say(f"done {i}")
-    elif not isinstance(error, NotFoundError):  # which promises nothing
+    elif not isinstance(error, NotFoundError):  # it promises nothing
         say(f"failed {i}: {error!r}")
 
 

@@ -30,8 +30,8 @@ class Far:
         self.worker = worker
         self.calls: list[tuple[str, int]] = []  # and of how many keys they were
         self.futures: list[CUDAFuture[Any]] = []
-        self.error: BaseException | None = None  # which everything fails with
-        self.gate: CUDAFuture[None] = CUDAFuture.completed(None)  # what everything waits for
+        self.error: BaseException | None = None  # of all later calls
+        self.gate: CUDAFuture[None] = CUDAFuture.completed(None)  # delays all calls until it is done
 
     def die(self) -> None:
         self.error = WorkerLostError(f"worker {self.worker!r} is gone", worker=self.worker)
@@ -204,7 +204,7 @@ def test_weights_are_shares_of_the_keys(disks: dict[str, DiskStore]) -> None:
     assert placed(disks, weights=dict.fromkeys(disks, 1.0)) == equal
     doubled = placed(disks, weights={"disk 2": 2})
     assert abs(Counter(doubled.values())["disk 2"] / (3000 * 2 / 7) - 1) < 0.15
-    assert {doubled[key] for key in KEYS if doubled[key] != equal[key]} == {"disk 2"}  # nobody else gets any
+    assert {doubled[key] for key in KEYS if doubled[key] != equal[key]} == {"disk 2"}  # no other shard gets a key
 
 
 @pytest.mark.parametrize(

@@ -93,16 +93,16 @@ def test_a_sync_that_has_failed_is_never_tried_again(
     monkeypatch.setenv("FAILS", str(tmp_path / "fails"))
     with Child(SCRIPT, str(tmp_path / "store"), what) as child:
         assert child.hear() == "12"
-        for _ in range(3):  # what could not be synced, and all that comes later, though the disk would sync again
+        for _ in range(3):  # the unsynced write and all later ones, though the disk would sync again
             error = child.hear()
             assert error.startswith("StorageError 5 ")
             assert what in error
         assert child.hear() == "tensor([1., 1., 1.])"
         assert child.hear() == "['before']"
-        opening = child.hear()  # what the journal says has to be durable before anything is done by it
+        opening = child.hear()  # the store syncs the journal before it acts on it
         assert opening.startswith("StorageError 5 " if what == "journal" else "['before'"), opening
         assert child.hear() == "tensor([1., 1., 1.])"
-        assert child.hear() in ("['before']", "['before', 'meanwhile']")  # what failed may be there: as a whole
+        assert child.hear() in ("['before']", "['before', 'meanwhile']")  # the failed write may be there, as a whole
         assert child.hear() == "12"
         assert (child.end(), child.errors()) == (0, "")
 
