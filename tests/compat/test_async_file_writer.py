@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 @pytest.fixture
-def held() -> Iterator[Engine]:
+def idle_engine() -> Iterator[Engine]:
     with held_engine() as engine:
         yield engine
 
@@ -142,8 +142,8 @@ def test_parameters_and_wrong_arguments(path: Path) -> None:
         AsyncFileWriter(path / "file")
 
 
-def test_raw_memory_is_kept_and_goes_where_it_is_told(held: Engine, path: Path) -> None:
-    with AsyncFileWriter(path, engine=held) as writer:
+def test_raw_memory_is_kept_and_goes_where_it_is_told(idle_engine: Engine, path: Path) -> None:
+    with AsyncFileWriter(path, engine=idle_engine) as writer:
         for place, value in ((8, 2), (0, 1), (0, 3)):
             tensor = torch.full((8,), value, dtype=torch.uint8)
             writer.write_raw(tensor, tensor.data_ptr(), 8, place)
@@ -151,7 +151,7 @@ def test_raw_memory_is_kept_and_goes_where_it_is_told(held: Engine, path: Path) 
             del tensor
             gc.collect()
             if value == 1:
-                held._native.release_held()
+                idle_engine._native.release_held()
                 writer.synchronize()
         writer.write_raw(None, 0, 0, 20)
         assert writer.offset == 20
@@ -161,20 +161,20 @@ def test_raw_memory_is_kept_and_goes_where_it_is_told(held: Engine, path: Path) 
 # ---- when
 
 
-def test_a_source_that_was_copied_may_be_changed_before_it_is_written(held: Engine, path: Path) -> None:
-    with AsyncFileWriter(path, engine=held) as writer:
+def test_a_source_that_was_copied_may_be_changed_before_it_is_written(idle_engine: Engine, path: Path) -> None:
+    with AsyncFileWriter(path, engine=idle_engine) as writer:
         source = torch.zeros(64, 64).t()  # gathered into the engine's buffers
         writer.write(b"bytes")
         written = writer.write_tensor(source)
         writer.sync_before_step()
         assert not written.done()
         source.fill_(7)
-        held._native.release_held()
+        idle_engine._native.release_held()
     assert path.read_bytes() == b"bytes" + bytes(64 * 64 * 4)
 
 
-def test_one_more_than_may_be_pending_waits(held: Engine, path: Path) -> None:
-    writer = AsyncFileWriter(path, 3, engine=held)
+def test_one_more_than_may_be_pending_waits(idle_engine: Engine, path: Path) -> None:
+    writer = AsyncFileWriter(path, 3, engine=idle_engine)
     futures = [writer.write_tensor(torch.full((10,), i)) for i in range(3)]
     begun, ended = threading.Event(), threading.Event()
 
@@ -185,9 +185,9 @@ def test_one_more_than_may_be_pending_waits(held: Engine, path: Path) -> None:
 
     thread = in_a_thread(write_one_more)
     assert begun.wait(PATIENCE)
-    assert held.statistics().pending == 3
+    assert idle_engine.statistics().pending == 3
     assert not ended.is_set()
-    held._native.release_held()
+    idle_engine._native.release_held()
     thread.join(PATIENCE)
     assert gather(*futures).wait(timeout=PATIENCE) == [80] * 4
     writer.close()

@@ -34,7 +34,7 @@ def offloader(tmp_path: Path) -> Iterator[DiskOffloader]:
 
 
 @pytest.fixture
-def held() -> Iterator[Engine]:
+def idle_engine() -> Iterator[Engine]:
     with held_engine() as engine:
         yield engine
 
@@ -71,14 +71,14 @@ def test_futures_are_done_when_who_synchronizes_returns(offloader: DiskOffloader
         assert all(read.done() for read in reads)
 
 
-def test_what_the_engine_has_cannot_be_cancelled(held: Engine, tmp_path: Path) -> None:
-    offloader = DiskOffloader(tmp_path, engine=held)
+def test_what_the_engine_has_cannot_be_cancelled(idle_engine: Engine, tmp_path: Path) -> None:
+    offloader = DiskOffloader(tmp_path, engine=idle_engine)
     (x,), copies = numbered(1)
     future = offloader.async_write(x)
     assert future.released is not None
     assert not future.cancel()
     assert not future.done()
-    held._native.release_held()
+    idle_engine._native.release_held()
     offloader.synchronize()
     assert future.wait(timeout=PATIENCE) == 4000
     assert future.released.done()
@@ -97,16 +97,16 @@ def test_futures_overlap_up_to_the_limit(backend: str, tmp_path: Path) -> None:
 
 
 def test_one_more_than_may_be_pending_waits_for_the_oldest(
-    held: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    idle_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offloader = DiskOffloader(tmp_path, 2, engine=held)
+    offloader = DiskOffloader(tmp_path, 2, engine=idle_engine)
     tensors, _ = numbered(3)
     futures = [offloader.async_write(tensor) for tensor in tensors[:2]]
     assert [size(tensor) for tensor in tensors] == [4000] * 3
     end = offloader._completions.end
 
     def end_when_released(operation: Operation) -> None:
-        held._native.release_held()
+        idle_engine._native.release_held()
         end(operation)
 
     monkeypatch.setattr(offloader._completions, "end", end_when_released)
@@ -115,12 +115,12 @@ def test_one_more_than_may_be_pending_waits_for_the_oldest(
     assert wait_all(futures, timeout=PATIENCE) == [4000] * 3
 
 
-def test_what_is_done_is_held_no_longer(held: Engine, tmp_path: Path) -> None:
-    offloader = DiskOffloader(tmp_path, engine=held)
+def test_what_is_done_is_held_no_longer(idle_engine: Engine, tmp_path: Path) -> None:
+    offloader = DiskOffloader(tmp_path, engine=idle_engine)
     (x,), _ = numbered(1)
     future = offloader.async_write(x)
     assert len(offloader._completions._pending) == 1
-    held._native.release_held()
+    idle_engine._native.release_held()
     future.wait(timeout=PATIENCE)
     assert not offloader._completions._pending
 
@@ -138,26 +138,26 @@ def test_operations_on_one_tensor_follow_each_other(offloader: DiskOffloader) ->
 def test_the_callback_thread_may_wait_for_an_operation(offloader: DiskOffloader) -> None:
     (x,), copies = numbered(1)
 
-    def there_and_back(_: CUDAFuture[None]) -> bool:
+    def write_and_read(_: CUDAFuture[None]) -> bool:
         offloader.sync_write(x)
         offloader.async_read(x)
         offloader.synchronize()
         return True
 
-    done = CUDAFuture.completed(None).then(there_and_back, executor=executors.callback_thread)
+    done = CUDAFuture.completed(None).then(write_and_read, executor=executors.callback_thread)
     assert done.wait(timeout=PATIENCE)
     assert equal([x], copies)
 
 
-def test_a_tensor_may_be_dropped_while_it_is_written(held: Engine, tmp_path: Path) -> None:
-    offloader = DiskOffloader(tmp_path, engine=held)
+def test_a_tensor_may_be_dropped_while_it_is_written(idle_engine: Engine, tmp_path: Path) -> None:
+    offloader = DiskOffloader(tmp_path, engine=idle_engine)
     view = torch.arange(1000)
     whole = view.untyped_storage()
     future = offloader.async_write(view)
     del view
     gc.collect()
     assert whole.size() == 8000
-    held._native.release_held()
+    idle_engine._native.release_held()
     assert future.wait(timeout=PATIENCE) == 8000
     assert whole.size() == 0
     again = torch.empty(0, dtype=torch.int64).set_(whole, 0, (1000,))  # type: ignore[call-overload]
@@ -205,14 +205,14 @@ def test_callbacks_use_the_offloader_while_it_is_full(backend: str, tmp_path: Pa
 def test_a_callback_that_goes_on_and_on_does_not_run_out_of_stack(offloader: DiskOffloader) -> None:
     x, rounds = torch.zeros(1), itertools.count(1)
 
-    def again() -> None:
+    def write_and_read_on() -> None:
         x.add_(1)
         if next(rounds) < 1000:
             offloader.async_write(x)
-            offloader.async_read(x, again)
+            offloader.async_read(x, write_and_read_on)
 
     offloader.sync_write(x)
-    offloader.async_read(x, again)
+    offloader.async_read(x, write_and_read_on)
     assert x.item() == 1000
 
 
@@ -226,20 +226,20 @@ def test_an_exception_of_a_callback_comes_out_of_the_call_that_runs_it(offloader
     assert equal([x], copies)
 
 
-def test_who_synchronizes_ends_everything_before_it_raises(held: Engine, tmp_path: Path) -> None:
-    offloader = DiskOffloader(tmp_path, engine=held)
+def test_who_synchronizes_ends_everything_before_it_raises(idle_engine: Engine, tmp_path: Path) -> None:
+    offloader = DiskOffloader(tmp_path, engine=idle_engine)
     (x, y), _ = numbered(2)
     submitted, ran = threading.Event(), threading.Event()
 
-    def interrupted() -> None:
+    def write_with_callbacks() -> None:
         original = offloader._completions.collect
         offloader._completions.collect = lambda last: submitted.set()  # type: ignore[method-assign]
         offloader.async_write(x, lambda: 1 // 0)
         offloader.async_write(y, ran.set)
         offloader._completions.collect = original  # type: ignore[method-assign]
 
-    in_a_thread(interrupted).join(PATIENCE)
-    held._native.release_held()
+    in_a_thread(write_with_callbacks).join(PATIENCE)
+    idle_engine._native.release_held()
     with pytest.raises(ZeroDivisionError):
         offloader.synchronize()
     assert ran.is_set()

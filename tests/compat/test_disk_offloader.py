@@ -226,13 +226,13 @@ def test_only_contiguous_tensors_are_taken(offloader: DiskOffloader) -> None:
     assert size(x) == 80
 
 
-def freed() -> torch.Tensor:
+def make_freed() -> torch.Tensor:
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
-def shrunk() -> torch.Tensor:
+def make_shrunk() -> torch.Tensor:
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(8)
     return tensor
@@ -241,8 +241,8 @@ def shrunk() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (freed(), "the storage of the tensor has 0 bytes, but its elements need 16"),
-        (shrunk(), "the storage of the tensor has 8 bytes, but its elements need 16"),
+        (make_freed(), "the storage of the tensor has 0 bytes, but its elements need 16"),
+        (make_shrunk(), "the storage of the tensor has 8 bytes, but its elements need 16"),
         (torch.ones(4, device="meta"), "on meta has no memory of its own"),
         (torch.ones(4).to_sparse(), "sparse_coo on cpu has no memory of its own"),
         (torch._efficientzerotensor((4,)), "on cpu has no memory of its own"),

@@ -132,9 +132,9 @@ class Client:
         for _ in range(operations):
             self._begin()
             while len(self._in_flight) >= window:
-                self._look(self._in_flight.popleft())
+                self._record_outcome(self._in_flight.popleft())
         while self._in_flight:
-            self._look(self._in_flight.popleft())
+            self._record_outcome(self._in_flight.popleft())
 
     def die_after(self, operations: int, window: int) -> None:
         """Work until the given number of operations has ended, and be killed then."""
@@ -162,14 +162,14 @@ class Client:
     def _write(self, store: RemoteStore, place: str, keys: list[str]) -> None:
         self._first += 1
         contents = {key: content_of(key, self._first) for key in keys}
-        number = self._journal.begun({place + key: self._first for key in keys})
+        number = self._journal.record_begin({place + key: self._first for key in keys})
         if len(keys) == 1:
             self._follow(number, place, [], store.write(keys[0], contents[keys[0]]))
         else:
             self._follow(number, place, [], store.writev(contents))
 
     def _read(self, store: RemoteStore, place: str, keys: list[str]) -> None:
-        number = self._journal.begun({})
+        number = self._journal.record_begin({})
         fixed = all(key.split()[0] in SIZES and not key.startswith("zero") for key in keys)
         outs = None
         if fixed and self._numbers.random() < 0.4:
@@ -183,25 +183,25 @@ class Client:
         self._follow(number, place, keys, future, begin)
 
     def _delete(self, store: RemoteStore, place: str, keys: list[str]) -> None:
-        number = self._journal.begun({place + keys[0]: None})
+        number = self._journal.record_begin({place + keys[0]: None})
         self._follow(number, place, keys[:1], store.delete(keys[0]))
 
     def _follow(self, number: int, place: str, keys: list[str], future: CUDAFuture[Any], begin: int = 0) -> None:
-        future.add_done_callback(partial(self._ended, number))
+        future.add_done_callback(partial(self._record_end, number))
         self._in_flight.append(Batch(number, begin or now(), place, keys, future))
 
-    def _ended(self, number: int, future: CUDAFuture[Any]) -> None:
+    def _record_end(self, number: int, future: CUDAFuture[Any]) -> None:
         """Record the end of an operation at once; kill this process if it was the last one."""
         error = future.exception()
         is_known = error is None or isinstance(error, NotFoundError)
-        self._ends[number] = self._journal.ended(number, error is None) if is_known else now()
+        self._ends[number] = self._journal.record_end(number, error is None) if is_known else now()
         with self._lock:
             if self._left is not None:
                 self._left -= 1
                 if self._left == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-    def _look(self, batch: Batch) -> None:
+    def _record_outcome(self, batch: Batch) -> None:
         """Record the outcome of an operation."""
         error = batch.future.exception(timeout=LONG)
         seen: dict[str, Version] = {}
@@ -215,7 +215,7 @@ class Client:
             seen = {batch.place + key: version_of(key, content) for key, content in contents}
         while batch.number not in self._ends:  # the callback is about to run
             os.sched_yield()
-        self._journal.seen(batch.begin, self._ends.pop(batch.number), seen)
+        self._journal.record_read(batch.begin, self._ends.pop(batch.number), seen)
 
 
 def be_client(number: int, folder: Path, plan: Plan) -> None:
@@ -277,7 +277,7 @@ def look_at_all(name: str, remote: RemoteStore, journal: Journal) -> list[str]:
     contents = remote.readv(keys).wait(timeout=LONG)
     seen: dict[str, Version] = dict.fromkeys(KEYS)
     seen |= {key: version_of(key, content) for key, content in zip(keys, contents, strict=True)}
-    journal.seen(begin, now(), {f"{name}/{key}": version for key, version in seen.items()})
+    journal.record_read(begin, now(), {f"{name}/{key}": version for key, version in seen.items()})
     return keys
 
 

@@ -47,19 +47,19 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Store]:
     """Open an empty store of each of the four kinds."""
-    with opened(kind, tmp_path, request) as store:
+    with open_kind(kind, tmp_path, request) as store:
         yield store
 
 
 @pytest.fixture(params=["local", "sharded", REMOTE, LOCAL_AND_REMOTE, *LOCAL_VARIANTS, REMOTE_DURABLE])
 def any_store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Store]:
     """Open an empty store of each kind, and local ones with other options and I/O backends."""
-    with opened(str(request.param), tmp_path, request) as store:
+    with open_kind(str(request.param), tmp_path, request) as store:
         yield store
 
 
 @contextlib.contextmanager
-def opened(kind: str, folder: Path, request: pytest.FixtureRequest) -> Iterator[Store]:
+def open_kind(kind: str, folder: Path, request: pytest.FixtureRequest) -> Iterator[Store]:
     """Open an empty store of the given kind. All its files are in `folder`."""
     with contextlib.ExitStack() as stack:
 

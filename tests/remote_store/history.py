@@ -41,24 +41,24 @@ class Journal:
         self._lock = threading.Lock()
         self._number = 0
 
-    def begun(self, changes: Mapping[str, Version]) -> int:
+    def record_begin(self, changes: Mapping[str, Version]) -> int:
         """Record that an operation begins, with the version that it gives to each key; return its number."""
         with self._lock:
             self._number += 1
             self._write("begun", self._number, now(), changes)
             return self._number
 
-    def limit(self, number: int, seconds: float) -> None:
+    def record_limit(self, number: int, seconds: float) -> None:
         """Record that the operation has so many seconds from now on."""
         self._write("limit", number, now() + int(seconds * 1e9), None)
 
-    def ended(self, number: int, changed: bool = True) -> int:
+    def record_end(self, number: int, changed: bool = True) -> int:
         """Record that the operation was acknowledged, or that it failed without a change; return the time."""
         at = now()
         self._write("ended", number, at, changed)
         return at
 
-    def seen(self, begin: int, end: int, versions: Mapping[str, Version]) -> None:
+    def record_read(self, begin: int, end: int, versions: Mapping[str, Version]) -> None:
         """Record the versions that a read between two times returned."""
         self._write("seen", begin, end, versions)
 
@@ -149,7 +149,7 @@ def _expect_one_key(changes: list[Change], sights: list[Sight]) -> None:
         of_this_version = of_version[sight.version]
         sources = of_this_version[: bisect.bisect_left(of_this_version, sight.end, key=lambda each: each.begin)]
         assert sources, f"{sight}: nobody has written that"
-        is_current = any(not replacements.replaced(each, sight.begin) for each in reversed(sources))
+        is_current = any(not replacements.is_replaced(each, sight.begin) for each in reversed(sources))
         assert is_current, f"{sight}: it was replaced already, of {sources[-9:]}"
 
 
@@ -171,7 +171,7 @@ class _Replacements:
                 self._acknowledged_begins.add(effect, change.begin)
                 self._acknowledged_numbers[change.client].add(effect, change.number)
 
-    def replaced(self, change: Change, at: float) -> bool:
+    def is_replaced(self, change: Change, at: float) -> bool:
         """Return True if a change that had taken effect at a time cannot have come before this one."""
         return (
             self._effects[change] < self._begins.before(at)

@@ -34,13 +34,13 @@ VERBS = {"put": wire.PUT, "get": wire.GET, "delete": wire.DELETE, "fetch": wire.
 _sequences = itertools.count(1 << 40)  # of requests that a test makes itself
 
 
-def held() -> Engine:
+def make_idle_engine() -> Engine:
     """Return a disk that completes no operation before ``release_held()``."""
     return Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
 
 
 @contextlib.contextmanager
-def released_at_the_end(engine: Engine) -> Iterator[None]:
+def release_at_end(engine: Engine) -> Iterator[None]:
     """Release the disk also when the test fails: ``close()`` waits for it."""
     try:
         yield
@@ -61,7 +61,7 @@ Answered = Callable[[_C.StoreMessage, bytes, "list[torch.Tensor]"], None]
 
 
 @contextlib.contextmanager
-def replies_go_to(remote: RemoteStore, answered: Answered) -> Iterator[None]:
+def redirect_replies(remote: RemoteStore, answered: Answered) -> Iterator[None]:
     """Call `answered` with the replies to the messages that a client sends in the block, instead of the message."""
     real = remote._window.channel
 
@@ -83,7 +83,7 @@ def replies_go_to(remote: RemoteStore, answered: Answered) -> Iterator[None]:
         remote._window.channel = real
 
 
-def changed(body: bytes, tensors: list[torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
+def change_last_byte(body: bytes, tensors: list[torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
     """Return a message with another last byte of its data."""
     if not tensors:
         return body[:-1] + bytes([body[-1] ^ 1]), []
@@ -93,7 +93,7 @@ def changed(body: bytes, tensors: list[torch.Tensor]) -> tuple[bytes, list[torch
 
 
 @contextlib.contextmanager
-def one_reply_changed(remote: RemoteStore, verb: int) -> Iterator[None]:
+def change_one_reply(remote: RemoteStore, verb: int) -> Iterator[None]:
     """Change a byte of the first reply to a message with a verb in the block. Require such a reply."""
     messages: list[_C.StoreMessage] = []
 
@@ -101,9 +101,9 @@ def one_reply_changed(remote: RemoteStore, verb: int) -> Iterator[None]:
         is_first = message.verb == verb and not messages
         if is_first:
             messages.append(message)
-        message.answered(*(changed(body, tensors) if is_first else (body, tensors)))
+        message.answered(*(change_last_byte(body, tensors) if is_first else (body, tensors)))
 
-    with replies_go_to(remote, answered):
+    with redirect_replies(remote, answered):
         yield
     assert messages
 
@@ -265,7 +265,7 @@ class Arrivals:
         self._handled.__exit__(kind, error, at)
 
 
-def handled_requests() -> int:
+def count_requests() -> int:
     """Return the number of requests that ``Arrivals`` has counted in this process."""
     return Arrivals.handled
 
@@ -281,7 +281,7 @@ class Departures:
         real = client.channel  # type: ignore[attr-defined]
         lock = threading.Lock()
 
-        def counted(*arguments: Any) -> Any:
+        def make_channel(*arguments: Any) -> Any:
             channel = real(*arguments)
 
             def count(body: bytes, tensors: list[torch.Tensor], seconds: float, to: Listener) -> None:
@@ -291,7 +291,7 @@ class Departures:
 
             return SimpleNamespace(send=count)
 
-        self._patch.setattr(client, "channel", counted)
+        self._patch.setattr(client, "channel", make_channel)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -59,7 +59,7 @@ class Plan:
     disturbances: tuple[Disturbance, ...]
 
     @property
-    def killed(self) -> set[int]:
+    def victims(self) -> set[int]:
         """The ranks of the processes that are killed."""
         return {each.rank for each in self.disturbances if each.kind == "kill"}
 
@@ -135,8 +135,8 @@ class Disturber(threading.Thread):
             self._continue()
             while self._waiting and self._waiting[0].at <= self._count:
                 self._disturb(self._waiting.popleft())
-            if len(self._finished) == self._plan.clients - len(self._plan.killed) + 1:
-                self._end_of_work()
+            if len(self._finished) == self._plan.clients - len(self._plan.victims) + 1:
+                self._finish_work()
 
     def _note(self, event: str) -> None:
         self.done.append(f"{time.monotonic() - self._begin:5.1f} s, {self._count} operations: {event}")
@@ -146,7 +146,7 @@ class Disturber(threading.Thread):
         for pipe in self._go:
             os.write(pipe, b"!")
 
-    def _end_of_work(self) -> None:
+    def _finish_work(self) -> None:
         """Let the survivors, which have finished, read everything once more without disturbances."""
         for each in self._waiting:
             if each.kind == "kill":
@@ -228,7 +228,7 @@ def be_client(number: int, folder: Path, plan: Plan, reporter: Reporter) -> None
     reporter.report(STARTED, os.getpid())
     reporter.wait()
     client.work()
-    if len(SERVERS) + number in plan.killed:
+    if len(SERVERS) + number in plan.victims:
         signal.pause()
     reporter.report(FINISHED)
     reporter.wait()
@@ -265,7 +265,7 @@ class Client:
         self._window = 1 + 3 * (number % 3)
         self._own = [f"small of {number}", f"page of {number}", f"any of {number}"]
         self._others = [key.replace(f" {number}", f" {i}") for key in self._own for i in range(plan.clients)]
-        self._stores = {server: patiently(partial(open_store, server)) for server in SERVERS}
+        self._stores = {server: repeat_until_done(partial(open_store, server)) for server in SERVERS}
         self._in_flight: collections.deque[Batch] = collections.deque()
         self._ends: dict[int, int] = {}  # when operations ended
 
@@ -304,12 +304,12 @@ class Client:
     def _write(self, server: str, keys: list[str]) -> None:
         self._version += 1
         contents = {key: content_of(key, self._version) for key in keys}
-        number = self._journal.begun({f"{server}/{key}": self._version for key in keys})
+        number = self._journal.record_begin({f"{server}/{key}": self._version for key in keys})
         store = self._stores[server]
         self._follow(number, server, [], store.writev(contents) if len(keys) > 1 else store.write(*contents.popitem()))
 
     def _read(self, server: str, keys: list[str]) -> None:
-        number = self._journal.begun({})
+        number = self._journal.record_begin({})
         outs = None
         if all(key.split()[0] in SIZES and not key.startswith("zero") for key in keys) and self._random.random() < 0.4:
             outs = [torch.full((size_of(key, 0),), 255, dtype=torch.uint8) for key in keys]
@@ -317,19 +317,19 @@ class Client:
         self._follow(number, server, keys, self._stores[server].readv(keys, outs), begin)
 
     def _delete(self, server: str, keys: list[str]) -> None:
-        number = self._journal.begun({f"{server}/{keys[0]}": None})
+        number = self._journal.record_begin({f"{server}/{keys[0]}": None})
         self._follow(number, server, keys[:1], self._stores[server].delete(keys[0]))
 
     def _follow(self, number: int, server: str, keys: list[str], future: CUDAFuture[Any], begin: int = 0) -> None:
         future.add_done_callback(partial(self._record_end, number))
-        self._journal.limit(number, TIMEOUT)
+        self._journal.record_limit(number, TIMEOUT)
         self._in_flight.append(Batch(number, begin or now(), server, keys, future))
 
     def _record_end(self, number: int, future: CUDAFuture[Any]) -> None:
         """Record the outcome at once, unless it is unknown, and report progress."""
         error = future.exception()
         is_known = error is None or isinstance(error, NotFoundError)
-        self._ends[number] = self._journal.ended(number, error is None) if is_known else now()
+        self._ends[number] = self._journal.record_end(number, error is None) if is_known else now()
         self._reporter.report(ENDED)
 
     def _end(self, batch: Batch) -> None:
@@ -352,14 +352,14 @@ class Client:
         while batch.number not in self._ends:  # the callback is about to run
             os.sched_yield()
         end = self._ends.pop(batch.number)
-        self._journal.seen(batch.begin, end, {f"{batch.server}/{key}": version for key, version in seen.items()})
+        self._journal.record_read(batch.begin, end, {f"{batch.server}/{key}": version for key, version in seen.items()})
 
 
 def open_store(server: str) -> RemoteStore:
     return RemoteStore(server, namespace=NAMESPACE, timeout=TIMEOUT)
 
 
-def patiently(call: Callable[[], Any]) -> Any:
+def repeat_until_done(call: Callable[[], Any]) -> Any:
     """Repeat a call until it does not time out."""
     while True:
         with contextlib.suppress(TimeoutError):
@@ -382,4 +382,4 @@ def read_all(server: str, store: RemoteStore, keys: Sequence[str], journal: Jour
         if error is not None and not isinstance(error, NotFoundError):
             raise error
         version = None if error is not None else version_of(key, read.value())
-        journal.seen(begin, now(), {f"{server}/{key}": version})
+        journal.record_read(begin, now(), {f"{server}/{key}": version})

@@ -23,7 +23,7 @@ from cudafuture.io import digest
 from cudafuture.io.engine import PAGE
 from cudafuture.store import DiskStore
 from remote_store import messages as wire
-from remote_store.seams import change_of, held, in_time, put_of, released_at_the_end, send
+from remote_store.seams import change_of, in_time, make_idle_engine, put_of, release_at_end, send
 from rpc_ext import rpc_sync
 from rpc_ext.store import _calls as services
 from rpc_ext.store._wire import LONGEST_KEY, MOST_ENTRIES, PIECE, Put
@@ -44,12 +44,12 @@ def zeros(nbytes: int) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8)
 
 
-def small(key: str = "small", *, at: int = 0) -> Put:
+def make_small(key: str = "small", *, at: int = 0) -> Put:
     """Return the entry of 64 zeros."""
     return put_of(key, zeros(64), at=at)[0]
 
 
-def last(key: str = "last", *, at: int = 0) -> Put:
+def make_last(key: str = "last", *, at: int = 0) -> Put:
     """Return the entry of the last 64 bytes of zeros that travel in two parts."""
     return put_of(key, zeros(CAPACITY), part=1, at=at)[0]
 
@@ -76,11 +76,11 @@ def test_what_rpc_has_no_room_for_waits_without_the_caller(tmp_path: Path, limit
 
     with (
         alone(tmp_path / "rendezvous", num_worker_threads=2, **limits),
-        held() as engine,
+        make_idle_engine() as engine,
         serve_store(tmp_path / "served", engine=engine, memory=16 * PIECE, clients=2),
         RemoteStore(ME) as one,
         RemoteStore(ME) as other,
-        released_at_the_end(engine),
+        release_at_end(engine),
     ):
         remotes = one, other
         asking = threading.Thread(target=ask)
@@ -135,7 +135,7 @@ def test_what_a_client_claims_to_have_costs_no_memory(tmp_path: Path, parts: int
 def test_bytes_that_are_more_than_a_request_carries_are_refused(tmp_path: Path) -> None:
     with serve_store(tmp_path / "served") as service, RemoteStore(ME) as remote:
         with pytest.raises(ValueError, match=f"up to {PIECE} bytes"):
-            put(remote, [small()], zeros(5 * PIECE))
+            put(remote, [make_small()], zeros(5 * PIECE))
         found = service.statistics()
         assert (found.refused, found.most_in_flight) == (1, 0)
         assert remote.keys() == []
@@ -193,13 +193,13 @@ def test_a_request_that_waits_for_another_takes_no_memory_when_its_session_has_e
 
 
 MALFORMED: dict[str, tuple[list[Put], torch.Tensor]] = {
-    "a whole and a part": ([small(), last(at=64)], zeros(128)),
-    "a part and a whole": ([last(), small(at=64)], zeros(128)),
-    "two parts": ([last(), last("b", at=64)], zeros(128)),
-    "twice the same key": ([small(), small(at=64)], zeros(128)),
-    "numbers": ([small()], torch.zeros(1 << 14)),
-    "shared": ([small(), small("b")], zeros(64)),
-    "cut off": ([small(), small("b", at=64)], zeros(127)),
+    "a whole and a part": ([make_small(), make_last(at=64)], zeros(128)),
+    "a part and a whole": ([make_last(), make_small(at=64)], zeros(128)),
+    "two parts": ([make_last(), make_last("b", at=64)], zeros(128)),
+    "twice the same key": ([make_small(), make_small(at=64)], zeros(128)),
+    "numbers": ([make_small()], torch.zeros(1 << 14)),
+    "shared": ([make_small(), make_small("b")], zeros(64)),
+    "cut off": ([make_small(), make_small("b", at=64)], zeros(127)),
 }
 
 
@@ -227,11 +227,11 @@ def test_what_is_refused_takes_no_quota(tmp_path: Path, kind: str) -> None:
 
 
 CHANGED: dict[str, tuple[list[Put], int]] = {  # entries of zeros, and which of them has another digest
-    "alone": ([small()], 0),
-    "of two": ([small(), small("other", at=64)], 1),
-    "of a long key": ([small(LONG)], 0),
-    "of a long key and another": ([small(), small(LONG, at=64)], 1),
-    "empty": ([small(), put_of("empty", zeros(0), at=64)[0]], 1),
+    "alone": ([make_small()], 0),
+    "of two": ([make_small(), make_small("other", at=64)], 1),
+    "of a long key": ([make_small(LONG)], 0),
+    "of a long key and another": ([make_small(), make_small(LONG, at=64)], 1),
+    "empty": ([make_small(), put_of("empty", zeros(0), at=64)[0]], 1),
 }
 
 
@@ -263,7 +263,7 @@ def test_a_part_that_was_changed_on_the_way_aborts_the_write(tmp_path: Path, par
         serve_store(tmp_path / "served", namespace_capacity=CAPACITY) as service,
         RemoteStore(ME, namespace="kept") as remote,
     ):
-        sequence = last().sequence
+        sequence = make_last().sequence
         for i in range(2):
             entry, data = put_of("last", zeros(CAPACITY), part=i, sequence=sequence)
             answer = put(remote, [entry._replace(digest=entry.digest ^ (i == part))], data)
@@ -283,7 +283,7 @@ def test_one_of_many_that_was_changed_costs_the_others_nothing(tmp_path: Path) -
     count, wrong = MOST_ENTRIES, 17
 
     def entries(changed: int | None) -> list[Put]:
-        found = [small(f"{i}", at=64 * i) for i in range(count)]
+        found = [make_small(f"{i}", at=64 * i) for i in range(count)]
         return [entry._replace(digest=entry.digest ^ (i == changed)) for i, entry in enumerate(found)]
 
     with (

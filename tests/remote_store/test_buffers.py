@@ -41,13 +41,13 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-def small(i: int) -> torch.Tensor:
+def make_small(i: int) -> torch.Tensor:
     return torch.full((SMALL,), i % 251, dtype=torch.uint8)
 
 
 def pack_of(name: str) -> dict[str, torch.Tensor]:
     """Return as many tensors as fit into one request, so that the client sends it at once."""
-    return {f"{name}/{i}": small(i) for i in range(IN_PACK)}
+    return {f"{name}/{i}": make_small(i) for i in range(IN_PACK)}
 
 
 class NoBuffers:
@@ -71,10 +71,10 @@ class NoBuffers:
 
 def test_writes_that_find_no_buffer_wait_without_a_thread(remote: RemoteStore) -> None:
     """The worker has one thread. A client that needs more buffers than exist still completes its other requests."""
-    remote.write("there", small(1)).wait(timeout=PATIENCE)
+    remote.write("there", make_small(1)).wait(timeout=PATIENCE)
     with NoBuffers(remote) as held:
         later = [remote.writev(pack_of(f"later {i}")) for i in range(3)]
-        assert torch.equal(remote.read("there").wait(timeout=PATIENCE), small(1))
+        assert torch.equal(remote.read("there").wait(timeout=PATIENCE), make_small(1))
         assert not held.kept.has_more()
         assert not any(write.done() for write in (*held.writes, *later))
         assert remote.statistics().in_flight == (BUFFERS + len(later)) * PACK
@@ -130,22 +130,22 @@ def test_writes_get_their_buffers_while_the_callback_thread_is_blocked(remote: R
 
 
 def test_a_client_whose_replies_are_not_sent_holds_up_itself_alone(service: StoreService, remote: RemoteStore) -> None:
-    remote.write("x", small(1)).wait(timeout=PATIENCE)
+    remote.write("x", make_small(1)).wait(timeout=PATIENCE)
     with RemoteStore(ME, namespace="other") as other:
-        other.write("x", small(2)).wait(timeout=PATIENCE)
+        other.write("x", make_small(2)).wait(timeout=PATIENCE)
         buffers = handler_of(service).session(remote._token).buffers
         unsent = [buffers.take(PIECE) for _ in range(2 * remote.statistics().window // PIECE)]
         assert all(buffer.done() for buffer in unsent)
         mine = remote.read("x")
-        assert torch.equal(other.read("x").wait(timeout=PATIENCE), small(2))
+        assert torch.equal(other.read("x").wait(timeout=PATIENCE), make_small(2))
         assert not mine.done()
         unsent.pop()
-        assert torch.equal(mine.wait(timeout=PATIENCE), small(1))
+        assert torch.equal(mine.wait(timeout=PATIENCE), make_small(1))
 
 
 def test_a_session_that_ends_fails_reads_that_wait_for_a_buffer(service: StoreService) -> None:
     remote = RemoteStore(ME, namespace="kept")
-    remote.write("x", small(1)).wait(timeout=PATIENCE)
+    remote.write("x", make_small(1)).wait(timeout=PATIENCE)
     buffers = handler_of(service).session(remote._token).buffers
     unsent = [buffers.take(PIECE) for _ in range(2 * remote.statistics().window // PIECE)]
     mine = remote.read("x")

@@ -18,7 +18,7 @@ from cudafuture.io import digest
 from cudafuture.testing import World, sim
 from cudafuture.testing.sim import RaceError
 from remote_store import messages as wire
-from remote_store.seams import one_reply_changed
+from remote_store.seams import change_one_reply
 from rpc_ext import RemoteStore, serve_store
 from rpc_ext.store import _source as source
 from rpc_ext.store import _target as target
@@ -32,37 +32,37 @@ ME = "worker0"
 SMALL, LARGE = 1000, PIECE // 4 + 100  # float32s: in a batch; in two parts
 
 
-def comes_back_to_the_host(remote: RemoteStore, size: int) -> None:
+def read_to_host(remote: RemoteStore, size: int) -> None:
     remote.write("x", filled(1.0, size=size)).wait(timeout=LONG)
     back = remote.read("x").wait(timeout=LONG)
     assert back.is_cpu
     assert torch.equal(back, torch.ones(size))
 
 
-def comes_back_to_a_device(remote: RemoteStore, size: int) -> None:
+def read_to_device(remote: RemoteStore, size: int) -> None:
     remote.write("x", filled(2.0, size=size)).wait(timeout=LONG)
     back = remote.read("x", device="sim:1").wait(timeout=LONG, non_blocking=True)
     assert str(back.device) == "sim:1"
     assert (only(back), back.shape) == (2.0, (size,))
 
 
-def is_read_again_if_it_was_changed_on_the_way(remote: RemoteStore, size: int) -> None:
+def repeat_corrupted_read(remote: RemoteStore, size: int) -> None:
     remote.write("x", torch.full((size,), 5.0)).wait(timeout=LONG)
     verbs = [wire.GET] if size == SMALL else [wire.GET, wire.FETCH]
     for out, verb in itertools.product((None, filled(-1.0, size=size)), verbs):
-        with one_reply_changed(remote, verb):
+        with change_one_reply(remote, verb):
             read = remote.read("x", out, None if out is not None else "sim:1")
             assert only(read.wait(timeout=LONG, non_blocking=True)) == 5.0
 
 
-def fills_what_the_device_was_writing(remote: RemoteStore, size: int) -> None:
+def read_into_pending_tensor(remote: RemoteStore, size: int) -> None:
     remote.write("x", torch.full((size,), 3.0)).wait(timeout=LONG)
     out = filled(-1.0, size=size)  # still being written when the read is asked for
     assert remote.read("x", out).wait(timeout=LONG, non_blocking=True) is out
     assert only(out) == 3.0
 
 
-def may_be_overwritten_when_it_is_released(remote: RemoteStore, size: int) -> None:
+def overwrite_released_tensor(remote: RemoteStore, size: int) -> None:
     tensor = filled(4.0, size=size)
     write = remote.write("x", tensor)
     assert write.released is not None
@@ -72,7 +72,7 @@ def may_be_overwritten_when_it_is_released(remote: RemoteStore, size: int) -> No
     assert only(remote.read("x", device="sim").wait(timeout=LONG, non_blocking=True)) == 4.0
 
 
-def many_at_once(remote: RemoteStore, size: int) -> None:
+def move_many_at_once(remote: RemoteStore, size: int) -> None:
     tensors = {f"{i}": filled(float(i), i % 2, size) for i in range(4)}
     remote.writev(tensors, priority=-1).wait(timeout=LONG)
     outs = [torch.empty_like(tensor) for tensor in tensors.values()]
@@ -82,7 +82,7 @@ def many_at_once(remote: RemoteStore, size: int) -> None:
     assert [only(out) for out in outs] == [0.0, 1.0, 2.0, 3.0]
 
 
-def has_the_digests_of_its_bytes(remote: RemoteStore, size: int) -> None:
+def compare_digests(remote: RemoteStore, size: int) -> None:
     due = {"x": digest(torch.full((size,), 4.0, device="cpu")), "y": 1}
     tensors = {key: filled(4.0, size=size) for key in due}
     written = torch.zeros(2, dtype=torch.bool, device="cpu")
@@ -98,7 +98,7 @@ def has_the_digests_of_its_bytes(remote: RemoteStore, size: int) -> None:
     assert (only(back), told.tolist()) == (4.0, [due["x"]])
 
 
-def many_in_one_call(remote: RemoteStore, size: int) -> None:
+def move_many_in_one_call(remote: RemoteStore, size: int) -> None:
     tensors = {f"{i}": filled(float(i), i % 2, size) for i in range(4)}
     write = remote.writev(tensors)
     assert write.released is not None
@@ -113,7 +113,7 @@ def many_in_one_call(remote: RemoteStore, size: int) -> None:
     assert [only(t) for t in remote.readv(["3", "1"], device="sim:1").wait(timeout=LONG, non_blocking=True)] == [3, 1]
 
 
-def transposed(remote: RemoteStore, size: int) -> None:
+def move_transposed(remote: RemoteStore, size: int) -> None:
     tensor = filled(5.0, size=2 * size).view(2, size).t()
     remote.write("x", tensor).wait(timeout=LONG)
     out = filled(-1.0, size=2 * size).view(2, size).t()
@@ -122,7 +122,7 @@ def transposed(remote: RemoteStore, size: int) -> None:
 
 
 @contextlib.contextmanager
-def without(edge: str) -> Iterator[None]:
+def cut_edge(edge: str) -> Iterator[None]:
     """Remove a sync edge in a block, and ignore wrong values there."""
     _C.cut_sync_edge(edge)
     try:
@@ -133,15 +133,15 @@ def without(edge: str) -> Iterator[None]:
 
 
 SCENARIOS = [
-    comes_back_to_the_host,
-    comes_back_to_a_device,
-    is_read_again_if_it_was_changed_on_the_way,
-    fills_what_the_device_was_writing,
-    may_be_overwritten_when_it_is_released,
-    many_at_once,
-    has_the_digests_of_its_bytes,
-    many_in_one_call,
-    transposed,
+    read_to_host,
+    read_to_device,
+    repeat_corrupted_read,
+    read_into_pending_tensor,
+    overwrite_released_tensor,
+    move_many_at_once,
+    compare_digests,
+    move_many_in_one_call,
+    move_transposed,
 ]
 
 
@@ -153,7 +153,7 @@ def process() -> Iterator[World]:
 
 
 @contextlib.contextmanager
-def offloading(schedule: str, folder: Path) -> Iterator[RemoteStore]:
+def serve_on_devices(schedule: str, folder: Path) -> Iterator[RemoteStore]:
     """Serve a store to this process itself, on simulated devices; afterwards raise if a race was found."""
     with (
         calling(schedule, folder / "meeting"),
@@ -171,7 +171,7 @@ def test_no_race(
     process: World, tmp_path: Path, scenario: Callable[[RemoteStore, int], None], size: int, schedule: str
 ) -> None:
     def run() -> None:
-        with offloading(schedule, tmp_path) as remote:
+        with serve_on_devices(schedule, tmp_path) as remote:
             scenario(remote, size)
 
     process.run(run)
@@ -180,10 +180,10 @@ def test_no_race(
 @pytest.mark.parametrize(
     ("scenario", "edge"),
     [
-        (comes_back_to_a_device, "copy.source_wait"),
-        (comes_back_to_a_device, "copy.done_record"),
-        (fills_what_the_device_was_writing, "copy.done_record"),
-        (may_be_overwritten_when_it_is_released, "copy.source_wait"),
+        (read_to_device, "copy.source_wait"),
+        (read_to_device, "copy.done_record"),
+        (read_into_pending_tensor, "copy.done_record"),
+        (overwrite_released_tensor, "copy.source_wait"),
     ],
     ids=["source", "device", "out", "released"],
 )
@@ -193,8 +193,8 @@ def test_an_edge_that_is_missing_is_found(
     def run() -> None:
         with (
             pytest.raises(RaceError, match="nothing orders the two"),
-            offloading("lazy", tmp_path) as remote,
-            without(edge),
+            serve_on_devices("lazy", tmp_path) as remote,
+            cut_edge(edge),
         ):
             scenario(remote, SMALL)
 
@@ -209,7 +209,7 @@ def test_copies_have_the_priority_of_the_call_and_go_through_pinned_memory(
         priorities: list[int] = []
         on_host: list[torch.Tensor] = []
 
-        def seen(value: torch.Tensor, device: Any, *, priority: int = 0) -> CUDAFuture[torch.Tensor]:
+        def record_copy(value: torch.Tensor, device: Any, *, priority: int = 0) -> CUDAFuture[torch.Tensor]:
             priorities.append(priority)
             copied = copy(value, device, priority=priority)
             if device == "cpu":
@@ -217,9 +217,9 @@ def test_copies_have_the_priority_of_the_call_and_go_through_pinned_memory(
             return copied
 
         with (
-            mock.patch.object(source, "copy", seen),
-            mock.patch.object(target, "copy", seen),
-            offloading("lazy", tmp_path) as remote,
+            mock.patch.object(source, "copy", record_copy),
+            mock.patch.object(target, "copy", record_copy),
+            serve_on_devices("lazy", tmp_path) as remote,
         ):
             remote.write("x", filled(1.0, size=size), priority=-1).wait(timeout=LONG)
             assert len(on_host) == (1 if size == SMALL else 2)
@@ -232,7 +232,7 @@ def test_copies_have_the_priority_of_the_call_and_go_through_pinned_memory(
 
 def test_a_tensor_without_memory_or_streams_is_refused(process: World, tmp_path: Path) -> None:
     def run() -> None:
-        with offloading("lazy", tmp_path) as remote:
+        with serve_on_devices("lazy", tmp_path) as remote:
             for wrong in (torch.empty(3, device="meta"), torch.eye(3).to_sparse()):
                 with pytest.raises(TypeError, match="no memory of its own"):
                     remote.write("x", wrong)

@@ -17,7 +17,7 @@ import rpc_ext
 from cudafuture import CUDAFuture, collect_all, wait_all
 from cudafuture.io import Engine
 from remote_store import messages as wire
-from remote_store.seams import put_of, released_at_the_end, send
+from remote_store.seams import put_of, release_at_end, send
 from rpc_ext.store import _calls as services
 from rpc_ext.store._wire import PIECE
 from rpc_ext.store.client import RemoteStore
@@ -41,12 +41,12 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session
         yield session
 
 
-def held() -> Engine:
+def make_idle_engine() -> Engine:
     return Engine("threads", _faults={"held": True})
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Path:
+def served_folder(tmp_path: Path) -> Path:
     """Return the folder of a closed service with tensors that opening it does not read."""
     folder = tmp_path / "served"
     with serve_store(folder, durable=True), RemoteStore(ME, namespace="kept") as remote:
@@ -54,7 +54,7 @@ def written(tmp_path: Path) -> Path:
     return folder
 
 
-def flood_of(remote: RemoteStore, kind: str) -> list[CUDAFuture[Any]]:
+def start_flood(remote: RemoteStore, kind: str) -> list[CUDAFuture[Any]]:
     """Start far more operations than fit into a window."""
     if kind == "reads":
         return [remote.read(f"{i % 16}", torch.empty_like(MEG)) for i in range(1000)]
@@ -65,15 +65,15 @@ FLOODS = pytest.mark.parametrize("kind", ["reads", "writes"])
 
 
 @FLOODS
-def test_a_client_with_thousands_of_requests_holds_nobody_up(written: Path, kind: str) -> None:
+def test_a_client_with_thousands_of_requests_holds_nobody_up(served_folder: Path, kind: str) -> None:
     with (
-        held() as engine,
-        serve_store(written, durable=True, engine=engine, memory=2 * WINDOW, clients=2) as service,
+        make_idle_engine() as engine,
+        serve_store(served_folder, durable=True, engine=engine, memory=2 * WINDOW, clients=2) as service,
         RemoteStore(ME, namespace="kept") as flooding,
         RemoteStore(ME, namespace="kept") as other,
-        released_at_the_end(engine),
+        release_at_end(engine),
     ):
-        flood = flood_of(flooding, kind)
+        flood = start_flood(flooding, kind)
         wait_for(lambda: service.statistics().in_flight > WINDOW - PIECE // 2)
         mine: list[CUDAFuture[Any]] = [other.read("large"), other.write("mine", LARGE)]
         # More than a window and one of them: so both are with the disk, and thousands that were asked for earlier wait.
@@ -87,16 +87,16 @@ def test_a_client_with_thousands_of_requests_holds_nobody_up(written: Path, kind
 
 
 @FLOODS
-def test_what_a_service_has_in_flight_keeps_within_its_memory(written: Path, kind: str) -> None:
+def test_what_a_service_has_in_flight_keeps_within_its_memory(served_folder: Path, kind: str) -> None:
     clients, memory = 3, 3 * WINDOW
     with (
-        held() as engine,
-        serve_store(written, durable=True, engine=engine, memory=memory, clients=clients) as service,
+        make_idle_engine() as engine,
+        serve_store(served_folder, durable=True, engine=engine, memory=memory, clients=clients) as service,
         contextlib.ExitStack() as open_,
     ):
         remotes = [open_.enter_context(RemoteStore(ME, namespace="kept")) for _ in range(clients)]
-        open_.enter_context(released_at_the_end(engine))
-        floods = [future for remote in remotes for future in flood_of(remote, kind)]
+        open_.enter_context(release_at_end(engine))
+        floods = [future for remote in remotes for future in start_flood(remote, kind)]
         if kind == "writes":
             floods += [remote.write(f"pieces {i}", PIECES) for i, remote in enumerate(remotes)]
         wait_for(lambda: service.statistics().in_flight > memory - clients * PIECE)
@@ -114,10 +114,10 @@ def test_a_client_that_minds_no_window_gets_no_more_memory(tmp_path: Path) -> No
     data = torch.zeros(PIECE, dtype=torch.uint8)
     count = 10
     with (
-        held() as engine,
+        make_idle_engine() as engine,
         serve_store(tmp_path / "served", engine=engine, memory=2 * WINDOW, clients=2) as service,
         RemoteStore(ME, namespace="kept") as remote,
-        released_at_the_end(engine),
+        release_at_end(engine),
     ):
         served = rpc_ext.statistics().served
         entries = [put_of(f"{i}", data)[0] for i in range(count)]

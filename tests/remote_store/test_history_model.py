@@ -123,11 +123,11 @@ def test_keys_are_checked_separately() -> None:
 def test_journals_keep_the_outcomes_of_operations(tmp_path: Path, seen: int | None, is_possible: bool) -> None:
     journal = Journal(tmp_path / "a.journal")
     for version in (1, 2):
-        journal.ended(journal.begun({"x": version}))
-    journal.limit(journal.begun({"x": 3}), 1.0)  # no end: unknown
-    journal.ended(journal.begun({"x": 4}), changed=False)
-    at = journal.ended(journal.begun({}))
-    Journal(tmp_path / "b.journal").seen(at + 1, at + 2, {"x": seen})
+        journal.record_end(journal.record_begin({"x": version}))
+    journal.record_limit(journal.record_begin({"x": 3}), 1.0)  # no end: unknown
+    journal.record_end(journal.record_begin({"x": 4}), changed=False)
+    at = journal.record_end(journal.record_begin({}))
+    Journal(tmp_path / "b.journal").record_read(at + 1, at + 2, {"x": seen})
     history = History.of(tmp_path.glob("*.journal"))
     assert history.outcomes == {"acknowledged": 3, "unknown": 1, "failed": 1}
     with contextlib.nullcontext() if is_possible else pytest.raises(AssertionError):

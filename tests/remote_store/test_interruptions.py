@@ -44,7 +44,7 @@ def remote(service: StoreService) -> Iterator[RemoteStore]:
     assert service.statistics().clients == 0
 
 
-def numbered(size: int) -> torch.Tensor:
+def make_numbers(size: int) -> torch.Tensor:
     return torch.arange(size, dtype=torch.float32)
 
 
@@ -52,8 +52,8 @@ def expect_works(remote: RemoteStore, *keys: str) -> None:
     """Check that keys of every size can be written, read and deleted."""
     for size in SIZES.values():
         for key in keys:
-            remote.write(key, numbered(size)).wait(timeout=PATIENCE)
-            assert torch.equal(remote.read(key).wait(timeout=PATIENCE), numbered(size))
+            remote.write(key, make_numbers(size)).wait(timeout=PATIENCE)
+            assert torch.equal(remote.read(key).wait(timeout=PATIENCE), make_numbers(size))
     remote.deletev(keys).wait(timeout=PATIENCE)
     assert not {*keys} & {*remote.keys()}
 
@@ -90,7 +90,7 @@ def expect_interrupted(begin: Callable[[], CUDAFuture[Any]]) -> None:
 def test_ctrl_c_amid_a_write_leaves_nothing_behind(
     remote: RemoteStore, monkeypatch: pytest.MonkeyPatch, size: str, name: str
 ) -> None:
-    tensor = numbered(SIZES[size])
+    tensor = make_numbers(SIZES[size])
     interrupt_once(monkeypatch, remote, name)
     expect_interrupted(lambda: remote.write("x", tensor))
     expect_idle(remote)
@@ -104,7 +104,7 @@ def test_ctrl_c_amid_a_write_leaves_nothing_behind(
 def test_ctrl_c_amid_a_read_leaves_nothing_behind(
     remote: RemoteStore, monkeypatch: pytest.MonkeyPatch, size: str, filled: bool
 ) -> None:
-    tensor = numbered(SIZES[size])
+    tensor = make_numbers(SIZES[size])
     remote.write("x", tensor).wait(timeout=PATIENCE)
     interrupt_once(monkeypatch, remote)
     expect_interrupted(lambda: remote.read("x", torch.empty_like(tensor) if filled else None))
@@ -118,7 +118,7 @@ def test_ctrl_c_amid_a_read_leaves_nothing_behind(
 
 
 def test_ctrl_c_amid_a_deletion_leaves_nothing_behind(remote: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    remote.write("x", numbered(3)).wait(timeout=PATIENCE)
+    remote.write("x", make_numbers(3)).wait(timeout=PATIENCE)
     interrupt_once(monkeypatch, remote)
     expect_interrupted(lambda: remote.delete("x"))
     expect_works(remote, "x", "y")
@@ -130,10 +130,10 @@ def test_ctrl_c_ends_all_that_it_met_and_nothing_else(
 ) -> None:
     """Requests that wait to travel together are sent by any thread that has made room for them."""
     keys = [f"{i}" for i in range(5)]
-    remote.writev({key: numbered(3) for key in keys}).wait(timeout=PATIENCE)
+    remote.writev({key: make_numbers(3) for key in keys}).wait(timeout=PATIENCE)
 
     def ask(key: str) -> CUDAFuture[Any]:
-        return remote.write(key, numbered(3)) if kind == "put" else remote.read(key)
+        return remote.write(key, make_numbers(3)) if kind == "put" else remote.read(key)
 
     with Kept(kind) as kept:
         asked = [ask(key) for key in keys]
@@ -149,13 +149,13 @@ def test_ctrl_c_ends_all_that_it_met_and_nothing_else(
 
 def test_many_requests_that_cannot_be_sent_all_fail(remote: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """They fail one after the other in one thread, which has room for no call of a thousand others."""
-    tensor = numbered(1 << 18)
+    tensor = make_numbers(1 << 18)
 
     def refuse(*_: object) -> NoReturn:
         raise InvalidStateError("of the test")
 
     with Kept("put") as kept:
-        first = remote.write("first", numbered(1 << 23))  # and others, up to the window
+        first = remote.write("first", make_numbers(1 << 23))  # and others, up to the window
         writes = [remote.write(f"{i}", tensor) for i in range(2000)]
         monkeypatch.setattr(remote._window, "channel", SimpleNamespace(send=refuse))
         while not all(write.done() for write in writes) and kept.has_more():
@@ -177,12 +177,12 @@ def test_requests_that_travel_together_have_each_their_own_deadline(
     remote: RemoteStore, kind: str, order: list[str]
 ) -> None:
     """They have the same timeout. The test changes it between the calls instead of waiting."""
-    remote.writev({key: numbered(3) for key in ("first", *order)}).wait(timeout=PATIENCE)
+    remote.writev({key: make_numbers(3) for key in ("first", *order)}).wait(timeout=PATIENCE)
     times = {"first": 0.0, "short": 1.0, "long": 10.0 * PATIENCE, "longer": 0.0}  # 0: no limit
 
     def ask(key: str) -> CUDAFuture[Any]:
         set_timeout(remote, times[key])
-        return remote.write(key, numbered(4)) if kind == "put" else remote.read(key)
+        return remote.write(key, make_numbers(4)) if kind == "put" else remote.read(key)
 
     with Kept(kind) as kept:
         first = ask("first")
@@ -209,7 +209,7 @@ def test_a_client_has_gone_when_it_is_closed(worker: rpc_ext.Session, tmp_path: 
     with serve_store(tmp_path / "served", clients=1) as service:
         for i in range(50):
             with RemoteStore(ME) as remote:
-                write = remote.write("x", numbered(i))
+                write = remote.write("x", make_numbers(i))
             assert write.done()
             assert service.statistics().clients == 0
 
@@ -232,7 +232,7 @@ def test_a_client_is_closed_while_rpc_has_no_room(
         serve_store(tmp_path / "served") as service,
     ):
         remote = RemoteStore(ME, timeout=PATIENCE)
-        remote.write("x", numbered(3)).wait(timeout=PATIENCE)
+        remote.write("x", make_numbers(3)).wait(timeout=PATIENCE)
         if released == "after that":
             remote._timeout = 0.1  # of the end of the session
         expect_idle(remote)
@@ -267,7 +267,7 @@ class Holder:
 def test_a_client_that_is_dropped_goes_in_the_end(service: StoreService, kind: str) -> None:
     for _ in range(3):
         remote = RemoteStore(ME)
-        remote.write("x", numbered(3)).wait(timeout=PATIENCE)
+        remote.write("x", make_numbers(3)).wait(timeout=PATIENCE)
         if kind == "in a cycle":
             Holder(remote)
         del remote
@@ -283,11 +283,11 @@ def test_client_that_outlives_its_rpc_session_makes_no_call_in_another(
     end = services.end
 
     @functools.wraps(end)
-    def noted(service: str, token: bytes) -> None:
+    def note_end(service: str, token: bytes) -> None:
         ended.append(token)
         end(service, token)
 
-    monkeypatch.setattr(services, "end", noted)
+    monkeypatch.setattr(services, "end", note_end)
     outlived = []
     with alone(tmp_path / "first"), serve_store(tmp_path / "served"):
         outlived += [RemoteStore(ME), RemoteStore(ME)]
@@ -355,15 +355,15 @@ ANSWERS: dict[str, tuple[bytes, list[torch.Tensor]]] = {
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_every_request_ends_whatever_is_answered(remote: RemoteStore, answer: str) -> None:
     for size, count in SIZES.items():
-        remote.write(f"old {size}", numbered(count)).wait(timeout=PATIENCE)
+        remote.write(f"old {size}", make_numbers(count)).wait(timeout=PATIENCE)
     expect_idle(remote)
 
     def handle(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
         reply.send(*ANSWERS[answer])
 
     with HandledInPython(handle):
-        writes = [remote.write(f"{size} {i}", numbered(SIZES[size])) for i in range(3) for size in SIZES]
-        many = remote.writev({f"{i}": numbered(3) for i in range(3)})
+        writes = [remote.write(f"{size} {i}", make_numbers(SIZES[size])) for i in range(3) for size in SIZES]
+        many = remote.writev({f"{i}": make_numbers(3) for i in range(3)})
         asked: list[CUDAFuture[Any]] = [*writes, many, remote.delete("x"), remote.deletev(["y", "z"])]
         asked += [remote.read(f"old {size}") for size in SIZES]
         asked += [remote.read(f"old {size}", torch.empty(count)) for size, count in SIZES.items()]
@@ -388,7 +388,7 @@ def test_futures_of_several_services_and_clients_are_one(worker: rpc_ext.Session
     ):
         remotes = one, other, shared
         for size in SIZES.values():
-            tensors = [numbered(size) + i for i in range(3)]
+            tensors = [make_numbers(size) + i for i in range(3)]
             writes = [remote.write("x", tensor) for remote, tensor in zip(remotes, tensors, strict=True)]
             assert gather(*writes).wait(timeout=PATIENCE) == [4 * size] * 3
             reads = [remote.read("x") for remote in remotes]
@@ -400,7 +400,7 @@ def test_futures_of_several_services_and_clients_are_one(worker: rpc_ext.Session
 
 @pytest.mark.parametrize("size", SIZES)
 def test_an_offload_begins_with_what_another_future_gives(remote: RemoteStore, size: str) -> None:
-    tensor = numbered(SIZES[size])
+    tensor = make_numbers(SIZES[size])
     called = rpc_async(ME, torch.neg, (tensor,))
     written = called.then_async(lambda done: remote.write("x", done.value()))
     read = written.then_async(lambda _: remote.read("x"))

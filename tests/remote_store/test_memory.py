@@ -14,7 +14,7 @@ import rpc_ext
 from cudafuture import wait_all
 from cudafuture.errors import ChecksumError
 from cudafuture.io import digest
-from remote_store.seams import Kept, expect_idle, held, released_at_the_end
+from remote_store.seams import Kept, expect_idle, make_idle_engine, release_at_end
 from rpc_ext.store._wire import PIECE
 from rpc_ext.store.client import RemoteStore
 from rpc_ext.store.service import StoreService, serve_store
@@ -32,16 +32,16 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session
         yield session
 
 
-def numbered(size: int) -> torch.Tensor:
+def make_numbers(size: int) -> torch.Tensor:
     return torch.arange(size, dtype=torch.float32)
 
 
 # ---- memory
 
 
-def cut_off(size: int, left: int, first: int = 0) -> torch.Tensor:
+def make_truncated(size: int, left: int, first: int = 0) -> torch.Tensor:
     """Return a tensor that begins at an element of its storage, and truncate the storage to `left` bytes."""
-    tensor = numbered(first + size)[first:]
+    tensor = make_numbers(first + size)[first:]
     tensor.untyped_storage().resize_(left)
     return tensor
 
@@ -59,14 +59,14 @@ def expect_refused(
     It is made here: pytest prints the arguments of what fails, and a tensor without memory cannot be printed.
     """
     bad = make_bad()
-    remote.write("there", numbered(size)).wait(timeout=PATIENCE)
+    remote.write("there", make_numbers(size)).wait(timeout=PATIENCE)
     expect_idle(remote)
     requests, operations = service.statistics().requests, remote.statistics().operations
     for ask in (
         lambda: remote.write("bad", bad),
-        lambda: remote.writev({"good": numbered(size), "bad": bad}),
+        lambda: remote.writev({"good": make_numbers(size), "bad": bad}),
         lambda: remote.read("there", bad),
-        lambda: remote.readv(["there", "there"], [numbered(size), bad]),
+        lambda: remote.readv(["there", "there"], [make_numbers(size), bad]),
     ):
         with pytest.raises(error, match=why):
             ask()
@@ -81,10 +81,10 @@ def test_a_tensor_without_its_memory_is_refused_before_anything_is_sent(
     remote: RemoteStore, service: StoreService, size: int, kind: str
 ) -> None:
     make_bad = {
-        "nothing": lambda: cut_off(size, 0),
-        "a part": lambda: cut_off(size, 4),
-        "all but a byte": lambda: cut_off(size, 4 * size - 1),
-        "what is before it": lambda: cut_off(size, 4 * size, first=size),
+        "nothing": lambda: make_truncated(size, 0),
+        "a part": lambda: make_truncated(size, 4),
+        "all but a byte": lambda: make_truncated(size, 4 * size - 1),
+        "what is before it": lambda: make_truncated(size, 4 * size, first=size),
     }[kind]
     expect_refused(remote, service, size, make_bad, ValueError, "storage of the tensor has")
 
@@ -93,13 +93,13 @@ def test_a_tensor_without_its_memory_is_refused_before_anything_is_sent(
     "tensor",
     [
         torch.ones(1).expand(20_000),
-        cut_off(0, 0),
+        make_truncated(0, 0),
         torch.empty(0, 3),
         torch.empty(0, 5)[:, 4],
-        numbered(100)[:10],
-        numbered(100)[3:50:7],
-        numbered(60).reshape(3, 4, 5).permute(2, 0, 1),
-        numbered(50).as_strided((20, 3), (2, 1)),
+        make_numbers(100)[:10],
+        make_numbers(100)[3:50:7],
+        make_numbers(60).reshape(3, 4, 5).permute(2, 0, 1),
+        make_numbers(50).as_strided((20, 3), (2, 1)),
     ],
     ids=["expanded", "empty", "of no rows", "of no rows at an offset", "a part", "strided", "permuted", "overlapping"],
 )
@@ -116,11 +116,11 @@ def test_a_storage_has_what_its_elements_need_and_no_more(remote: RemoteStore, t
 
 @SIZES
 def test_a_fake_tensor_is_refused(remote: RemoteStore, service: StoreService, size: int) -> None:
-    def fake() -> torch.Tensor:
+    def make_fake() -> torch.Tensor:
         with FakeTensorMode():
             return torch.ones(size)
 
-    expect_refused(remote, service, size, fake, TypeError, "memory")
+    expect_refused(remote, service, size, make_fake, TypeError, "memory")
 
 
 @pytest.mark.parametrize("kind", ["fake", "cut off"])
@@ -129,23 +129,23 @@ def test_a_tensor_that_is_refused_spoils_nothing_that_waits_with_it(tmp_path: Pa
         with FakeTensorMode():
             bad = torch.ones(1000)
     else:
-        bad = cut_off(1000, 4)
+        bad = make_truncated(1000, 4)
     with (
-        held() as engine,
+        make_idle_engine() as engine,
         serve_store(tmp_path / "served", engine=engine),
         RemoteStore(ME) as remote,
-        released_at_the_end(engine),
+        release_at_end(engine),
     ):
-        writes = [remote.write("in flight", numbered(1000)), remote.write("waits", numbered(1000))]
+        writes = [remote.write("in flight", make_numbers(1000)), remote.write("waits", make_numbers(1000))]
         with pytest.raises((TypeError, ValueError)):
-            remote.writev({"with the bad one": numbered(1000), "bad": bad})
-        writes.append(remote.write("waits, too", numbered(1000)))
+            remote.writev({"with the bad one": make_numbers(1000), "bad": bad})
+        writes.append(remote.write("waits, too", make_numbers(1000)))
         assert not any(write.done() for write in writes)
         engine._native.release_held()
         assert wait_all(writes, timeout=PATIENCE) == [4000] * 3
         keys = ["in flight", "waits", "waits, too"]
         assert sorted(remote.keys()) == keys
-        assert all(torch.equal(read, numbered(1000)) for read in remote.readv(keys).wait(timeout=PATIENCE))
+        assert all(torch.equal(read, make_numbers(1000)) for read in remote.readv(keys).wait(timeout=PATIENCE))
 
 
 # ---- inference mode
@@ -157,7 +157,7 @@ def test_a_tensor_that_is_refused_spoils_nothing_that_waits_with_it(tmp_path: Pa
 def test_tensors_are_filled_in_and_out_of_inference_mode(
     remote: RemoteStore, size: int, made: bool, asked: bool
 ) -> None:
-    remote.write("x", numbered(size)).wait(timeout=PATIENCE)
+    remote.write("x", make_numbers(size)).wait(timeout=PATIENCE)
     with torch.inference_mode(made):
         outs = [torch.zeros(size) for _ in range(8)]
         strided = torch.zeros(size, 2)[:, 0]
@@ -168,28 +168,28 @@ def test_tensors_are_filled_in_and_out_of_inference_mode(
         assert read.wait(timeout=PATIENCE) is out
     assert list(map(id, many.wait(timeout=PATIENCE))) == list(map(id, outs[5:]))
     for out in (*outs, strided):
-        assert torch.equal(out, numbered(size))
+        assert torch.equal(out, make_numbers(size))
         assert out.is_inference() == made
 
 
 @SIZES
 def test_what_is_written_in_inference_mode_is_there(remote: RemoteStore, size: int) -> None:
     with torch.inference_mode():
-        writes = [remote.write(f"{i}", numbered(size) + i) for i in range(3)]
-    writes.append(remote.write("outside", numbered(size)))
+        writes = [remote.write(f"{i}", make_numbers(size) + i) for i in range(3)]
+    writes.append(remote.write("outside", make_numbers(size)))
     wait_all(writes, timeout=PATIENCE)
     with torch.inference_mode():
-        writes.append(remote.write("0", numbered(size) + 7))
+        writes.append(remote.write("0", make_numbers(size) + 7))
     wait_all(writes, timeout=PATIENCE)
     for key, more in {"0": 7, "1": 1, "2": 2, "outside": 0}.items():
-        assert torch.equal(remote.read(key).wait(timeout=PATIENCE), numbered(size) + more)
+        assert torch.equal(remote.read(key).wait(timeout=PATIENCE), make_numbers(size) + more)
 
 
 @SIZES
 def test_new_tensors_are_normal_ones_where_they_were_asked_for_outside(remote: RemoteStore, size: int) -> None:
     """Also tensors in one request with reads that were started inside of inference mode."""
     filler = torch.zeros(250_000)  # four of it fill a request
-    remote.writev({"x": numbered(size), "filler": filler}).wait(timeout=PATIENCE)
+    remote.writev({"x": make_numbers(size), "filler": filler}).wait(timeout=PATIENCE)
     with Kept("get") as kept:
         with torch.inference_mode():
             inside = [remote.read("x")]
@@ -204,11 +204,11 @@ def test_new_tensors_are_normal_ones_where_they_were_asked_for_outside(remote: R
     wait_all(filled, timeout=PATIENCE)
     for tensor in [*wait_all(outside, timeout=PATIENCE), *many.wait(timeout=PATIENCE)]:
         assert not tensor.is_inference()
-        assert torch.equal(tensor, numbered(size))
+        assert torch.equal(tensor, make_numbers(size))
         (2 * tensor.requires_grad_()).sum().backward()
         assert tensor.grad is not None
     for tensor in wait_all(inside, timeout=PATIENCE):
-        assert torch.equal(tensor, numbered(size))
+        assert torch.equal(tensor, make_numbers(size))
 
 
 # ---- digests
@@ -216,7 +216,7 @@ def test_new_tensors_are_normal_ones_where_they_were_asked_for_outside(remote: R
 
 @SIZES
 def test_a_tensor_that_changes_while_its_write_waits_is_not_written(tmp_path: Path, size: int) -> None:
-    tensor, before = numbered(size), numbered(2 * PIECE // 4)
+    tensor, before = make_numbers(size), make_numbers(2 * PIECE // 4)
     with (
         serve_store(tmp_path / "store", name="narrow", memory=2 * PIECE, clients=1) as service,
         RemoteStore(ME, name="narrow") as remote,
@@ -224,7 +224,7 @@ def test_a_tensor_that_changes_while_its_write_waits_is_not_written(tmp_path: Pa
         with Kept("put") as kept:
             first = remote.write("x", before)
             parts = kept.next(), kept.next()  # more bytes do not fit into the window
-            write = remote.writev({"y": numbered(4), "x": tensor}, digests={"x": digest(tensor)})
+            write = remote.writev({"y": make_numbers(4), "x": tensor}, digests={"x": digest(tensor)})
             tensor[-1] += 1
             assert not kept.has_more()
         for part in parts:
@@ -233,7 +233,7 @@ def test_a_tensor_that_changes_while_its_write_waits_is_not_written(tmp_path: Pa
         with pytest.raises(ChecksumError, match="write x"):
             write.wait(timeout=PATIENCE)
         assert torch.equal(remote.read("x").wait(timeout=PATIENCE), before)
-        assert torch.equal(remote.read("y").wait(timeout=PATIENCE), numbered(4))
+        assert torch.equal(remote.read("y").wait(timeout=PATIENCE), make_numbers(4))
         assert service.statistics().refused == 0
 
 
@@ -241,8 +241,8 @@ def test_a_tensor_that_changes_while_its_write_waits_is_not_written(tmp_path: Pa
 def test_a_tensor_that_changes_while_its_bytes_are_sent_is_written_as_it_was_or_not_at_all(
     remote: RemoteStore, size: int
 ) -> None:
-    tensor = numbered(size)
-    remote.write("x", numbered(5)).wait(timeout=PATIENCE)
+    tensor = make_numbers(size)
+    remote.write("x", make_numbers(5)).wait(timeout=PATIENCE)
     with Kept("put") as kept:
         write = remote.writev({"x": tensor}, digests={"x": digest(tensor)})
         parts = [kept.next() for _ in range(math.ceil(tensor.nbytes / PIECE))]
@@ -252,11 +252,11 @@ def test_a_tensor_that_changes_while_its_bytes_are_sent_is_written_as_it_was_or_
     error = write.exception(timeout=PATIENCE)
     assert error is None or isinstance(error, ChecksumError)
     tensor[-1] -= 1
-    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), tensor if error is None else numbered(5))
+    assert torch.equal(remote.read("x").wait(timeout=PATIENCE), tensor if error is None else make_numbers(5))
 
 
 def test_a_tensor_that_changes_between_its_parts_is_not_written(tmp_path: Path) -> None:
-    tensor = numbered(2 * PIECE // 4 + 10)
+    tensor = make_numbers(2 * PIECE // 4 + 10)
     expected = digest(tensor)
     with (
         serve_store(tmp_path / "store", name="narrow", memory=2 * PIECE, clients=1) as service,

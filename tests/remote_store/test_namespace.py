@@ -14,7 +14,7 @@ from cudafuture import wait_all
 from cudafuture.errors import NotFoundError, QuotaError, StorageError
 from cudafuture.io import Engine
 from cudafuture.store import DiskStore, MultipartWrite
-from remote_store.seams import put_of, released_at_the_end, send
+from remote_store.seams import put_of, release_at_end, send
 from rpc_ext import RemoteStore, serve_store
 from rpc_ext.store._session import names_by_prefix, prefix_of
 from rpc_ext.store._wire import PIECE
@@ -98,7 +98,7 @@ def test_private_keys_are_gone_with_the_service(tmp_path: Path) -> None:
 def test_writes_that_end_after_a_private_namespace_was_deleted_are_deleted(tmp_path: Path) -> None:
     with (
         Engine("threads", block_size=1 << 18, _faults={"held": True}) as engine,
-        released_at_the_end(engine),
+        release_at_end(engine),
         serve_store(tmp_path / "store", engine=engine) as service,
     ):
         remote = RemoteStore(ME)

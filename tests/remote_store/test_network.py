@@ -100,11 +100,11 @@ class Client:
             key = KEYS[number % len(KEYS)]
             self._versions[key].append(number)
 
-            def done() -> None:
+            def drop_older() -> None:
                 versions = self._versions[key]
                 del versions[: versions.index(number)]
 
-            return f"write {key}", done, self._hasty.write(key, content_of(key, number))
+            return f"write {key}", drop_older, self._hasty.write(key, content_of(key, number))
 
         return self._until_it_fails(write)
 

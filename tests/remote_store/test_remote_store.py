@@ -21,7 +21,7 @@ from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateEr
 from cudafuture.io import Engine
 from cudafuture.io.engine import PAGE
 from remote_store import messages as wire
-from remote_store.seams import HandledInPython, change_of, expect_idle, put_of, replies_go_to, send, send_body
+from remote_store.seams import HandledInPython, change_of, expect_idle, put_of, redirect_replies, send, send_body
 from rpc_ext import _C, rpc_sync
 from rpc_ext._channel import Reply
 from rpc_ext.store import _calls as services
@@ -52,12 +52,12 @@ def clients(service: StoreService) -> Iterator[tuple[RemoteStore, RemoteStore]]:
         yield one, other
 
 
-def numbered(size: int, seed: int = 0) -> torch.Tensor:
+def make_numbers(size: int, seed: int = 0) -> torch.Tensor:
     return torch.arange(size, dtype=torch.float32) + seed
 
 
 def test_many_come_back_in_few_requests(remote: RemoteStore, service: StoreService) -> None:
-    tensors = {f"{i}": numbered(4000 + i, i) for i in range(500)}
+    tensors = {f"{i}": make_numbers(4000 + i, i) for i in range(500)}
     assert remote.writev(tensors).wait(timeout=PATIENCE) == sum(t.nbytes for t in tensors.values())
     assert all(map(torch.equal, remote.readv(tensors).wait(timeout=PATIENCE), tensors.values()))
     outs = [torch.empty_like(t) for t in tensors.values()]
@@ -68,7 +68,7 @@ def test_many_come_back_in_few_requests(remote: RemoteStore, service: StoreServi
 
 
 def test_what_does_not_fit_into_one_answer_comes_with_the_next(remote: RemoteStore) -> None:
-    tensors = {f"{i}": numbered(PIECE // 4 // 3, i) for i in range(8)}
+    tensors = {f"{i}": make_numbers(PIECE // 4 // 3, i) for i in range(8)}
     remote.writev(tensors).wait(timeout=PATIENCE)
     assert all(map(torch.equal, remote.readv(tensors).wait(timeout=PATIENCE), tensors.values()))
 
@@ -88,7 +88,7 @@ def test_a_client_that_reads_while_another_replaces_a_key_gets_the_old_or_the_ne
             assert value in (turn - 1, turn)
 
 
-def changed_before_the_rest(
+def change_before_rest(
     remote: RemoteStore, change: Callable[[], CUDAFuture[Any]]
 ) -> contextlib.AbstractContextManager[None]:
     """Delay the first reply to a read of a client until a change by another client is done."""
@@ -99,7 +99,7 @@ def changed_before_the_rest(
         else:
             message.answered(body, tensors)
 
-    return replies_go_to(remote, take_late)
+    return redirect_replies(remote, take_late)
 
 
 @pytest.mark.parametrize("size", [3 * PIECE // 4 + 1000, PIECE // 4 + 1000], ids=["parts", "two parts"])
@@ -109,15 +109,15 @@ def test_a_tensor_that_is_replaced_or_deleted_while_it_is_read_is_read_as_it_was
 ) -> None:
     """Also its later parts, which the client asks for when the key has another tensor."""
     remote, another = clients
-    remote.write("x", numbered(size)).wait(timeout=PATIENCE)
+    remote.write("x", make_numbers(size)).wait(timeout=PATIENCE)
     changes: list[CUDAFuture[Any]] = []
 
     def change() -> CUDAFuture[Any]:
         changes.append(another.delete("x") if other is None else another.write("x", torch.ones(other)))
         return changes[0]
 
-    with changed_before_the_rest(remote, change):
-        assert torch.equal(remote.read("x").wait(timeout=PATIENCE), numbered(size))
+    with change_before_rest(remote, change):
+        assert torch.equal(remote.read("x").wait(timeout=PATIENCE), make_numbers(size))
     assert changes[0].done()
     if other is None:
         error = remote.read("x").exception(timeout=PATIENCE)
@@ -154,8 +154,8 @@ def test_every_read_ends_whatever_is_answered(remote: RemoteStore, answer: tuple
     with HandledInPython(give):
         reads = remote.readv([f"{i}" for i in range(3)]), remote.read("a"), remote.read("b", torch.empty(1 << 20))
         assert all(read.exception(timeout=PATIENCE) is not None for read in reads)
-    remote.write("a", numbered(3)).wait(timeout=PATIENCE)
-    assert torch.equal(remote.read("a").wait(timeout=PATIENCE), numbered(3))
+    remote.write("a", make_numbers(3)).wait(timeout=PATIENCE)
+    assert torch.equal(remote.read("a").wait(timeout=PATIENCE), make_numbers(3))
     expect_idle(remote)
 
 
@@ -178,8 +178,8 @@ def test_errors_name_worker_and_key(remote: RemoteStore) -> None:
 
 def test_private_keys_go_with_their_client_and_shared_ones_stay(service: StoreService) -> None:
     with RemoteStore(ME) as one, RemoteStore(ME) as other, RemoteStore(ME, namespace="shared") as shared:
-        one.write("x", numbered(1, 1)).wait(timeout=PATIENCE)
-        shared.write("x", numbered(1, 2)).wait(timeout=PATIENCE)
+        one.write("x", make_numbers(1, 1)).wait(timeout=PATIENCE)
+        shared.write("x", make_numbers(1, 2)).wait(timeout=PATIENCE)
         assert "x" not in other
         assert service.statistics().clients == 3
     wait_all([rpc_ext.rpc_async(ME, int)], timeout=PATIENCE)
@@ -190,11 +190,11 @@ def test_private_keys_go_with_their_client_and_shared_ones_stay(service: StoreSe
 
 
 def test_a_durable_service_has_its_keys_again(tmp_path: Path) -> None:
-    large = numbered(PIECE // 4 + 7)
+    large = make_numbers(PIECE // 4 + 7)
     with serve_store(tmp_path, durable=True), RemoteStore(ME, namespace="states") as remote:
         assert remote.durable
-        remote.writev({"small": numbered(3), "large": large}).wait(timeout=PATIENCE)
-        RemoteStore(ME).write("private", numbered(3)).wait(timeout=PATIENCE)
+        remote.writev({"small": make_numbers(3), "large": large}).wait(timeout=PATIENCE)
+        RemoteStore(ME).write("private", make_numbers(3)).wait(timeout=PATIENCE)
     with serve_store(tmp_path, durable=True) as service, RemoteStore(ME, namespace="states") as remote:
         assert remote.keys() == ["small", "large"]
         assert torch.equal(remote.read("large").wait(timeout=PATIENCE), large)
@@ -204,12 +204,12 @@ def test_a_durable_service_has_its_keys_again(tmp_path: Path) -> None:
 
 def test_the_quota_of_a_namespace_is_kept(tmp_path: Path) -> None:
     with serve_store(tmp_path, namespace_capacity=1000), RemoteStore(ME) as remote:
-        both = remote.write("a", numbered(200)), remote.write("b", numbered(100))
+        both = remote.write("a", make_numbers(200)), remote.write("b", make_numbers(100))
         errors = [future.exception(timeout=PATIENCE) for future in both]
         assert sum(isinstance(error, QuotaError) for error in errors) == 1
-        assert isinstance(remote.write("c", numbered(PIECE)).exception(timeout=PATIENCE), QuotaError)
+        assert isinstance(remote.write("c", make_numbers(PIECE)).exception(timeout=PATIENCE), QuotaError)
         with RemoteStore(ME) as other:
-            other.write("a", numbered(200)).wait(timeout=PATIENCE)
+            other.write("a", make_numbers(200)).wait(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("key", ["x", "k" * LONGEST_KEY])
@@ -227,13 +227,13 @@ def test_a_full_store_names_the_tensor_and_its_size(tmp_path: Path, key: str, nb
 
 def test_a_key_has_1_to_1000_bytes(remote: RemoteStore) -> None:
     longest = "\u00e4" * (LONGEST_KEY // 2)
-    remote.write(longest, numbered(3)).wait(timeout=PATIENCE)
+    remote.write(longest, make_numbers(3)).wait(timeout=PATIENCE)
     assert remote.keys() == [longest]
-    assert torch.equal(remote.read(longest).wait(timeout=PATIENCE), numbered(3))
+    assert torch.equal(remote.read(longest).wait(timeout=PATIENCE), make_numbers(3))
     remote.delete(longest).wait(timeout=PATIENCE)
     for key in ("", longest + "k", "k" * 1001):
         for ask in (
-            lambda: remote.write(key, numbered(3)),  # noqa: B023
+            lambda: remote.write(key, make_numbers(3)),  # noqa: B023
             lambda: remote.read(key),  # noqa: B023
             lambda: remote.delete(key),  # noqa: B023
             lambda: remote.stat(key),  # noqa: B023
@@ -258,19 +258,19 @@ def test_arguments(service: StoreService, tmp_path: Path) -> None:
     with pytest.raises(InvalidStateError, match="serves no store called 'other'"):
         RemoteStore(ME, name="other")
     with serve_store(tmp_path / "another", name="other"), RemoteStore(ME, name="other") as remote:
-        remote.write("x", numbered(3)).wait(timeout=PATIENCE)
+        remote.write("x", make_numbers(3)).wait(timeout=PATIENCE)
 
 
 def test_what_has_begun_cannot_be_cancelled_and_flush_and_close_wait_for_it(service: StoreService) -> None:
     with RemoteStore(ME, namespace="shared") as remote:
-        write = remote.write("x", numbered(PIECE))
+        write = remote.write("x", make_numbers(PIECE))
         assert not write.cancel()
         missing = remote.read("no")
         assert not missing.cancel()
         remote.flush().wait(timeout=PATIENCE)  # of what changes something
         assert write.done()
         assert isinstance(missing.exception(timeout=PATIENCE), NotFoundError)
-        last = remote.write("y", numbered(PIECE))
+        last = remote.write("y", make_numbers(PIECE))
     assert last.done()
     with RemoteStore(ME, namespace="shared") as remote:
         assert remote.keys() == ["x", "y"]
@@ -278,7 +278,7 @@ def test_what_has_begun_cannot_be_cancelled_and_flush_and_close_wait_for_it(serv
 
 def test_a_write_that_fails_releases_its_memory(service: StoreService, remote: RemoteStore) -> None:
     remote._window.token = bytes(TOKEN)
-    write = remote.write("x", numbered(PIECE))
+    write = remote.write("x", make_numbers(PIECE))
     assert write.released is not None
     write.released.wait(timeout=PATIENCE)
     assert isinstance(write.exception(timeout=PATIENCE), AuthenticationError)
@@ -289,7 +289,7 @@ def test_the_time_that_an_operation_waits_for_room_counts(tmp_path: Path) -> Non
     with serve_store(tmp_path / "slow", name="slow", engine=engine, memory=2 * PIECE, clients=1):
         try:
             with RemoteStore(ME, name="slow", timeout=HOUR) as remote:
-                data = numbered(PIECE // 4)
+                data = make_numbers(PIECE // 4)
                 writes = {f"{i}": remote.write(f"{i}", data) for i in range(6)}
                 assert remote.statistics().in_flight == 2 * PIECE
                 assert remote.statistics().waiting == 4 * PIECE
@@ -309,7 +309,7 @@ def test_a_client_that_does_not_count_what_it_asks_for_is_refused(tmp_path: Path
         try:
             with RemoteStore(ME, name="slow") as remote:
                 remote._window.size = 1 << 40
-                data = numbered(PIECE // 4)
+                data = make_numbers(PIECE // 4)
                 writes = [remote.write(f"{i}", data) for i in range(6)]
                 while (statistics := service.statistics()).in_flight + statistics.refused * PIECE < 6 * PIECE:
                     assert not writes[0].done()
@@ -326,7 +326,7 @@ def test_a_client_says_what_it_has_done(remote: RemoteStore) -> None:
     assert (none.pending, none.operations, none.failed, none.in_flight, none.waiting) == (0, 0, 0, 0, 0)
     assert none.window == (1 << 30) // 16
     assert math.isnan(none.latency_p50)
-    remote.writev({f"{i}": numbered(100) for i in range(4)}).wait(timeout=PATIENCE)
+    remote.writev({f"{i}": make_numbers(100) for i in range(4)}).wait(timeout=PATIENCE)
     remote.read("0").wait(timeout=PATIENCE)
     assert remote.read("no").exception(timeout=PATIENCE) is not None
     remote.delete("1").wait(timeout=PATIENCE)
@@ -338,7 +338,7 @@ def test_a_client_says_what_it_has_done(remote: RemoteStore) -> None:
 
 def test_errors_of_one_request_are_each_ones_own(remote: RemoteStore) -> None:
     remote._window.token = bytes(TOKEN)
-    errors = [write.exception(timeout=PATIENCE) for write in [remote.write(f"{i}", numbered(1)) for i in range(50)]]
+    errors = [write.exception(timeout=PATIENCE) for write in [remote.write(f"{i}", make_numbers(1)) for i in range(50)]]
     assert all(isinstance(error, AuthenticationError) for error in errors)
     for i, error in enumerate(errors):
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("write ")]
@@ -347,7 +347,7 @@ def test_errors_of_one_request_are_each_ones_own(remote: RemoteStore) -> None:
 
 def test_what_is_in_flight_keeps_within_the_window(tmp_path: Path) -> None:
     with serve_store(tmp_path, memory=4 * PIECE, clients=2) as service, RemoteStore(ME) as remote:
-        wait_all([remote.write(f"{i}", numbered(PIECE // 4)) for i in range(8)], timeout=PATIENCE)
+        wait_all([remote.write(f"{i}", make_numbers(PIECE // 4)) for i in range(8)], timeout=PATIENCE)
         wait_all([remote.read(f"{i}") for i in range(8)], timeout=PATIENCE)
         assert PIECE <= service.statistics().most_in_flight <= 2 * PIECE
 
@@ -360,7 +360,7 @@ def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if not path.name.startswith("slab-"))
 
 
-def corrupted(good: bytes, at: int, form: str, *values: Any) -> bytes:
+def corrupt(good: bytes, at: int, form: str, *values: Any) -> bytes:
     """Return a message with other numbers at one offset."""
     found = bytearray(good)
     struct.pack_into(f"<{form}", found, at, *values)
@@ -372,7 +372,7 @@ KEY = HEAD + 26  # before the first key
 TENSOR = KEY + 1  # before what an entry of the key "x" says of its tensor
 
 
-def hostile(numbers: random.Random, token: bytes, other: bytes, kept: int) -> tuple[bytes, list[torch.Tensor]]:
+def make_hostile(numbers: random.Random, token: bytes, other: bytes, kept: int) -> tuple[bytes, list[torch.Tensor]]:
     """Return a request that must be refused.
 
     Args:
@@ -424,16 +424,16 @@ def hostile(numbers: random.Random, token: bytes, other: bytes, kept: int) -> tu
         bad = numbers.choice([math.nan, math.inf, -math.inf])
         length = LONGEST_KEY + 1 + numbers.randrange(60_000)
         bodies = [
-            corrupted(good, 0, "B", numbers.choice([0, 1, 2, 4, 255])),  # version
-            corrupted(good, 1, "B", numbers.choice([0, 6, 255])),  # verb
-            corrupted(good, 18, "d", bad),  # time of sending
-            corrupted(good, 34, "H", numbers.choice([0, 2, 1025, 65535])),  # entries
-            corrupted(good, HEAD, "Q", 0),  # sequence
-            corrupted(good, HEAD + 16, "d", bad),  # expiry
-            corrupted(good, HEAD + 24, "H", numbers.choice([0, 2, length])),  # length of the key
-            corrupted(good, KEY, "s", numbers.choice([b"\0", b"\xff"])),  # key
-            corrupted(good, TENSOR, "B", numbers.randrange(20, 256)),  # dtype
-            corrupted(good, TENSOR + 1, "B", numbers.choice([0, 2, 65, 255])),  # dimensions
+            corrupt(good, 0, "B", numbers.choice([0, 1, 2, 4, 255])),  # version
+            corrupt(good, 1, "B", numbers.choice([0, 6, 255])),  # verb
+            corrupt(good, 18, "d", bad),  # time of sending
+            corrupt(good, 34, "H", numbers.choice([0, 2, 1025, 65535])),  # entries
+            corrupt(good, HEAD, "Q", 0),  # sequence
+            corrupt(good, HEAD + 16, "d", bad),  # expiry
+            corrupt(good, HEAD + 24, "H", numbers.choice([0, 2, length])),  # length of the key
+            corrupt(good, KEY, "s", numbers.choice([b"\0", b"\xff"])),  # key
+            corrupt(good, TENSOR, "B", numbers.randrange(20, 256)),  # dtype
+            corrupt(good, TENSOR + 1, "B", numbers.choice([0, 2, 65, 255])),  # dimensions
             wire.pack_request(wire.GET, token, 0.0, 0, "store", [change_of(f"{i}") for i in range(1025)], none)[0],
         ]
         return numbers.choice(bodies), []
@@ -463,9 +463,9 @@ def hostile(numbers: random.Random, token: bytes, other: bytes, kept: int) -> tu
 
 def test_hostile_requests_are_refused_and_change_nothing(service: StoreService, tmp_path: Path) -> None:
     numbers = random.Random(1)
-    large = numbered(PIECE // 2)
+    large = make_numbers(PIECE // 2)
     with RemoteStore(ME, namespace="mine") as mine, RemoteStore(ME, namespace="other") as other:
-        other.writev({"secret": numbered(100), "large": large}).wait(timeout=PATIENCE)
+        other.writev({"secret": make_numbers(100), "large": large}).wait(timeout=PATIENCE)
         looked_up = change_of("large")
         (found,) = send(other, wire.GET, [looked_up]).wait(timeout=PATIENCE).entries
         assert isinstance(found, wire.Found)
@@ -475,7 +475,7 @@ def test_hostile_requests_are_refused_and_change_nothing(service: StoreService, 
         refused = service.statistics().refused
         before = files_in(tmp_path)
         for _ in range(soak_count(500)):
-            body, tensors = hostile(numbers, token, others, looked_up.sequence)
+            body, tensors = make_hostile(numbers, token, others, looked_up.sequence)
             try:
                 answer = send_body(mine, body, tensors).wait(timeout=PATIENCE)
             except (ValueError, TypeError, AuthenticationError):
@@ -488,10 +488,10 @@ def test_hostile_requests_are_refused_and_change_nothing(service: StoreService, 
         assert isinstance(part, wire.Part)
         assert part.length == PIECE
         assert torch.equal(other.read("large").wait(timeout=PATIENCE), large)
-        assert other.read("secret").wait(timeout=PATIENCE).tolist() == numbered(100).tolist()
+        assert other.read("secret").wait(timeout=PATIENCE).tolist() == make_numbers(100).tolist()
         assert files_in(tmp_path) == before
     with RemoteStore(ME, namespace="mine") as mine:
-        mine.write("x", numbered(3)).wait(timeout=PATIENCE)
+        mine.write("x", make_numbers(3)).wait(timeout=PATIENCE)
         assert "x" in mine
 
 

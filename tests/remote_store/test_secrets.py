@@ -60,7 +60,7 @@ def put(token: bytes, key: str, content: torch.Tensor) -> Message:
     return message(token, wire.PUT, [entry], data)
 
 
-def requests(token: bytes) -> dict[str, Message]:
+def make_requests(token: bytes) -> dict[str, Message]:
     """Return one request of each kind, with the token of a session."""
     changes = [change_of(key) for key in KEYS]
     return {
@@ -96,7 +96,7 @@ def everything_of(service: StoreService) -> list[Any]:
 # ---- a stranger that knows all sent bytes, but not the secret
 
 
-def be_attacked(file: str, folder: str, attack: Callable[[dict[str, bytes], bytes, bytes], Any]) -> Any:
+def serve_under_attack(file: str, folder: str, attack: Callable[[dict[str, bytes], bytes, bytes], Any]) -> Any:
     """Let the first worker serve the second while a stranger, who connected early, attacks them."""
     rank = dist.get_rank()
     known: list[Any] = [None] * 3
@@ -152,7 +152,7 @@ def test_requests_of_a_stranger_are_refused_though_it_knows_the_session(world: W
     def attack(addresses: dict[str, bytes], key: bytes, token: bytes) -> int:
         count = 0
         for imposter in ({}, {"rank": 1, "key": ANOTHER}, {"rank": 1, "key": key}):
-            for what, (payload, tensors) in requests(token).items():
+            for what, (payload, tensors) in make_requests(token).items():
                 with Stranger(addresses, **imposter) as stranger:  # type: ignore[arg-type]
                     said = stranger.send(0, payload, tensors)
                     assert "was refused" in said or what == "put a part", (what, said)  # a part gets no answer to parse
@@ -161,7 +161,7 @@ def test_requests_of_a_stranger_are_refused_though_it_knows_the_session(world: W
         return count
 
     arguments = (str(tmp_path / "file"), str(tmp_path / "served"), attack)
-    (before, after, refused), found, count = world.run(be_attacked, *arguments)
+    (before, after, refused), found, count = world.run(serve_under_attack, *arguments)
     assert before == after
     assert count == sum(refused.values()) == 3 * REQUESTS
     assert refused == {"": REQUESTS, "w1": 2 * REQUESTS}
@@ -175,7 +175,7 @@ def flip(data: bytearray, begin: int) -> None:
     data[begin + SEAL_SIZE - 1] ^= 1
 
 
-def refusal_of(call: Callable[[], Any], what: str) -> None:
+def expect_refusal(call: Callable[[], Any], what: str) -> None:
     """Check that the message of a call is refused, and that the error names the call."""
     error = call().exception(timeout=PATIENCE)
     assert isinstance(error, AuthenticationError), repr(error)
@@ -198,22 +198,22 @@ def test_requests_that_are_changed_or_exchanged_on_their_way_do_nothing(world: W
             with RemoteStore("w1", namespace=NAMESPACE) as remote:
                 remote.write("x", x).wait(timeout=PATIENCE)
                 relay.change_next(TO, flip)
-                refusal_of(lambda: remote.delete("x"), "delete x")
+                expect_refusal(lambda: remote.delete("x"), "delete x")
                 with relay.recorded(TO) as recorded:
                     remote.delete("x").wait(timeout=PATIENCE)
                 remote.write("x", x).wait(timeout=PATIENCE)
                 relay.inject(TO, bytes(recorded))
                 assert torch.equal(remote.read("x").wait(timeout=PATIENCE), x)
                 relay.change_next(TO, flip)
-                refusal_of(lambda: remote.write("x", x + 1), "write x")
+                expect_refusal(lambda: remote.write("x", x + 1), "write x")
                 # The seal does not cover what a tensor contains. The checksum in the request does.
                 relay.replace_next(TO, struct.pack("<q", 0x4712), struct.pack("<q", 0))
                 error = remote.write("x", torch.arange(0x4711, 0x4711 + (1 << 17))).exception(timeout=PATIENCE)
                 assert isinstance(error, ChecksumError), repr(error)
                 relay.change_next(TO, flip)
-                refusal_of(lambda: remote.read("x"), "read x")
+                expect_refusal(lambda: remote.read("x"), "read x")
                 relay.change_next(FROM, flip)
-                refusal_of(lambda: remote.read("x"), "read x")
+                expect_refusal(lambda: remote.read("x"), "read x")
                 assert torch.equal(remote.read("x").wait(timeout=PATIENCE), x)
                 assert relay.changed == 5
             dist.barrier()

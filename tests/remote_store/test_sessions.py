@@ -31,11 +31,11 @@ from remote_store.seams import (
     HandledInPython,
     Kept,
     Lost,
+    change_last_byte,
     change_of,
-    changed,
-    one_reply_changed,
+    change_one_reply,
     put_of,
-    replies_go_to,
+    redirect_replies,
     send,
     spoil,
 )
@@ -356,12 +356,12 @@ def test_what_cannot_be_read_is_not_sent(service: StoreService, tmp_path: Path, 
 def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: StoreService, key: str, verb: int) -> None:
     content = content_of(key, 1)
 
-    def changing(message: _C.StoreMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
-        message.answered(*(changed(body, tensors) if message.verb == verb else (body, tensors)))
+    def change(message: _C.StoreMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
+        message.answered(*(change_last_byte(body, tensors) if message.verb == verb else (body, tensors)))
 
     with RemoteStore(ME) as remote:
         remote.write(key, content).wait(timeout=PATIENCE)
-        with replies_go_to(remote, changing):
+        with redirect_replies(remote, change):
             for read in (remote.read(key), remote.read(key, torch.empty_like(content))):
                 assert isinstance(read.exception(timeout=PATIENCE), ChecksumError)
         assert torch.equal(remote.read(key).wait(timeout=PATIENCE), content)
@@ -399,7 +399,7 @@ def test_bytes_that_were_changed_once_on_their_way_back_are_read_again(
     with RemoteStore(ME) as remote:
         remote.write(key, content).wait(timeout=PATIENCE)
         for out in (None, torch.empty_like(content)):
-            with one_reply_changed(remote, verb):
+            with change_one_reply(remote, verb):
                 assert torch.equal(remote.read(key, out).wait(timeout=PATIENCE), content)
         assert remote.statistics().repeated == 2
         assert service.statistics().in_flight == 0
@@ -544,7 +544,7 @@ def test_a_request_that_waited_for_room_keeps_its_own_deadline(service: StoreSer
     sent: dict[str, float] = {}
     handle = RequestHandler.handle
 
-    def seen(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
+    def record(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
         request = wire.Request(*_C.parse_request(body, tensors))
         found = [Put(*entry) for entry in request.entries] if request.verb == wire.PUT else []
         if len(found) == 2:
@@ -558,7 +558,7 @@ def test_a_request_that_waited_for_room_keeps_its_own_deadline(service: StoreSer
         for key in "ab":
             later.append(remote.write(key, torch.zeros(1)))
             asked.append(time.perf_counter())
-        with HandledInPython(seen):
+        with HandledInPython(record):
             go_on.set_result(None)
             wait_all([first, *later], timeout=PATIENCE)
     assert asked[0] <= sent["a"] - PATIENCE <= asked[1] <= sent["b"] - PATIENCE <= asked[2]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import NotFoundError
 from cudafuture.testing import World
-from remote_store.seams import Arrivals, Departures, handled_requests, late_requests, set_timeout
+from remote_store.seams import Arrivals, Departures, count_requests, late_requests, set_timeout
 from rpc_ext import RemoteStore, rpc_sync, serve_store
 from rpc_ext.store._wire import LONGEST_KEY
 from support.patience import PATIENCE
@@ -48,7 +48,7 @@ def test_a_change_that_has_timed_out_does_not_undo_a_later_one(
                 return 0
             dist.barrier()
             server, undone = rpc_sync("w0", os.getpid), 0
-            with Departures() as departures, patient() as remote, patient() as other:
+            with Departures() as departures, open_patient() as remote, open_patient() as other:
                 for i in range(times):
                     size = 5_000_000 if first == "write of parts" else 10
                     other.write("x", torch.full((10,), -1.0)).wait(timeout=PATIENCE)
@@ -65,7 +65,7 @@ def test_a_change_that_has_timed_out_does_not_undo_a_later_one(
                     finally:
                         os.kill(server, signal.SIGCONT)
                     later.wait(timeout=PATIENCE)
-                    while rpc_sync("w0", handled_requests) < departures.sent:  # late requests may still be on their way
+                    while rpc_sync("w0", count_requests) < departures.sent:  # late requests may still be on their way
                         pass
                     undone += other.read("x").wait(timeout=PATIENCE).tolist() != [float(i)] * 10
             too_late = rpc_sync("w0", late_requests)
@@ -94,7 +94,7 @@ def test_a_callback_that_blocks_in_the_server_stalls_no_client(world: World, tmp
                     go_on.set()
                 return
             dist.barrier()
-            with patient() as remote:
+            with open_patient() as remote:
                 for _ in range(2):  # new keys, and what is replaced
                     remote.writev({key: torch.full((n,), float(n)) for key, n in sizes.items()}).wait(timeout=PATIENCE)
                 read = remote.readv([*sizes]).wait(timeout=PATIENCE)
@@ -107,7 +107,7 @@ def test_a_callback_that_blocks_in_the_server_stalls_no_client(world: World, tmp
     world.run(run)
 
 
-def patient() -> RemoteStore:
+def open_patient() -> RemoteStore:
     return RemoteStore("w0", namespace="kept", timeout=PATIENCE)
 
 

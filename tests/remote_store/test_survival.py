@@ -42,7 +42,7 @@ def test_acknowledged_changes_survive_stopped_and_killed_clients_and_servers(tmp
     disturber.start()
     try:
         arguments = (str(tmp_path / "rendezvous"), str(tmp_path), plan)
-        run_ranks(len(SERVERS) + CLIENTS, be_process, *arguments, lost=plan.killed, patience=LIMIT)
+        run_ranks(len(SERVERS) + CLIENTS, be_process, *arguments, lost=plan.victims, patience=LIMIT)
     finally:
         disturber.end()
         print(*disturber.done, sep="\n")

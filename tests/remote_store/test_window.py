@@ -94,7 +94,7 @@ class Client:
         self.operations = Operations("there")
 
     @property
-    def sent(self) -> list[Message]:
+    def messages(self) -> list[Message]:
         return self.channel.sent
 
     def write(self, key: str, tensor: torch.Tensor, digest: int | None = None) -> Any:
@@ -128,13 +128,13 @@ def test_small_requests_that_become_ready_while_a_batch_is_in_flight_go_together
     first = client.write("a", torch.ones(1))
     rest = [client.write(key, torch.ones(1)) for key in "bcd"]
     reading = client.read("e")
-    assert [message.keys for message in client.sent] == [["a"], ["e"]]
-    client.sent[0].answer()
+    assert [message.keys for message in client.messages] == [["a"], ["e"]]
+    client.messages[0].answer()
     assert first.wait(timeout=PATIENCE) == 4
-    assert client.sent[2].keys == ["b", "c", "d"]
-    client.sent[2].answer({1: OSError("no disk")})
+    assert client.messages[2].keys == ["b", "c", "d"]
+    client.messages[2].answer({1: OSError("no disk")})
     assert [future.exception(timeout=PATIENCE) is None for future in rest] == [True, False, True]
-    client.sent[1].give(torch.arange(3))
+    client.messages[1].give(torch.arange(3))
     assert reading.wait(timeout=PATIENCE)[0].tolist() == [0, 1, 2]
 
 
@@ -142,7 +142,7 @@ def test_a_full_batch_does_not_wait_for_the_one_in_flight(client: Client) -> Non
     client.write("first", torch.ones(1))
     for i in range(wire.MOST_ENTRIES):
         client.write(f"{i}", torch.ones(1))
-    assert [len(message.entries) for message in client.sent] == [1, wire.MOST_ENTRIES]
+    assert [len(message.entries) for message in client.messages] == [1, wire.MOST_ENTRIES]
 
 
 def test_an_operation_names_the_one_before_it_on_its_key_and_does_not_wait_for_its_answer(client: Client) -> None:
@@ -150,33 +150,36 @@ def test_an_operation_names_the_one_before_it_on_its_key_and_does_not_wait_for_i
     client.read("a")
     client.delete("a")
     client.read("b")
-    write, read, delete = client.sent
+    write, read, delete = client.messages
     assert (write.entries[0].sequence, write.entries[0].after) == (1, 0)
     assert (read.entries[0].sequence, read.entries[0].after) == (2, 1)
     assert (delete.entries[0].sequence, delete.entries[0].after) == (3, 2)
     read.give(torch.ones(1))
-    assert (client.sent[3].keys, client.sent[3].entries[0].after) == (["b"], 0)
+    assert (client.messages[3].keys, client.messages[3].entries[0].after) == (["b"], 0)
 
 
 def test_an_operation_is_not_sent_before_the_one_before_it_on_its_key(client: Client) -> None:
     client.write("x", torch.ones(1))
     client.write("a", torch.ones(1))  # waits for the batch in flight
     client.delete("a")
-    assert [message.keys for message in client.sent] == [["x"]]
-    client.sent[0].answer()
-    assert [(message.verb, message.keys) for message in client.sent[1:]] == [(wire.PUT, ["a"]), (wire.DELETE, ["a"])]
-    assert client.sent[2].entries[0].after == client.sent[1].entries[0].sequence
+    assert [message.keys for message in client.messages] == [["x"]]
+    client.messages[0].answer()
+    assert [(message.verb, message.keys) for message in client.messages[1:]] == [
+        (wire.PUT, ["a"]),
+        (wire.DELETE, ["a"]),
+    ]
+    assert client.messages[2].entries[0].after == client.messages[1].entries[0].sequence
 
 
 def test_two_writes_of_one_key_travel_in_two_messages(client: Client) -> None:
     client.write("x", torch.ones(1))
     client.write("a", torch.ones(1))
     client.write("a", torch.zeros(1))
-    client.sent[0].answer()
-    assert client.sent[1].keys == ["a"]
-    client.sent[1].answer()
-    assert client.sent[2].keys == ["a"]
-    assert client.sent[2].request.data.view(torch.float32).tolist() == [0]
+    client.messages[0].answer()
+    assert client.messages[1].keys == ["a"]
+    client.messages[1].answer()
+    assert client.messages[2].keys == ["a"]
+    assert client.messages[2].request.data.view(torch.float32).tolist() == [0]
 
 
 def test_the_window_bounds_the_bytes_in_flight() -> None:
@@ -185,10 +188,10 @@ def test_the_window_bounds_the_bytes_in_flight() -> None:
     large = client.write("large", torch.zeros(4 << 20, dtype=torch.uint8))
     assert client.window.statistics()[:3] == (2 << 20, 8 << 20, 3 << 20)
     for i in range(3):
-        assert [message.keys for message in client.sent[i:]] == [[f"{i}"]]
-        client.sent[i].answer()
-    assert client.sent[3].keys == ["large"]  # more than the window, alone
-    client.sent[3].answer()
+        assert [message.keys for message in client.messages[i:]] == [[f"{i}"]]
+        client.messages[i].answer()
+    assert client.messages[3].keys == ["large"]  # more than the window, alone
+    client.messages[3].answer()
     assert [future.wait(timeout=PATIENCE) for future in [*futures, large]] == [2 << 20] * 3 + [4 << 20]
     assert client.window.statistics()[:3] == (0, 0, 3 << 20)
 
@@ -199,9 +202,9 @@ def test_a_message_that_rpc_has_no_room_for_is_sent_again(client: Client) -> Non
     behind = client.read("b")
     for _ in range(2):
         client.channel.arrived.get(timeout=PATIENCE)
-    assert [message.keys for message in client.sent] == [["a"], ["b"]]
-    client.sent[0].answer()
-    client.sent[1].give(torch.ones(1))
+    assert [message.keys for message in client.messages] == [["a"], ["b"]]
+    client.messages[0].answer()
+    client.messages[1].give(torch.ones(1))
     assert writing.wait(timeout=PATIENCE) == 4
     behind.wait(timeout=PATIENCE)
 
@@ -211,7 +214,7 @@ def test_a_timer_that_is_due_at_once_sends_the_message_again(monkeypatch: pytest
     client = Client()
     client.channel.refusals = 1
     client.write("a", torch.ones(1))
-    assert [message.keys for message in client.sent] == [["a"]]
+    assert [message.keys for message in client.messages] == [["a"]]
 
 
 def test_the_time_of_a_request_is_over_wherever_it_is() -> None:
@@ -225,8 +228,8 @@ def test_the_time_of_a_request_is_over_wherever_it_is() -> None:
         assert isinstance(error, TimeoutError)
         assert where in str(error)
         assert "write" in str(error) or "delete" in str(error)
-    client.sent[0].answer()  # too late, and nothing of the others is sent
-    assert [message.verb for message in client.sent] == [wire.PUT]
+    client.messages[0].answer()  # too late, and nothing of the others is sent
+    assert [message.verb for message in client.messages] == [wire.PUT]
     assert client.window.statistics()[:2] == (0, 0)
 
 
@@ -236,9 +239,9 @@ def test_a_request_that_follows_one_that_was_never_sent_does_not_name_it() -> No
     dropped = client.write("a", torch.zeros(1 << 20, dtype=torch.uint8))
     client.end_time()
     assert isinstance(dropped.exception(timeout=PATIENCE), TimeoutError)
-    client.sent[0].answer()
+    client.messages[0].answer()
     client.read("a")
-    assert client.sent[-1].entries[0].after == 0
+    assert client.messages[-1].entries[0].after == 0
 
 
 def test_a_request_that_fails_before_it_is_sent_does_not_hide_the_one_before_it(client: Client) -> None:
@@ -247,44 +250,44 @@ def test_a_request_that_fails_before_it_is_sent_does_not_hide_the_one_before_it(
     assert isinstance(spoilt.exception(timeout=PATIENCE), ChecksumError)
     client.read("a")
     assert not large.done()
-    assert [message.verb for message in client.sent] == [wire.PUT, wire.GET]
-    assert client.sent[1].entries[0].after == client.sent[0].entries[0].sequence
+    assert [message.verb for message in client.messages] == [wire.PUT, wire.GET]
+    assert client.messages[1].entries[0].after == client.messages[0].entries[0].sequence
 
 
 def test_a_request_that_fails_in_flight_does_not_hide_the_one_before_it(client: Client) -> None:
     client.write("a", torch.ones(1))
     lost = client.delete("a")
-    client.sent[1].listener.failed(RuntimeError("it was refused"))
+    client.messages[1].listener.failed(RuntimeError("it was refused"))
     assert isinstance(lost.exception(timeout=PATIENCE), RuntimeError)
     client.read("a")
-    assert (client.sent[-1].verb, client.sent[-1].entries[0].after) == (wire.GET, 1)
+    assert (client.messages[-1].verb, client.messages[-1].entries[0].after) == (wire.GET, 1)
 
 
 def test_the_room_of_a_message_is_given_back_once(client: Client) -> None:
     client.write("a", torch.ones(1))
-    client.sent[0].listener.failed(RuntimeError("it was interrupted"))
-    client.sent[0].answer()
+    client.messages[0].listener.failed(RuntimeError("it was interrupted"))
+    client.messages[0].answer()
     client.write("b", torch.ones(1))
     assert client.window.statistics()[0] == 4
-    assert client.sent[-1].keys == ["b"]
+    assert client.messages[-1].keys == ["b"]
 
 
 def test_the_service_hears_of_a_request_that_failed_on_its_way_if_others_wait_for_it(client: Client) -> None:
     lost = client.write("a", torch.ones(1))
     client.read("a")
-    client.sent[0].listener.failed(RuntimeError("it was refused"))
+    client.messages[0].listener.failed(RuntimeError("it was refused"))
     assert isinstance(lost.exception(timeout=PATIENCE), RuntimeError)
-    assert (client.sent[2].verb, client.sent[2].entries) == (wire.ABANDON, [wire.Operation(1, 0, 0.0, "a")])
+    assert (client.messages[2].verb, client.messages[2].entries) == (wire.ABANDON, [wire.Operation(1, 0, 0.0, "a")])
 
 
 def test_a_part_that_failed_abandons_the_whole_tensor(client: Client) -> None:
     tensor = torch.zeros(wire.PIECE + 1, dtype=torch.uint8)
     writing = client.write("a", tensor)
-    assert [message.entries[0].part for message in client.sent] == [0, 1]
-    assert {message.entries[0].sequence for message in client.sent} == {1}
-    client.sent[0].listener.failed(RuntimeError("it was refused"))
+    assert [message.entries[0].part for message in client.messages] == [0, 1]
+    assert {message.entries[0].sequence for message in client.messages} == {1}
+    client.messages[0].listener.failed(RuntimeError("it was refused"))
     assert isinstance(writing.exception(timeout=PATIENCE), RuntimeError)
-    assert client.sent[2].verb == wire.ABANDON
+    assert client.messages[2].verb == wire.ABANDON
 
 
 def test_all_fail_when_the_worker_is_lost(client: Client) -> None:
@@ -298,9 +301,9 @@ def test_all_fail_when_the_worker_is_lost(client: Client) -> None:
 def test_one_read_that_fails_leaves_the_others_of_its_message(client: Client) -> None:
     first = client.read("x")
     wrong, good = client.read("a", outs=[torch.zeros(5)]), client.read("b")
-    client.sent[0].give(torch.ones(1))
+    client.messages[0].give(torch.ones(1))
     first.wait(timeout=PATIENCE)
-    client.sent[1].give(torch.ones(2), torch.full((3,), 7.0))
+    client.messages[1].give(torch.ones(2), torch.full((3,), 7.0))
     assert isinstance(wrong.exception(timeout=PATIENCE), ValueError)
     assert good.wait(timeout=PATIENCE)[0].tolist() == [7, 7, 7]
 
@@ -310,17 +313,17 @@ def test_bytes_that_are_not_those_of_the_store_are_read_again_and_verified_there
     client, tensor, out = Client(seconds=HOUR), torch.ones(3), torch.zeros(3)
     (kept,) = digests(tensor, [(0, 12)], [seed])
     reading = client.read("a", outs=[out])
-    client.sent[0].give(tensor + 1, kept=(kept, seed))
+    client.messages[0].give(tensor + 1, kept=(kept, seed))
     assert (reading.done(), out.tolist()) == (False, [0, 0, 0])
-    first, second = (message.entries[0] for message in client.sent)
+    first, second = (message.entries[0] for message in client.messages)
     assert (first.needs_digest, second.needs_digest) == (False, True)
     assert (second.key, second.after, second.expires) == ("a", 0, first.expires)
     behind = client.write("a", tensor)
-    assert client.sent[2].entries[0].after == second.sequence
-    client.sent[1].give(tensor)
+    assert client.messages[2].entries[0].after == second.sequence
+    client.messages[1].give(tensor)
     assert reading.wait(timeout=PATIENCE) == [out]
     assert out.tolist() == [1, 1, 1]
-    client.sent[2].answer()
+    client.messages[2].answer()
     behind.wait(timeout=PATIENCE)
     assert client.window.statistics()[:2] == (0, 0)
 
@@ -328,21 +331,21 @@ def test_bytes_that_are_not_those_of_the_store_are_read_again_and_verified_there
 def test_bytes_of_the_store_are_taken_at_once(client: Client) -> None:
     (kept,) = digests(torch.ones(3), [(0, 12)], [9])
     reading = client.read("a")
-    client.sent[0].give(torch.ones(3), kept=(kept, 9))
+    client.messages[0].give(torch.ones(3), kept=(kept, 9))
     assert reading.wait(timeout=PATIENCE)[0].tolist() == [1, 1, 1]
-    assert len(client.sent) == 1
+    assert len(client.messages) == 1
 
 
 def test_a_second_read_needs_a_digest_of_the_service(client: Client) -> None:
     """The second one is the last: it fails if the digest is missing, or is not that of the bytes."""
     missing, other = client.read("a"), client.read("b")
-    client.sent[0].give(torch.ones(1), kept=(1, 1))
-    client.sent[1].give(torch.ones(1), kept=(1, 1))
-    client.sent[2].give(torch.ones(1), kept=(1, 1))
+    client.messages[0].give(torch.ones(1), kept=(1, 1))
+    client.messages[1].give(torch.ones(1), kept=(1, 1))
+    client.messages[2].give(torch.ones(1), kept=(1, 1))
     error = missing.exception(timeout=PATIENCE)
     assert isinstance(error, ValueError)
     assert "the reply has no digest" in str(error)
-    (again,) = (message for message in client.sent[3:] if message.keys == ["b"])
+    (again,) = (message for message in client.messages[3:] if message.keys == ["b"])
     changed = wire.Found(torch.float32, (1,), 4, 0, 4, 1, (1, 1))
     again.listener.answered(*wire.pack_answer(wire.GET, 1, [], [changed], torch.zeros(64, dtype=torch.uint8)))
     assert isinstance(other.exception(timeout=PATIENCE), ChecksumError)
@@ -353,8 +356,8 @@ def test_the_caller_has_digests_of_the_service_and_no_others(client: Client) -> 
     told = torch.zeros(1, dtype=torch.uint64)
     operation = Operation(client.operations, "read", ["a"], gives_list=True, digests=told)
     client.window.read(operation.native, ["a"], [None], True)
-    assert client.sent[0].entries[0].needs_digest
-    client.sent[0].give(torch.ones(1), kept=(digest(torch.ones(1)), 0))
+    assert client.messages[0].entries[0].needs_digest
+    client.messages[0].give(torch.ones(1), kept=(digest(torch.ones(1)), 0))
     assert isinstance(operation.future.exception(timeout=PATIENCE), ValueError)
 
 
@@ -364,9 +367,9 @@ def test_a_second_read_has_the_error_of_the_service_or_the_deadline_of_the_first
     damaged, late = client.read("a"), client.read("b", outs=[torch.zeros(1)])
     client.window.seconds = 2 * HOUR
     younger = client.read("c")
-    client.sent[0].give(torch.ones(1), kept=(1, 1))
-    client.sent[1].give(torch.ones(1), torch.ones(1), kept=(1, 1))
-    again = {key: message for message in client.sent[2:] for key in message.keys}
+    client.messages[0].give(torch.ones(1), kept=(1, 1))
+    client.messages[1].give(torch.ones(1), torch.ones(1), kept=(1, 1))
+    again = {key: message for message in client.messages[2:] for key in message.keys}
     again["a"].answer({0: ChecksumError("its bytes on the disk are not those that were written")})
     assert "on the disk" in str(damaged.exception(timeout=PATIENCE))
     client.window.look(begin + 1.5 * HOUR)
@@ -389,21 +392,23 @@ def test_a_read_that_ends_while_its_parts_are_verified_is_not_repeated(monkeypat
     data = torch.zeros(wire.PIECE + 64, dtype=torch.uint8)
     reading = client.read("a", outs=[torch.empty_like(data)])
     first = wire.Found(torch.uint8, tuple(data.shape), data.nbytes, 0, wire.PIECE, None, (1, 1))
-    client.sent[0].listener.answered(*wire.pack_answer(wire.GET, 1, [], [first], data[: wire.PIECE].clone()))
-    client.sent[1].listener.answered(*wire.pack_answer(wire.FETCH, 1, [], [wire.Part(0, 64, None)], data[:64].clone()))
+    client.messages[0].listener.answered(*wire.pack_answer(wire.GET, 1, [], [first], data[: wire.PIECE].clone()))
+    client.messages[1].listener.answered(
+        *wire.pack_answer(wire.FETCH, 1, [], [wire.Part(0, 64, None)], data[:64].clone())
+    )
     assert isinstance(reading.exception(timeout=PATIENCE), TimeoutError)
-    assert [message.verb for message in client.sent] == [wire.GET, wire.FETCH]
+    assert [message.verb for message in client.messages] == [wire.GET, wire.FETCH]
 
 
 def test_a_read_is_not_repeated_behind_later_operations_on_its_key(client: Client) -> None:
     reading, writing = client.read("a"), client.write("a", torch.zeros(1))
-    client.sent[1].answer()
+    client.messages[1].answer()
     writing.wait(timeout=PATIENCE)
-    client.sent[0].give(torch.ones(1), kept=(1, 1))
+    client.messages[0].give(torch.ones(1), kept=(1, 1))
     error = reading.exception(timeout=PATIENCE)
     assert isinstance(error, ChecksumError)
     assert "its 4 bytes have changed on the disk or on the way" in str(error)
-    assert [message.verb for message in client.sent] == [wire.GET, wire.PUT, wire.ABANDON]
+    assert [message.verb for message in client.messages] == [wire.GET, wire.PUT, wire.ABANDON]
 
 
 def test_an_answer_that_comes_too_late_fills_nothing() -> None:
@@ -411,7 +416,7 @@ def test_an_answer_that_comes_too_late_fills_nothing() -> None:
     reading = client.read("a", outs=[out])
     client.end_time()
     assert isinstance(reading.exception(timeout=PATIENCE), TimeoutError)
-    client.sent[0].give(torch.ones(3))
+    client.messages[0].give(torch.ones(3))
     assert out.tolist() == [0, 0, 0]
 
 
@@ -421,11 +426,11 @@ def test_a_window_keeps_nothing_of_what_is_done(client: Client) -> None:
         tensor, out = torch.ones(3), torch.zeros(3)
         gone = weakref.ref(tensor), weakref.ref(out)
         writing, reading = client.write(key, tensor), client.read(key, outs=[out])
-        client.sent[-2].answer()
-        client.sent[-1].give(torch.ones(3))
+        client.messages[-2].answer()
+        client.messages[-1].give(torch.ones(3))
         assert (writing.done(), reading.done()) == (True, True)
         del tensor, out, writing, reading
-        client.sent[1:] = []
+        client.messages[1:] = []
         assert [ref() for ref in gone] == [None, None]
     assert not stuck.done()
 
@@ -438,16 +443,16 @@ def test_a_finalizer_of_an_old_request_may_use_the_window() -> None:
     client.window.write(operation.native, ["a"], [source], [None])
     later: list[Any] = []
     weakref.finalize(source.released, lambda: later.append(client.delete("later")))
-    client.sent[1].answer()
+    client.messages[1].answer()
     del operation, source
-    client.sent[0].answer()
-    client.sent.clear()
+    client.messages[0].answer()
+    client.messages.clear()
     client.window.look(time.perf_counter())
     gc.collect()
     client.read("b")
     assert stuck.done()
-    assert [message.keys for message in client.sent] == [["later"], ["b"]]
-    assert client.sent[1].request.oldest == client.sent[0].entries[0].sequence
+    assert [message.keys for message in client.messages] == [["later"], ["b"]]
+    assert client.messages[1].request.oldest == client.messages[0].entries[0].sequence
     client.end_time()
     assert isinstance(later[0].exception(timeout=PATIENCE), TimeoutError)
 
@@ -457,13 +462,13 @@ def test_the_error_of_a_write_is_that_of_the_disk_whatever_became_of_written(cli
     operation = Operation(client.operations, "write", ["a"], nbytes=4, written=written)
     client.window.write(operation.native, ["a"], [source_of(torch.ones(1), 0)], [None])
     written.resize_(5)
-    client.sent[0].answer({0: StorageError("no disk")})
+    client.messages[0].answer({0: StorageError("no disk")})
     assert isinstance(operation.future.exception(timeout=PATIENCE), StorageError)
 
 
 def test_an_answer_that_makes_no_sense_fails_its_requests(client: Client) -> None:
     reading = client.read("a")
-    client.sent[0].listener.answered(b"nonsense", [])
+    client.messages[0].listener.answered(b"nonsense", [])
     assert isinstance(reading.exception(timeout=PATIENCE), ValueError)
 
 
@@ -480,7 +485,7 @@ class Sealed(Exception):
 def test_an_error_that_takes_no_notes_ends_an_operation(client: Client) -> None:
     error = Sealed("sealed")
     writing = client.write("a", torch.ones(1))
-    client.sent[0].listener.failed(error)
+    client.messages[0].listener.failed(error)
     assert writing.exception(timeout=PATIENCE) is error
 
 
@@ -490,6 +495,6 @@ def test_a_flush_waits_for_changes_and_has_their_error(client: Client) -> None:
     client.write("b", torch.ones(1))
     flush = client.operations.flush(with_reads=False)
     assert not flush.done()
-    client.sent[1].answer({0: StorageError("no disk")})
+    client.messages[1].answer({0: StorageError("no disk")})
     assert isinstance(flush.exception(timeout=PATIENCE), StorageError)
     assert not client.operations.flush(with_reads=True).done()

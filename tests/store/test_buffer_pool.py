@@ -64,14 +64,14 @@ def test_a_shape_that_is_none_is_refused() -> None:
 # ---- pools
 
 
-def got(future: CUDAFuture[Buffer]) -> Buffer:
+def wait_for(future: CUDAFuture[Buffer]) -> Buffer:
     return future.wait(timeout=PATIENCE)
 
 
 def test_buffers_are_aligned_and_apart() -> None:
     pool = BufferPool(10 * PAGE, pin=False)
     sizes = [1, PAGE, 0, PAGE + 1, 3 * PAGE]
-    buffers = [got(pool.take(size)) for size in sizes]
+    buffers = [wait_for(pool.take(size)) for size in sizes]
     for i, buffer in enumerate(buffers):
         assert buffer.tensor.numel() == sizes[i]
         assert sizes[i] == 0 or buffer.tensor.data_ptr() % PAGE == 0
@@ -85,18 +85,18 @@ def test_buffers_are_aligned_and_apart() -> None:
     assert pool.free == 3 * PAGE + 4 * PAGE
     del buffers, buffer
     assert pool.free == 10 * PAGE
-    assert got(pool.take(10 * PAGE)).tensor.numel() == 10 * PAGE  # it is one piece again
+    assert wait_for(pool.take(10 * PAGE)).tensor.numel() == 10 * PAGE  # it is one piece again
 
 
 def test_who_finds_too_little_waits_in_line() -> None:
     pool = BufferPool(4 * PAGE, pin=False)
-    first, second = got(pool.take(3 * PAGE)), got(pool.take(PAGE))
+    first, second = wait_for(pool.take(3 * PAGE)), wait_for(pool.take(PAGE))
     large, small, last = pool.take(4 * PAGE), pool.take(PAGE), pool.take(PAGE)
     second.release()
     assert not large.done()
     assert not small.done(), "a small request has passed a large one"
     first.release()
-    with got(large) as buffer:
+    with wait_for(large) as buffer:
         assert buffer.tensor.numel() == 4 * PAGE
         assert not small.done()
         del buffer
@@ -106,19 +106,19 @@ def test_who_finds_too_little_waits_in_line() -> None:
 
 def test_a_request_that_was_cancelled_or_dropped_holds_nobody_up() -> None:
     pool = BufferPool(2 * PAGE, pin=False)
-    first = got(pool.take(PAGE))
+    first = wait_for(pool.take(PAGE))
     cancelled, dropped, last = pool.take(2 * PAGE), pool.take(2 * PAGE), pool.take(2 * PAGE)
     assert cancelled.cancel()
     del dropped
     first.release()
-    assert got(last).tensor.numel() == 2 * PAGE
+    assert wait_for(last).tensor.numel() == 2 * PAGE
     del last
     assert pool.free == 2 * PAGE
 
 
 def test_a_tensor_of_a_buffer_keeps_its_memory() -> None:
     pool = BufferPool(PAGE, pin=False)
-    with got(pool.take(PAGE)) as buffer:
+    with wait_for(pool.take(PAGE)) as buffer:
         view = buffer.view((2, 3), torch.float64).fill_(5)
         with pytest.raises(ValueError, match="larger than the buffer"):
             buffer.view(PAGE + 1, torch.uint8)
@@ -128,14 +128,14 @@ def test_a_tensor_of_a_buffer_keeps_its_memory() -> None:
     gc.collect()
     assert view.eq(5).all()
     del view
-    assert got(later).tensor.numel() == PAGE
+    assert wait_for(later).tensor.numel() == PAGE
 
 
 def test_memory_is_not_free_while_the_disk_is_at_it(tmp_path: Path) -> None:
     pool = BufferPool(MIB, pin=False)
     engine, store = held(tmp_path)
     with engine, store:
-        with got(pool.take(MIB)) as buffer:
+        with wait_for(pool.take(MIB)) as buffer:
             buffer.tensor.copy_(contents(MIB))
             write = store.write("key", buffer.tensor)
             del buffer
@@ -144,13 +144,13 @@ def test_memory_is_not_free_while_the_disk_is_at_it(tmp_path: Path) -> None:
         engine._native.release_held()
         write.wait(timeout=PATIENCE)
         del write
-        got(later).tensor.zero_()
+        wait_for(later).tensor.zero_()
         assert torch.equal(store.read("key").wait(timeout=PATIENCE), contents(MIB))
 
 
 def test_a_pool_that_is_closed_fails_who_waits() -> None:
     with BufferPool(PAGE, pin=False) as pool:
-        buffer = got(pool.take(PAGE))
+        buffer = wait_for(pool.take(PAGE))
         waiting, cancelled = pool.take(1), pool.take(1)
         cancelled.cancel()
     assert isinstance(waiting.exception(timeout=PATIENCE), InvalidStateError)
@@ -180,7 +180,7 @@ def test_threads_take_and_give_back_and_nothing_is_lost_or_had_twice() -> None:
         numbers = random.Random(seed)
         kept: deque[Buffer] = deque()
         for _ in range(soak_count(5000)):
-            buffer = got(pool.take(numbers.randrange(1, 6 * PAGE)))
+            buffer = wait_for(pool.take(numbers.randrange(1, 6 * PAGE)))
             buffer.tensor.fill_(seed)
             kept.append(buffer)
             del buffer
@@ -201,7 +201,7 @@ def test_threads_take_and_give_back_and_nothing_is_lost_or_had_twice() -> None:
 def test_where_there_is_a_device_the_memory_is_pinned() -> None:
     pool = BufferPool(MIB)
     assert pool.is_pinned
-    buffer = got(pool.take(1000 * 4))
+    buffer = wait_for(pool.take(1000 * 4))
     assert buffer.tensor.is_pinned()
     host = buffer.view(1000).fill_(3)
     with sim.hold():
@@ -269,14 +269,14 @@ class InterruptedAt:
 
 
 def take_and_release(pool: BufferPool, held: Buffer) -> None:
-    with got(pool.take(PAGE)) as buffer:
+    with wait_for(pool.take(PAGE)) as buffer:
         buffer.view(PAGE, torch.uint8).fill_(1)
     del buffer
     first, second = pool.take(4 * PAGE), pool.take(PAGE)
     held.release()
-    got(first).release()
+    wait_for(first).release()
     del first
-    got(second).release()
+    wait_for(second).release()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -284,12 +284,12 @@ def take_and_release(pool: BufferPool, held: Buffer) -> None:
 def test_an_interrupt_loses_no_memory() -> None:
     for line in itertools.count():
         pool = BufferPool(4 * PAGE, pin=False)
-        held = got(pool.take(2 * PAGE))
+        held = wait_for(pool.take(2 * PAGE))
         with contextlib.suppress(KeyboardInterrupt), InterruptedAt(line) as interrupt:
             take_and_release(pool, held)
         held.release()
         gc.collect()
-        got(pool.take(4 * PAGE)).release()
+        wait_for(pool.take(4 * PAGE)).release()
         assert pool.free == 4 * PAGE, f"interrupted at line {line}"
         if not interrupt.is_over:
             break
@@ -298,12 +298,12 @@ def test_an_interrupt_loses_no_memory() -> None:
 
 def test_runs_are_joined_in_whatever_order_they_return() -> None:
     pool = BufferPool(2000 * PAGE, pin=False)
-    buffers = [got(pool.take(PAGE)) for _ in range(2000)]
+    buffers = [wait_for(pool.take(PAGE)) for _ in range(2000)]
     random.Random(0).shuffle(buffers)
     while buffers:
         buffers.pop().release()
         assert pool.free == (2000 - len(buffers)) * PAGE
-    assert got(pool.take(2000 * PAGE)).tensor.numel() == 2000 * PAGE
+    assert wait_for(pool.take(2000 * PAGE)).tensor.numel() == 2000 * PAGE
 
 
 @pytest.mark.parametrize("granted", ["at once", "after a wait"])

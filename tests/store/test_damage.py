@@ -21,7 +21,7 @@ PAGE = 4096
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
-def place_of(tensor: torch.Tensor, folder: Path) -> tuple[Path, int]:
+def find_tensor(tensor: torch.Tensor, folder: Path) -> tuple[Path, int]:
     """Return the slab that holds a tensor, and its offset there."""
     wanted = bytes(tensor.tolist())
     for path in slabs(folder):
@@ -31,7 +31,7 @@ def place_of(tensor: torch.Tensor, folder: Path) -> tuple[Path, int]:
     raise AssertionError("the tensor is in no slab")
 
 
-def whole(store: DiskStore, expected: Mapping[str, torch.Tensor]) -> set[str]:
+def readable_keys(store: DiskStore, expected: Mapping[str, torch.Tensor]) -> set[str]:
     """Return the keys that read back as written. Check that each other key fails with StorageError."""
     good = set()
     for key, tensor in expected.items():
@@ -61,7 +61,7 @@ def test_a_bit_that_was_flipped_is_an_error_of_that_key_alone(
         if size == 1:  # alone in its line of 64 bytes: so that it can be found, it lies behind what can
             tensors |= {"before": marked, "2": contents(1, 9)}
             store.writev({"before": marked, "2": tensors["2"]}).wait(timeout=PATIENCE)
-        path, offset = place_of(marked, tmp_path)
+        path, offset = find_tensor(marked, tmp_path)
         flip(path, offset + (64 if size == 1 else int(place * (size - 1))), bit=int(place * 7))
         for count in 1, 2:
             with pytest.raises(ChecksumError, match="'2'") as caught:
@@ -71,7 +71,7 @@ def test_a_bit_that_was_flipped_is_an_error_of_that_key_alone(
         with pytest.raises(ChecksumError):
             store.readv(list(tensors)).wait(timeout=PATIENCE)
         assert store.statistics().checksum_errors == 3
-        assert whole(store, tensors) == set(tensors) - {"2"}
+        assert readable_keys(store, tensors) == set(tensors) - {"2"}
         store.write("2", tensors["2"]).wait(timeout=PATIENCE)
         expect(store, tensors)
 
@@ -80,13 +80,13 @@ def test_a_key_that_lies_where_another_one_should_is_an_error(engine: Engine, tm
     tensors = {f"{i}": contents(5000, i) for i in range(2)}
     with DiskStore(tmp_path, engine=engine) as store:
         store.writev(tensors).wait(timeout=PATIENCE)
-        (path, first), (_, second) = (place_of(tensor, tmp_path) for tensor in tensors.values())
+        (path, first), (_, second) = (find_tensor(tensor, tmp_path) for tensor in tensors.values())
         with path.open("r+b") as file:
             file.seek(first)
             content = file.read(5000)
             file.seek(second)
             file.write(content)
-        assert whole(store, tensors) == {"0"}
+        assert readable_keys(store, tensors) == {"0"}
         store.write("1", tensors["0"]).wait(timeout=PATIENCE)
         expect(store, {"0": tensors["0"], "1": tensors["0"]})
 
@@ -101,7 +101,7 @@ def write_mixed(store: DiskStore, folder: Path, name: str = "") -> tuple[dict[st
     store.writev(small).wait(timeout=PATIENCE)
     store.writev(large).wait(timeout=PATIENCE)
     tensors = small | large
-    return tensors, {key: place_of(tensor, folder)[1] + tensor.nbytes for key, tensor in tensors.items()}
+    return tensors, {key: find_tensor(tensor, folder)[1] + tensor.nbytes for key, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("left", [0, 10 * PAGE, 10 * PAGE + 77, 200 * PAGE])
@@ -112,7 +112,7 @@ def test_of_a_slab_that_is_cut_off_what_is_left_is_read_and_all_can_be_written_a
         tensors, ends = write_mixed(store, tmp_path)
         (slab,) = slabs(tmp_path)
         os.truncate(slab, left)
-        assert whole(store, tensors) == {key for key, end in ends.items() if end <= left}
+        assert readable_keys(store, tensors) == {key for key, end in ends.items() if end <= left}
         store.writev(tensors).wait(timeout=PATIENCE)
         expect(store, tensors)
 
@@ -129,12 +129,12 @@ def test_a_store_whose_slab_was_cut_off_between_goes_on_with_what_is_left(
         (slab,) = slabs(folder)
         os.truncate(slab, left)
         with DiskStore(folder, engine=engine, durable=True) as store:
-            good = whole(store, tensors)
+            good = readable_keys(store, tensors)
             assert good == {key for key, end in ends.items() if end <= left}
             later = {f"later {i}": contents(3000, 200 + i) for i in range(20)}
             for key, tensor in later.items():
                 store.write(key, tensor).wait(timeout=PATIENCE)
-            assert whole(store, tensors) == good, "what was written since lies where others do"
+            assert readable_keys(store, tensors) == good, "what was written since lies where others do"
             store.deletev([key for key in tensors if key not in good]).wait(timeout=PATIENCE)
             expect(store, {key: tensors[key] for key in good} | later)
         with DiskStore(folder, engine=engine, durable=True) as store:
@@ -152,7 +152,7 @@ def test_of_a_store_without_one_of_its_slabs_the_others_are_read(engine: Engine,
     path, away = tmp_path / "slab-00000000", tmp_path / "away"
     path.rename(away)
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
-        good = whole(store, tensors)
+        good = readable_keys(store, tensors)
         assert good == {"1", "small"}
         error = store.read("0").exception(timeout=PATIENCE)
         assert isinstance(error, StorageError)

@@ -102,7 +102,7 @@ def test_a_part_lies_in_its_tensor(part: Any) -> None:
         digests(numbered(10), [(0, 8), part])
 
 
-def shrunk(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+def shrink(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Truncate the memory of a tensor, so that it does not hold all elements."""
     tensor.untyped_storage().resize_(nbytes)
     return tensor
@@ -117,8 +117,8 @@ def shrunk(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
         lambda: torch.ones(4, device="meta"),
         lambda: torch.ones(4).to_sparse(),
         lambda: torch._efficientzerotensor(4),
-        lambda: shrunk(torch.ones(1 << 20), 4),
-        lambda: shrunk(torch.ones(4), 0),
+        lambda: shrink(torch.ones(1 << 20), 4),
+        lambda: shrink(torch.ones(4), 0),
         lambda: [1],
     ],
     ids=["apart", "conjugate", "negative", "nowhere", "sparse", "zeros", "shrunk", "freed", "list"],
@@ -132,7 +132,7 @@ def test_parts_are_of_bytes_that_lie_together(tensor: Callable[[], Any]) -> None
     ("tensor", "error"),
     [
         (lambda: torch.empty(3, device="meta"), ValueError),
-        (lambda: shrunk(torch.ones(1 << 20), 4), ValueError),
+        (lambda: shrink(torch.ones(1 << 20), 4), ValueError),
         (lambda: torch._efficientzerotensor(4), TypeError),
         (lambda: torch.ones(4).to_sparse(), TypeError),
         (lambda: [1], TypeError),
@@ -211,8 +211,8 @@ WRONG: dict[str, Callable[[torch.dtype], Any]] = {
     "of another dtype": lambda dtype: torch.zeros(2, dtype=torch.int64),
     "nowhere": lambda dtype: torch.zeros(2, dtype=dtype, device="meta"),
     "apart": lambda dtype: torch.zeros(4, dtype=dtype)[::2],
-    "shrunk": lambda dtype: shrunk(torch.zeros(2, dtype=dtype), 1),
-    "freed": lambda dtype: shrunk(torch.zeros(2, dtype=dtype), 0),
+    "shrunk": lambda dtype: shrink(torch.zeros(2, dtype=dtype), 1),
+    "freed": lambda dtype: shrink(torch.zeros(2, dtype=dtype), 0),
     "a list": lambda dtype: [0, 0],
 }
 

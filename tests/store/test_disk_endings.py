@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 @pytest.fixture
-def held() -> Iterator[Engine]:
+def idle_engine() -> Iterator[Engine]:
     with held_engine() as engine:
         yield engine
 
@@ -166,13 +166,13 @@ def test_what_is_left_in_the_folder(tmp_path: Path) -> None:
     assert stores(folder) == 0
 
 
-def test_an_offloader_that_is_dropped_ends_what_it_has_begun(held: Engine, tmp_path: Path) -> None:
-    offloader = DiskOffloader(tmp_path, engine=held)
+def test_an_offloader_that_is_dropped_ends_what_it_has_begun(idle_engine: Engine, tmp_path: Path) -> None:
+    offloader = DiskOffloader(tmp_path, engine=idle_engine)
     x = torch.ones(1000)
     future = offloader.async_write(x)
     del offloader
     gc.collect()
-    held._native.release_held()
+    idle_engine._native.release_held()
     assert future.wait(timeout=PATIENCE) == 4000
     assert size(x) == 0
 

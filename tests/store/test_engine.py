@@ -37,7 +37,7 @@ def engine_of(backend: Any, **options: Any) -> Engine:
     return Engine(backend, **{"queue_depth": 4, "block_size": BLOCK, "threads": 2, **options})
 
 
-def held(backend: str, **options: Any) -> Engine:
+def make_idle_engine(backend: str, **options: Any) -> Engine:
     """Return an engine that completes no operation before ``release_held``."""
     return engine_of(backend, _faults={"held": True}, **options)
 
@@ -113,7 +113,7 @@ def test_an_engine_without_io_uring_says_why(code: int, reason: str) -> None:
 
 
 def test_what_is_submitted_waits_its_turn_and_is_counted(backend: str, tmp_path: Path) -> None:
-    with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+    with make_idle_engine(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         writes = [file.write(ones(2), i * 2 * BLOCK) for i in range(10)]
         empty = file.write(ones(0))
         assert engine.statistics().pending == 11
@@ -128,7 +128,7 @@ def test_what_is_submitted_waits_its_turn_and_is_counted(backend: str, tmp_path:
 
 
 def test_what_was_not_begun_can_be_cancelled_and_what_was_cannot(backend: str, tmp_path: Path) -> None:
-    with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+    with make_idle_engine(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         first = file.write(ones(100))
         while not engine.statistics().blocks:
             pass
@@ -146,7 +146,7 @@ def test_what_was_not_begun_can_be_cancelled_and_what_was_cannot(backend: str, t
 
 
 def test_whoever_submits_more_than_may_be_pending_is_held_up(backend: str, tmp_path: Path) -> None:
-    with held(backend, max_pending=3) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+    with make_idle_engine(backend, max_pending=3) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         writes = [file.write(ones(1)) for _ in range(3)]
         begun, ended = threading.Event(), threading.Event()
 
@@ -184,7 +184,7 @@ def test_callbacks_write_though_the_queue_is_full(backend: str, tmp_path: Path) 
 
 
 def test_the_source_is_released_before_the_write_is_done_where_it_was_copied(backend: str, tmp_path: Path) -> None:
-    with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+    with make_idle_engine(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         source = torch.zeros(64, 64).t()  # gathered into the buffers
         write = file.write(source)
         assert write.released is not None
@@ -206,7 +206,7 @@ def test_the_source_is_released_before_the_write_is_done_where_it_was_copied(bac
 
 
 def test_tensors_are_kept_until_their_futures_are_done(backend: str, tmp_path: Path) -> None:
-    with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+    with make_idle_engine(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         writes = [file.write(torch.full((5000,), float(i)), i * 20000) for i in range(10)]
         engine._native.release_held()
         wait_all(writes, timeout=PATIENCE)
@@ -249,7 +249,7 @@ def test_an_engine_that_nobody_holds_does_what_it_was_given(backend: str, tmp_pa
 
 
 def test_a_held_up_thread_hears_that_the_engine_is_closed(backend: str, tmp_path: Path) -> None:
-    engine = held(backend, max_pending=1)
+    engine = make_idle_engine(backend, max_pending=1)
     file = File(tmp_path / "file", "w+", engine=engine)
     first = file.write(ones(1))
     errors: list[BaseException] = []
@@ -370,7 +370,7 @@ def test_its_memory_is_the_queue_times_the_block(backend: str, tmp_path: Path) -
 
 
 def test_what_is_small_does_not_wait_for_all_of_what_is_large(backend: str, tmp_path: Path) -> None:
-    with held(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
+    with make_idle_engine(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         order: list[str] = []
         large = file.write(ones(200)).then(lambda done: order.append("large"))
         small = [file.write(ones(1), (200 + i) * BLOCK).then(lambda done: order.append("small")) for i in range(5)]

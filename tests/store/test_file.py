@@ -41,11 +41,11 @@ def file(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iter
         yield file
 
 
-def done(future: CUDAFuture[int]) -> int:
+def finish(future: CUDAFuture[int]) -> int:
     return future.wait(timeout=PATIENCE)
 
 
-def numbered(size: int, seed: int = 0) -> torch.Tensor:
+def make_bytes(size: int, seed: int = 0) -> torch.Tensor:
     """Return bytes whose pattern repeats only after a long run."""
     return (torch.arange(size, dtype=torch.int64) * 2654435761 + seed).remainder(251).to(torch.uint8)
 
@@ -56,29 +56,29 @@ def numbered(size: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("offset", [0, 1, 511, 512, 4095, 4096, 4097, 3 * BLOCK - 7])
 @pytest.mark.parametrize("size", [0, 1, 511, 512, 4096, 4097, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 4095])
 def test_any_part_is_written_and_read(file: File, offset: int, size: int) -> None:
-    around = numbered(10 * BLOCK + 13, 1)
-    assert done(file.write(around)) == around.nbytes
-    part = numbered(size, 2)
-    assert done(file.write(part, offset)) == size
+    around = make_bytes(10 * BLOCK + 13, 1)
+    assert finish(file.write(around)) == around.nbytes
+    part = make_bytes(size, 2)
+    assert finish(file.write(part, offset)) == size
     around[offset : offset + size] = part
     got = torch.zeros_like(around)
-    assert done(file.read(got)) == around.nbytes
+    assert finish(file.read(got)) == around.nbytes
     assert torch.equal(got, around)
     again = torch.zeros_like(part)
-    assert done(file.read(again, offset)) == size
+    assert finish(file.read(again, offset)) == size
     assert torch.equal(again, part)
     assert file.size == around.nbytes
 
 
 @pytest.mark.parametrize("shift", [0, 1, 64, 512])
 def test_memory_may_lie_anywhere(file: File, shift: int) -> None:
-    whole = numbered(4 * BLOCK + 2 * 4096)
+    whole = make_bytes(4 * BLOCK + 2 * 4096)
     start = -whole.data_ptr() % 4096 + shift
     part = whole[start : start + 3 * BLOCK]
-    assert done(file.write(part, 4096)) == part.nbytes
+    assert finish(file.write(part, 4096)) == part.nbytes
     got = torch.zeros_like(whole)
     target = got[-got.data_ptr() % 4096 + shift :][: 3 * BLOCK]
-    assert done(file.read(target, 4096)) == part.nbytes
+    assert finish(file.read(target, 4096)) == part.nbytes
     assert torch.equal(target, part)
     assert int(got.count_nonzero()) == int(part.count_nonzero())
 
@@ -89,35 +89,35 @@ def test_what_lies_as_the_device_wants_it_is_not_copied(engine: Engine, file: Fi
     whole = torch.zeros(4 * BLOCK + 4096, dtype=torch.uint8)
     aligned = whole[-whole.data_ptr() % 4096 :][: 4 * BLOCK]
     before = engine.statistics().staged
-    done(file.write(aligned))
-    done(file.read(aligned))
+    finish(file.write(aligned))
+    finish(file.read(aligned))
     assert engine.statistics().staged == before
 
 
 def test_writes_at_the_same_time_into_one_page_keep_each_other(file: File) -> None:
-    pieces = [numbered(700, seed) for seed in range(64)]
+    pieces = [make_bytes(700, seed) for seed in range(64)]
     gather(*(file.write(piece, 13 + 700 * i) for i, piece in enumerate(pieces))).wait(timeout=PATIENCE)
     for i, piece in enumerate(pieces):
         got = torch.zeros_like(piece)
-        done(file.read(got, 13 + 700 * i))
+        finish(file.read(got, 13 + 700 * i))
         assert torch.equal(got, piece), i
 
 
 def test_several_tensors_are_one_run_of_bytes(file: File) -> None:
-    parts = [numbered(size, size) for size in (1, 0, 4096, 5000, BLOCK, 3)]
+    parts = [make_bytes(size, size) for size in (1, 0, 4096, 5000, BLOCK, 3)]
     whole = torch.cat(parts)
-    assert done(file.writev(parts, 100)) == whole.nbytes
+    assert finish(file.writev(parts, 100)) == whole.nbytes
     got = torch.zeros_like(whole)
-    assert done(file.read(got, 100)) == whole.nbytes
+    assert finish(file.read(got, 100)) == whole.nbytes
     assert torch.equal(got, whole)
     back = [torch.zeros_like(part) for part in parts]
-    assert done(file.readv(back, 100)) == whole.nbytes
+    assert finish(file.readv(back, 100)) == whole.nbytes
     assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True))
-    assert done(file.writev([])) == done(file.readv([])) == 0
+    assert finish(file.writev([])) == finish(file.readv([])) == 0
     many = [torch.full((32,), i, dtype=torch.uint8) for i in range(200)]  # more than fit into one request
-    assert done(file.writev(many)) == 6400
+    assert finish(file.writev(many)) == 6400
     copies = [torch.zeros_like(part) for part in many]
-    done(file.readv(iter(copies)))
+    finish(file.readv(iter(copies)))
     assert torch.equal(torch.cat(copies), torch.cat(many))
 
 
@@ -135,8 +135,8 @@ def test_every_dtype(file: File, dtype: torch.dtype) -> None:
         bits, got = tensor.view(torch.uint8), torch.empty(33, dtype=dtype)
     except (RuntimeError, NotImplementedError, TypeError):
         pytest.skip("torch makes no such tensor, or cannot show its bytes")
-    bits.copy_(numbered(bits.nbytes))
-    assert done(file.write(tensor)) == done(file.read(got)) == tensor.nbytes
+    bits.copy_(make_bytes(bits.nbytes))
+    assert finish(file.write(tensor)) == finish(file.read(got)) == tensor.nbytes
     assert torch.equal(got.view(torch.uint8), bits)
 
 
@@ -144,7 +144,7 @@ def test_every_dtype(file: File, dtype: torch.dtype) -> None:
 def test_a_quantized_tensor_is_its_integers(file: File) -> None:
     tensor = torch.quantize_per_tensor(torch.randn(100), 0.1, 3, torch.qint8)
     got = torch.quantize_per_tensor(torch.zeros(100), 0.1, 3, torch.qint8)
-    assert done(file.write(tensor)) == done(file.read(got)) == 100
+    assert finish(file.write(tensor)) == finish(file.read(got)) == 100
     assert torch.equal(got.int_repr(), tensor.int_repr())
 
 
@@ -169,13 +169,13 @@ VIEWS = {
 def test_views_are_stored_as_their_elements_and_filled_in_place(file: File, view: Any) -> None:
     source, target = torch.randn(64, 128), torch.zeros(64, 128)
     stored = view(source).contiguous()
-    assert done(file.write(view(source), 12)) == stored.nbytes
+    assert finish(file.write(view(source), 12)) == stored.nbytes
     plain = torch.zeros_like(stored)
-    done(file.read(plain, 12))
+    finish(file.read(plain, 12))
     assert torch.equal(plain, stored)
     expected = target.clone()
     there, wanted = view(target), view(expected)
-    done(file.read(there, 12))
+    finish(file.read(there, 12))
     wanted.copy_(stored)
     assert torch.equal(there, wanted)
     assert torch.equal(target, expected)  # and nothing else
@@ -184,16 +184,16 @@ def test_views_are_stored_as_their_elements_and_filled_in_place(file: File, view
 def test_large_views_are_gathered_block_by_block(file: File) -> None:
     source = torch.randn(300, 700)
     target = torch.zeros(300, 700)
-    done(file.write(source.t(), 5))
-    done(file.read(target.t(), 5))
+    finish(file.write(source.t(), 5))
+    finish(file.read(target.t(), 5))
     assert torch.equal(target, source)
 
 
 def test_an_expanded_tensor_is_written_and_not_read_into(file: File) -> None:
     expanded = torch.arange(5.0).expand(1000, 5)
-    done(file.write(expanded))
+    finish(file.write(expanded))
     got = torch.zeros(1000, 5)
-    done(file.read(got))
+    finish(file.read(got))
     assert torch.equal(got, expanded)
     with pytest.raises(ValueError, match="share memory"):
         file.read(expanded)
@@ -203,8 +203,8 @@ def test_views_that_compute_are_written_as_they_look(file: File) -> None:
     tensor = torch.randn(100, dtype=torch.complex64)
     for view in (tensor.conj(), tensor.conj().imag, tensor.conj().t()):
         got = torch.zeros(view.shape, dtype=view.dtype)
-        done(file.write(view))
-        done(file.read(got))
+        finish(file.write(view))
+        finish(file.read(got))
         assert torch.equal(got, view)
         with pytest.raises(ValueError, match="conjugates or negates"):
             file.read(view)
@@ -212,23 +212,23 @@ def test_views_that_compute_are_written_as_they_look(file: File) -> None:
 
 def test_a_read_is_a_change_for_autograd(file: File) -> None:
     tensor = torch.ones(4)
-    done(file.write(tensor))
+    finish(file.write(tensor))
     leaf = torch.ones(4, requires_grad=True)
     middle = leaf * 1
     loss = (middle * middle).sum()
-    done(file.read(middle.detach()))
+    finish(file.read(middle.detach()))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     parameter = torch.nn.Parameter(torch.zeros(4))
-    done(file.read(parameter))
+    finish(file.read(parameter))
     assert parameter.tolist() == [1, 1, 1, 1]
     with torch.inference_mode():
         inference = torch.zeros(4)
-        done(file.read(inference))
+        finish(file.read(inference))
     assert inference.tolist() == [1, 1, 1, 1]
 
 
-def shrunk() -> torch.Tensor:
+def make_shrunk() -> torch.Tensor:
     """Return a tensor whose memory does not hold all elements."""
     tensor = torch.ones(1000)
     tensor.untyped_storage().resize_(16)
@@ -242,7 +242,7 @@ def shrunk() -> torch.Tensor:
         (lambda: torch.empty(3, device="meta"), TypeError),
         (lambda: [1.0, 2.0], TypeError),
         (lambda: None, TypeError),
-        (shrunk, ValueError),
+        (make_shrunk, ValueError),
     ],
     ids=["sparse", "meta", "list", "None", "shrunk"],
 )
@@ -256,18 +256,18 @@ def test_what_has_no_memory_here_is_refused(file: File, make: Any, kind: type[Ex
 
 
 def test_a_file_that_ends_says_what_was_wanted_and_got(file: File) -> None:
-    done(file.write(numbered(3 * BLOCK + 100)))
+    finish(file.write(make_bytes(3 * BLOCK + 100)))
     with pytest.raises(StorageError, match=f"ended after {3 * BLOCK + 90}: there the file ends") as raised:
-        done(file.read(torch.zeros(10 * BLOCK, dtype=torch.uint8), 10))
+        finish(file.read(torch.zeros(10 * BLOCK, dtype=torch.uint8), 10))
     error = raised.value
     assert (error.path, error.offset, error.wanted, error.got) == (file.path, 10, 10 * BLOCK, 3 * BLOCK + 90)
     assert error.errno is None
     for offset in (3 * BLOCK + 100, 1 << 40):
         with pytest.raises(StorageError, match="ended after 0"):
-            done(file.read(torch.zeros(1), offset))
+            finish(file.read(torch.zeros(1), offset))
     file.truncate(5)
     with pytest.raises(StorageError, match="ended after 5"):
-        done(file.read(torch.zeros(2)))
+        finish(file.read(torch.zeros(2)))
 
 
 @pytest.mark.parametrize("name", ["not \udcff UTF-8", "a \0 NUL"], ids=["surrogate", "NUL"])
@@ -284,17 +284,17 @@ def test_modes(engine: Engine, tmp_path: Path) -> None:
         File(path, engine=engine)
     assert (raised.value.errno, raised.value.path) == (errno.ENOENT, str(path))
     with File(path, "w", engine=engine) as file:
-        done(file.write(torch.ones(4)))
+        finish(file.write(torch.ones(4)))
         with pytest.raises(io.UnsupportedOperation, match="for writing only"):
             file.read(torch.ones(4))
     with File(path, engine=engine) as file:
         with pytest.raises(io.UnsupportedOperation, match="for reading only"):
             file.write(torch.ones(4))
         got = torch.zeros(4)
-        assert done(file.read(got)) == 16
+        assert finish(file.read(got)) == 16
     with File(path, "r+", engine=engine) as file:
-        done(file.write(torch.zeros(1), 4))
-        done(file.read(got))
+        finish(file.write(torch.zeros(1), 4))
+        finish(file.read(got))
     assert got.tolist() == [1, 0, 1, 1]
     with File(path, "w+", engine=engine) as file:
         assert file.size == 0
@@ -315,12 +315,12 @@ def test_a_place_that_no_file_reaches_is_an_error(file: File) -> None:
     was_direct = file.is_direct
     for size, place in ((1, (1 << 63) - 5), (1024, (1 << 63) - 8192)):
         with pytest.raises(StorageError) as raised:
-            done(file.write(torch.zeros(size), place))
+            finish(file.write(torch.zeros(size), place))
         assert raised.value.errno in (errno.EFBIG, errno.EINVAL)
     for place in ((1 << 63) - 4, (1 << 63), (1 << 64) - 1):
         with pytest.raises(ValueError, match="beyond the end of the largest file"):
             file.write(torch.zeros(1), place)
-    done(file.write(torch.zeros(1024)))
+    finish(file.write(torch.zeros(1024)))
     assert file.is_direct == was_direct  # it was not the file system that refused
 
 
@@ -328,7 +328,7 @@ def test_a_closed_file_begins_nothing_more(file: File) -> None:
     file.close()
     file.close()
     with pytest.raises(InvalidStateError, match="closed"):
-        done(file.write(torch.zeros(1)))
+        finish(file.write(torch.zeros(1)))
 
 
 def test_close_closes_the_descriptors_after_the_last_operation(tmp_path: Path) -> None:
@@ -355,14 +355,14 @@ def test_blocks_are_there_before_they_are_written(file: File) -> None:
     assert file.size == 1 << 20
     assert Path(file.path).stat().st_blocks * 512 >= 1 << 20
     got = torch.ones(4)
-    done(file.read(got, 4096))
+    finish(file.read(got, 4096))
     assert not got.any()
     with pytest.raises(StorageError, match="cannot allocate"):
         file.allocate(1 << 60)
 
 
 def test_what_is_synced_is_on_the_disk(file: File) -> None:
-    done(file.write(torch.ones(1000)))
+    finish(file.write(torch.ones(1000)))
     assert file.sync().wait(timeout=PATIENCE) is None
 
 
@@ -371,6 +371,6 @@ def test_the_future_says_what_it_is_of(file: File) -> None:
     assert file.path in repr(future)
     assert future.released is not None
     future.released.wait(timeout=PATIENCE)
-    assert done(future) == 16
+    assert finish(future) == 16
     assert file.read(torch.ones(4)).released is None
     assert repr(file).startswith(f"<File '{file.path}', mode 'w+'")

@@ -26,7 +26,7 @@ def stores(folder: Path) -> list[str]:
 def test_what_is_left_of_a_removal_that_was_cut_short_is_swept(
     by: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def only_the_lease(folder: Path, ignore_errors: bool) -> None:
+    def remove_lease(folder: Path, ignore_errors: bool) -> None:
         (folder / "lease").unlink()
 
     store = DiskStore(tmp_path, engine=engine)
@@ -35,7 +35,7 @@ def test_what_is_left_of_a_removal_that_was_cut_short_is_swept(
         (home,) = (path for path in tmp_path.iterdir() if path.name.startswith("store-"))
         shutil.copytree(home, tmp_path / "store-dead")
     with monkeypatch.context() as cut_short:
-        cut_short.setattr(shutil, "rmtree", only_the_lease)
+        cut_short.setattr(shutil, "rmtree", remove_lease)
         if by == "a sweep":
             DiskStore(tmp_path, engine=engine).close()
         store.close()

@@ -26,7 +26,7 @@ HEADER = 56  # bytes of one
 SECTOR = 512  # bytes that a disk writes at once
 COUNT = 10  # of keys; the batch of the last one lies in two sectors
 
-Written = tuple[Path, dict[str, torch.Tensor], list[int]]
+StoreFiles = tuple[Path, dict[str, torch.Tensor], list[int]]
 
 
 def write_to_journal(store: DiskStore) -> tuple[dict[str, torch.Tensor], list[int]]:
@@ -40,7 +40,7 @@ def write_to_journal(store: DiskStore) -> tuple[dict[str, torch.Tensor], list[in
 
 
 @pytest.fixture
-def written(engine: Engine, tmp_path: Path) -> Written:
+def closed_store(engine: Engine, tmp_path: Path) -> StoreFiles:
     """Return the folder of a closed durable store, its tensors, and the end of each batch of its journal."""
     with DiskStore(tmp_path / "store", engine=engine, durable=True) as store:
         tensors, ends = write_to_journal(store)
@@ -49,7 +49,7 @@ def written(engine: Engine, tmp_path: Path) -> Written:
 
 
 @pytest.fixture
-def killed(engine: Engine, tmp_path: Path) -> Written:
+def crashed_store(engine: Engine, tmp_path: Path) -> StoreFiles:
     """Return the same for a store whose process was killed."""
     with DiskStore(tmp_path / "lives", engine=engine, durable=True) as store:
         tensors, ends = write_to_journal(store)
@@ -57,7 +57,7 @@ def killed(engine: Engine, tmp_path: Path) -> Written:
     return tmp_path / "store", tensors, ends
 
 
-def refused(folder: Path, engine: Engine) -> bool:
+def is_refused(folder: Path, engine: Engine) -> bool:
     """Return True if the store cannot be opened because its journal is damaged."""
     try:
         DiskStore(folder, engine=engine, durable=True, read_only=True).close()
@@ -67,19 +67,19 @@ def refused(folder: Path, engine: Engine) -> bool:
     return False
 
 
-def test_no_missing_end_of_a_journal_that_was_closed_is_silent(engine: Engine, written: Written) -> None:
-    folder, tensors, ends = written
+def test_no_missing_end_of_a_journal_that_was_closed_is_silent(engine: Engine, closed_store: StoreFiles) -> None:
+    folder, tensors, ends = closed_store
     journal = folder / "journal"
     content = journal.read_bytes()
     for size in (*(end + more for end in ends[:-1] for more in (-1, 0, 1, 40)), ends[-1] - 1):
         journal.write_bytes(content[:size])
-        assert refused(folder, engine), size
+        assert is_refused(folder, engine), size
     journal.write_bytes(content)
     with DiskStore(folder, engine=engine, durable=True) as store:
         expect(store, tensors)
 
 
-@pytest.mark.parametrize("end", ["written", "killed"])
+@pytest.mark.parametrize("end", ["closed_store", "crashed_store"])
 def test_no_flipped_bit_of_a_journal_is_taken_for_a_torn_batch(
     end: str, engine: Engine, request: pytest.FixtureRequest
 ) -> None:
@@ -87,7 +87,7 @@ def test_no_flipped_bit_of_a_journal_is_taken_for_a_torn_batch(
     journal = folder / "journal"
     for offset in (*range(HEADERS, ends[-4], 97), *range(ends[-4], ends[-1])):
         flip(journal, offset, offset % 8)
-        assert refused(folder, engine), offset
+        assert is_refused(folder, engine), offset
         flip(journal, offset, offset % 8)
     with DiskStore(folder, engine=engine, durable=True) as store:
         expect(store, tensors)
@@ -95,9 +95,9 @@ def test_no_flipped_bit_of_a_journal_is_taken_for_a_torn_batch(
 
 @pytest.mark.parametrize("damage", ["flipped bits", "zeros", "a missing end"])
 def test_of_a_killed_process_more_than_one_damaged_batch_is_no_torn_batch(
-    damage: str, engine: Engine, killed: Written
+    damage: str, engine: Engine, crashed_store: StoreFiles
 ) -> None:
-    folder, _, ends = killed
+    folder, _, ends = crashed_store
     for batches in 2, 3:
         shutil.copytree(folder, copy := folder.with_name(f"{batches}"))
         first = ends[-batches - 1]
@@ -108,7 +108,7 @@ def test_of_a_killed_process_more_than_one_damaged_batch_is_no_torn_batch(
             os.truncate(copy / "journal", first)
             if damage == "zeros":
                 os.truncate(copy / "journal", ends[-1])
-        assert refused(copy, engine)
+        assert is_refused(copy, engine)
         with DiskStore.salvage(copy, engine=engine) as store:
             assert store.keys() == [f"{i}" for i in range(COUNT - batches)]
             end = ends[-2] if damage == "a missing end" else ends[-1]  # the last one was never marked as whole
@@ -116,9 +116,9 @@ def test_of_a_killed_process_more_than_one_damaged_batch_is_no_torn_batch(
 
 
 def test_one_damaged_header_of_a_journal_loses_nothing_and_is_logged(
-    engine: Engine, written: Written, caplog: pytest.LogCaptureFixture
+    engine: Engine, closed_store: StoreFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, tensors, _ = written
+    folder, tensors, _ = closed_store
     journal = folder / "journal"
     for offset in (*range(0, HEADER, 5), HEADER - 1):
         for page in 0, PAGE:
@@ -130,7 +130,7 @@ def test_one_damaged_header_of_a_journal_loses_nothing_and_is_logged(
             flip(journal, page + offset)
         flip(journal, offset)
         flip(journal, PAGE + offset)
-        assert refused(folder, engine)
+        assert is_refused(folder, engine)
         flip(journal, offset)
         flip(journal, PAGE + offset)
     with DiskStore(folder, engine=engine, durable=True) as store:
@@ -138,9 +138,9 @@ def test_one_damaged_header_of_a_journal_loses_nothing_and_is_logged(
 
 
 def test_of_a_journal_that_is_torn_at_its_end_the_last_batch_is_dropped(
-    engine: Engine, killed: Written, caplog: pytest.LogCaptureFixture
+    engine: Engine, crashed_store: StoreFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, tensors, ends = killed
+    folder, tensors, ends = crashed_store
     journal = folder / "journal"
     content = journal.read_bytes()
     last, before = ends[-1], ends[-2]
@@ -218,9 +218,9 @@ def test_a_store_that_is_closed_has_no_file_open(engine: Engine, tmp_path: Path)
 
 @pytest.mark.parametrize("garbage", [b"\0", bytes(5000), b"CDfBa"], ids=["nul", "nuls", "a part of a batch"])
 def test_what_a_crash_leaves_after_the_end_of_a_journal_is_dropped(
-    engine: Engine, written: Written, garbage: bytes
+    engine: Engine, closed_store: StoreFiles, garbage: bytes
 ) -> None:
-    folder, tensors, _ = written
+    folder, tensors, _ = closed_store
     with (folder / "journal").open("ab") as file:
         file.write(garbage)
     for _ in range(2):
@@ -230,12 +230,12 @@ def test_what_a_crash_leaves_after_the_end_of_a_journal_is_dropped(
 
 @pytest.mark.parametrize("garbage", [b"x", b"x" * 40, b"CDfBatch" * 10], ids=["x", "40 x", "magic"])
 def test_what_no_crash_leaves_after_the_end_of_a_journal_is_damage(
-    engine: Engine, written: Written, garbage: bytes
+    engine: Engine, closed_store: StoreFiles, garbage: bytes
 ) -> None:
-    folder, tensors, _ = written
+    folder, tensors, _ = closed_store
     with (folder / "journal").open("ab") as file:
         file.write(garbage)
-    assert refused(folder, engine)
+    assert is_refused(folder, engine)
     with DiskStore.salvage(folder, engine=engine) as store:
         expect(store, tensors)
 
@@ -254,9 +254,9 @@ def cut_its_head(journal: Path) -> None:
 
 @pytest.mark.parametrize("damage", [remove_it, empty_it, cut_its_head])
 def test_a_store_whose_journal_is_lost_is_not_taken_for_a_new_one(
-    engine: Engine, written: Written, damage: Callable[[Path], None]
+    engine: Engine, closed_store: StoreFiles, damage: Callable[[Path], None]
 ) -> None:
-    folder, _, _ = written
+    folder, _, _ = closed_store
     before = slabs(folder)
     damage(folder / "journal")
     with pytest.raises(StorageError):

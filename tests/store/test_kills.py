@@ -204,7 +204,7 @@ def killer() -> Iterator[Killer]:
 # ---- what is there afterwards
 
 
-def possible(steps: list[Step], said: list[str], before: dict[str, int]) -> dict[str, list[int | None]]:
+def find_possible_versions(steps: list[Step], said: list[str], before: dict[str, int]) -> dict[str, list[int | None]]:
     """Return the versions that each key may have now. None stands for a missing key."""
     assert not [line for line in said if line.startswith("failed")]
     states: dict[str, list[int | None]] = {key: [before.get(key)] for key in KEYS + HOT_KEYS + TINY_KEYS}
@@ -221,7 +221,7 @@ def possible(steps: list[Step], said: list[str], before: dict[str, int]) -> dict
     return {key: versions[least[key] :] for key, versions in states.items()}
 
 
-def look(store: DiskStore, states: dict[str, list[int | None]]) -> dict[str, int]:
+def check_versions(store: DiskStore, states: dict[str, list[int | None]]) -> dict[str, int]:
     """Return the version of each key, and check that it is whole and one of the possible versions."""
     assert set(store.keys()) <= set(states)
     there: dict[str, int] = {}
@@ -248,7 +248,7 @@ def test_what_was_done_when_a_process_was_killed_is_there(engine: Engine, killer
         said = killer.listen(lines)
         said += killer.kill()
         with DiskStore(tmp_path, engine=engine, durable=True) as store:
-            there = look(store, possible(steps, said, there))
+            there = check_versions(store, find_possible_versions(steps, said, there))
             expect(store, {key: content_of(key, version) for key, version in there.items()})
             assert store.statistics().slab_bytes <= 128 * MIB, "what is free is not used again"
 

@@ -70,7 +70,7 @@ ENGINES = st.fixed_dictionaries(
 )
 
 
-def apart(operations: list[Operation]) -> list[Operation]:
+def select_disjoint(operations: list[Operation]) -> list[Operation]:
     """Return operations that overlap no write of each other. Overlapping ones would have no defined order."""
     chosen: list[Operation] = []
     for new in operations:
@@ -91,7 +91,7 @@ def test_what_the_futures_say_is_what_has_happened(
         known = torch.ones(SIZE, dtype=torch.bool)
         with File(path, "r+", engine=engine, direct=direct) as file:
             for number, operations in enumerate(rounds):
-                now = apart(operations)
+                now = select_disjoint(operations)
                 for operation in now:
                     operation.begin_in(file, number)
                 for operation in now:

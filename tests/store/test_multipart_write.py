@@ -41,7 +41,7 @@ def put_all(write: MultipartWrite, tensor: torch.Tensor, leaves: int = 2) -> lis
     return [write.put(at, tensor[at:end]) for at, end in cut(tensor.nbytes, leaves)]
 
 
-def used(store: DiskStore) -> int:
+def bytes_in_use(store: DiskStore) -> int:
     s = store.statistics()
     assert s.pending == 0
     return s.used
@@ -230,20 +230,20 @@ def test_begin_write_refuses_what_write_refuses(store: DiskStore, arguments: Any
         store.begin_write(*arguments)
     with pytest.raises(ValueError, match="priority"):
         store.begin_write("x", torch.uint8, [1], priority=1)
-    assert used(store) == 0
+    assert bytes_in_use(store) == 0
 
 
 def test_an_open_write_counts_against_the_capacity(engine: Engine, durable: bool, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=durable, capacity=MIB) as store:
         write = begin(store, "x", 600_000)
-        assert used(store) == 600_000
+        assert bytes_in_use(store) == 600_000
         with pytest.raises(QuotaError):
             begin(store, "y", 600_000)
         assert error_number(store.write("y", contents(600_000))) == errno.EDQUOT
-        assert used(store) == 600_000
+        assert bytes_in_use(store) == 600_000
         write.abort()
         write.abort()
-        assert used(store) == 0
+        assert bytes_in_use(store) == 0
         store.write("y", contents(600_000)).wait(timeout=PATIENCE)
         expect(store, {"y": contents(600_000)})
 
@@ -252,7 +252,7 @@ def test_a_full_disk_refuses_the_write(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine) as store:
         with pytest.raises(StorageError):
             store.begin_write("x", torch.uint8, [1 << 60])
-        assert used(store) == 0
+        assert bytes_in_use(store) == 0
 
 
 def test_a_read_only_store_refuses_the_write(engine: Engine, tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_an_error_of_the_engine_fails_the_commit(tmp_path: Path, durable_too: bo
             parts.append(write.put(at, contents(end - at)))
             parts[-1].exception(timeout=PATIENCE)
         assert [error_number(part) for part in parts] == [0, errno.EIO, 0, 0]
-        assert used(store) == 4 * LEAF
+        assert bytes_in_use(store) == 4 * LEAF
         assert error_number(write.commit()) == errno.EIO
         expect(store, {})
         write = begin(store, "x", LEAF)
@@ -347,7 +347,7 @@ def test_a_closed_engine_fails_the_part(tmp_path: Path) -> None:
     assert part.released is not None
     assert part.released.done()
     assert isinstance(write.commit().exception(timeout=PATIENCE), InvalidStateError)
-    assert used(store) == 0
+    assert bytes_in_use(store) == 0
     store.close()
 
 
@@ -408,7 +408,7 @@ def test_a_dropped_write_is_aborted(store: DiskStore) -> None:
     del write
     gc.collect()
     assert part.wait(timeout=PATIENCE) == LEAF
-    assert used(store) == 0
+    assert bytes_in_use(store) == 0
     assert store.keys() == []
 
 

@@ -23,11 +23,11 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
         yield store
 
 
-def numbered(i: int) -> torch.Tensor:
+def make_tensor(i: int) -> torch.Tensor:
     return torch.full((256 + i % 3,), float(i), device="cpu")  # of 1 KiB, and sizes between which there are gaps
 
 
-def submitted_for(store: DiskStore, tensors: dict[str, torch.Tensor]) -> int:
+def count_submissions(store: DiskStore, tensors: dict[str, torch.Tensor]) -> int:
     before = sim.statistics().submitted
     store.writev(tensors).wait(timeout=PATIENCE)
     return sim.statistics().submitted - before
@@ -35,22 +35,22 @@ def submitted_for(store: DiskStore, tensors: dict[str, torch.Tensor]) -> int:
 
 @pytest.mark.sim(schedule="lazy")
 def test_small_tensors_of_a_device_leave_it_in_one_copy(store: DiskStore) -> None:
-    tensors = {f"{i}": numbered(i).to("sim") for i in range(COUNT)}
-    one = submitted_for(store, {"0": tensors["0"]})
-    assert submitted_for(store, tensors) <= one + 2  # zeros for the gaps, and the kernel that gathers
+    tensors = {f"{i}": make_tensor(i).to("sim") for i in range(COUNT)}
+    one = count_submissions(store, {"0": tensors["0"]})
+    assert count_submissions(store, tensors) <= one + 2  # zeros for the gaps, and the kernel that gathers
     for i, got in enumerate(store.readv(tensors, device="sim").wait(timeout=PATIENCE)):
-        assert torch.equal(got.cpu(), numbered(i))
+        assert torch.equal(got.cpu(), make_tensor(i))
     for i, got in enumerate(store.readv(tensors, device="cpu").wait(timeout=PATIENCE)):
-        assert torch.equal(got, numbered(i))
+        assert torch.equal(got, make_tensor(i))
 
 
 @pytest.mark.sim(devices=2)
 def test_what_lies_between_is_no_part_of_it(store: DiskStore) -> None:
     """Tensors of the host, of another device, and one that is not small."""
     places = ["sim:0"] * 5 + ["cpu"] + ["sim:0"] * 2 + ["sim:1"] * 3 + ["cpu", "sim:1", "sim:0"]
-    tensors = {f"{i}": numbered(i).to(place) for i, place in enumerate(places)}
+    tensors = {f"{i}": make_tensor(i).to(place) for i, place in enumerate(places)}
     tensors["5000"] = torch.arange(100_000.0, device="cpu").to("sim:0")
-    tensors |= {f"later {i}": numbered(i).to("sim:0") for i in range(5)}
+    tensors |= {f"later {i}": make_tensor(i).to("sim:0") for i in range(5)}
     with sim.detect_races():
         store.writev(tensors).wait(timeout=PATIENCE)
         outs = [torch.zeros_like(tensor) for tensor in tensors.values()]

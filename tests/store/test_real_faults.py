@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 @contextlib.contextmanager
-def limit_of_files(size: int) -> Iterator[None]:
+def limit_file_size(size: int) -> Iterator[None]:
     """Limit the size of all files of this process. Python ignores the signal SIGXFSZ."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -48,7 +48,7 @@ def limit_of_files(size: int) -> Iterator[None]:
 def test_a_file_at_its_limit_takes_no_more_and_keeps_what_it_has(engine: Engine, tmp_path: Path) -> None:
     first, second = contents(MIB, 1), contents(2 * MIB, 2)
     with File(tmp_path / "file", "w+", engine=engine) as file:
-        with limit_of_files(2 * MIB):
+        with limit_file_size(2 * MIB):
             file.write(first).wait(timeout=PATIENCE)
             error = file.write(second, MIB).exception(timeout=PATIENCE)
             assert isinstance(error, StorageError)
@@ -66,7 +66,7 @@ def test_a_store_whose_files_are_limited_takes_what_fits_into_one(
     tensors = {f"{i}": contents(700_000, i) for i in range(10)}
     large = contents(3 * MIB)
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
-        with limit_of_files(2 * MIB):
+        with limit_file_size(2 * MIB):
             for key, tensor in tensors.items():
                 store.write(key, tensor).wait(timeout=PATIENCE)
             assert error_number(store.write("large", large)) == errno.EFBIG
@@ -82,7 +82,7 @@ def test_a_journal_at_its_limit_fails_writes_and_deletions_and_the_store_stays_w
     tensors = {f"{i}": contents(100_000, i) for i in range(6)}
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.writev(tensors).wait(timeout=PATIENCE)
-        with limit_of_files(store.statistics().journal_bytes):
+        with limit_file_size(store.statistics().journal_bytes):
             assert error_number(store.write("more", contents(0))) == errno.EFBIG
             assert error_number(store.write("0", contents(0))) == errno.EFBIG
             assert error_number(store.delete("1")) == errno.EFBIG
@@ -374,7 +374,7 @@ def test_a_folder_without_the_right_to_write_is_an_error(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def folder_of_all() -> Iterator[Path]:
+def public_folder() -> Iterator[Path]:
     """Return a folder that other users can reach, unlike `tmp_path`."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
@@ -384,10 +384,10 @@ def folder_of_all() -> Iterator[Path]:
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.parametrize("protected", ["the folder", "the journal", "a slab", "the folder above"])
-def test_a_durable_store_without_the_right_to_write_is_opened_to_read(protected: str, folder_of_all: Path) -> None:
+def test_a_durable_store_without_the_right_to_write_is_opened_to_read(protected: str, public_folder: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
-    folder = folder_of_all / "above" / "store"
+    folder = public_folder / "above" / "store"
     with DiskStore(folder, durable=True) as store:
         store.write("key", contents(1000)).wait(timeout=PATIENCE)
     for path in (folder, *folder.iterdir()):

@@ -37,11 +37,11 @@ class Far:
         self.error = WorkerLostError(f"worker {self.worker!r} is gone", worker=self.worker)
 
     def _future(self, call: str, count: int, begin: Callable[[], CUDAFuture[Any]]) -> CUDAFuture[Any]:
-        def begun(_: object) -> CUDAFuture[Any]:
+        def start(_: object) -> CUDAFuture[Any]:
             return begin() if self.error is None else CUDAFuture.failed(self.error)
 
         self.calls.append((call, count))
-        self.futures.append(self.gate.then_async(begun, executor=executors.callback_thread))
+        self.futures.append(self.gate.then_async(start, executor=executors.callback_thread))
         return self.futures[-1]
 
     def _expect_alive(self) -> None:
@@ -104,7 +104,7 @@ class Far:
         self.store.close()
 
 
-def sharded(shards: Any) -> ShardedStore:
+def make_sharded(shards: Any) -> ShardedStore:
     """Return a sharded store of the given shards, some of which have only the methods that these tests call."""
     return ShardedStore(shards)
 
@@ -127,11 +127,11 @@ def near(tmp_path: Path) -> DiskStore:
 @pytest.fixture
 def store(near: DiskStore, far: Far, other: Far) -> Iterator[ShardedStore]:
     """Return a store of one shard in this process and two on other workers."""
-    with sharded({"near": near, "far": far, "other": other}) as store:
+    with make_sharded({"near": near, "far": far, "other": other}) as store:
         yield store
 
 
-def of(store: ShardedStore, shard: str, keys: Iterable[str] = TENSORS) -> list[str]:
+def keys_of(store: ShardedStore, shard: str, keys: Iterable[str] = TENSORS) -> list[str]:
     return [key for key in keys if store.where(key) == shard]
 
 
@@ -165,7 +165,7 @@ def disks(tmp_path: Path) -> Iterator[dict[str, DiskStore]]:
 KEYS = [f"layers.{i}.{name}" for i in range(1000) for name in ("weight", "bias", "exp_avg")]
 
 
-def placed(shards: Mapping[str, DiskStore], **options: Any) -> dict[str, str]:
+def place_keys(shards: Mapping[str, DiskStore], **options: Any) -> dict[str, str]:
     store = ShardedStore(shards, **options)
     return {key: store.where(key) for key in KEYS}
 
@@ -177,32 +177,32 @@ def test_keys_lie_where_they_lay_yesterday(disks: dict[str, DiskStore]) -> None:
 
 
 def test_the_order_of_the_shards_means_nothing(disks: dict[str, DiskStore]) -> None:
-    expected = placed(disks)
+    expected = place_keys(disks)
     for order in itertools.islice(itertools.permutations(disks), 0, None, 97):
-        assert placed({name: disks[name] for name in order}) == expected
+        assert place_keys({name: disks[name] for name in order}) == expected
     backwards = ShardedStore([*disks.values()][::-1])
     assert [backwards.where(key) for key in KEYS] == [ShardedStore([*disks.values()]).where(key) for key in KEYS]
 
 
 def test_keys_are_spread_evenly(disks: dict[str, DiskStore]) -> None:
-    counts = Counter(placed(disks).values())
+    counts = Counter(place_keys(disks).values())
     assert counts.keys() == disks.keys()
     assert all(abs(count / 500 - 1) < 0.15 for count in counts.values()), counts
 
 
 def test_a_new_shard_takes_its_part_of_the_keys_and_moves_no_other(disks: dict[str, DiskStore]) -> None:
-    after = placed(disks)
+    after = place_keys(disks)
     for new in disks:
-        before = placed({name: disk for name, disk in disks.items() if name != new})
+        before = place_keys({name: disk for name, disk in disks.items() if name != new})
         moved = {key for key in KEYS if before[key] != after[key]}
         assert moved == {key for key in KEYS if after[key] == new}
         assert abs(len(moved) / 500 - 1) < 0.15
 
 
 def test_weights_are_shares_of_the_keys(disks: dict[str, DiskStore]) -> None:
-    equal = placed(disks)
-    assert placed(disks, weights=dict.fromkeys(disks, 1.0)) == equal
-    doubled = placed(disks, weights={"disk 2": 2})
+    equal = place_keys(disks)
+    assert place_keys(disks, weights=dict.fromkeys(disks, 1.0)) == equal
+    doubled = place_keys(disks, weights={"disk 2": 2})
     assert abs(Counter(doubled.values())["disk 2"] / (3000 * 2 / 7) - 1) < 0.15
     assert {doubled[key] for key in KEYS if doubled[key] != equal[key]} == {"disk 2"}  # no other shard gets a key
 
@@ -216,10 +216,10 @@ def test_weights_that_are_none_are_refused(disks: dict[str, DiskStore], weights:
 
 
 def test_shards_are_called_what_they_are(near: DiskStore, far: Far, tmp_path: Path) -> None:
-    store = sharded([near, far])
+    store = make_sharded([near, far])
     assert dict(store.shards) == {str(tmp_path / "near"): near, "far": far}
     assert list(store.shards) == sorted(store.shards)
-    assert dict(sharded({"a": far, "b": near}).shards) == {"a": far, "b": near}
+    assert dict(make_sharded({"a": far, "b": near}).shards) == {"a": far, "b": near}
     store.close()
 
 
@@ -229,9 +229,9 @@ def test_shards_that_cannot_be_told_apart_are_refused(near: DiskStore, far: Far,
             ShardedStore([near, other])
         assert ShardedStore({"one": near, "two": other}).shards.keys() == {"one", "two"}
     with pytest.raises(ValueError, match="is used for several"):
-        sharded({"one": far, "two": far})
+        make_sharded({"one": far, "two": far})
     with pytest.raises(ValueError, match="give a mapping"):
-        sharded([sharded([near, far])])
+        make_sharded([make_sharded([near, far])])
     with pytest.raises(TypeError, match="a shard's name is a str, not 1"):
         ShardedStore({1: far})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="at least one"):
@@ -257,7 +257,7 @@ def test_many_keys_are_one_call_of_each_shard(store: ShardedStore, far: Far, oth
     store.deletev(backwards).wait(timeout=PATIENCE)
     assert store.keys() == []
     for name, shard in {"far": far, "other": other}.items():
-        count = len(of(store, name))
+        count = len(keys_of(store, name))
         assert count > 1
         assert shard.calls == [("writev", count), ("readv", count), ("readv", count), ("deletev", count)]
 
@@ -291,11 +291,11 @@ def test_the_future_of_a_shard_in_this_process_is_its_own(tmp_path: Path) -> Non
             assert write is shards[store.where(key)].last
             assert (write.priority, write.name) == (-1, f"write {key}")
             write.wait(timeout=PATIENCE)
-        assert store.readv(of(store, "a")) is shards["a"].last
+        assert store.readv(keys_of(store, "a")) is shards["a"].last
 
 
 def test_futures_have_the_name_and_the_priority_of_the_call(store: ShardedStore, far: Far) -> None:
-    (key, *_) = of(store, "far")
+    (key, *_) = keys_of(store, "far")
     fill(store)
     asked: dict[str, CUDAFuture[Any]] = {
         f"write {key}": store.write(key, TENSORS[key], priority=-1),
@@ -313,7 +313,7 @@ def test_futures_have_the_name_and_the_priority_of_the_call(store: ShardedStore,
 def test_the_memory_is_released_when_no_shard_needs_it(store: ShardedStore, far: Far) -> None:
     far.gate = CUDAFuture()
     tensors = {key: tensor.clone() for key, tensor in TENSORS.items()}
-    (key, *_) = of(store, "far")
+    (key, *_) = keys_of(store, "far")
     for write in (store.writev(tensors), store.write(key, tensors[key])):
         assert write.released is not None
         run_callbacks()
@@ -347,13 +347,13 @@ def test_a_call_ends_when_every_shard_is_done_with_the_tensors(store: ShardedSto
     assert not write.done()
     far.gate.set_result(None)
     assert failure(write) is other.error
-    assert sorted(far.keys()) == sorted(of(store, "far"))
+    assert sorted(far.keys()) == sorted(keys_of(store, "far"))
 
 
 def test_flush_waits_for_every_shard(tmp_path: Path, far: Far) -> None:
     engine, near = held(tmp_path / "held")
-    with engine, sharded({"near": near, "far": far}) as store:
-        (key, *_) = of(store, "near")
+    with engine, make_sharded({"near": near, "far": far}) as store:
+        (key, *_) = keys_of(store, "near")
         write = store.write(key, numbered(3))
         flush = store.flush()
         assert far.futures[-1].wait(timeout=PATIENCE) is None
@@ -371,7 +371,7 @@ def test_a_callback_on_the_callback_thread_may_wait_for_other_calls(store: Shard
 
 
 def test_a_store_can_be_a_shard(near: DiskStore, far: Far, other: Far) -> None:
-    with sharded({"one": sharded([near, far]), "two": other}) as store:
+    with make_sharded({"one": make_sharded([near, far]), "two": other}) as store:
         fill(store)
         assert all(map(torch.equal, store.readv(TENSORS).wait(timeout=PATIENCE), TENSORS.values()))
         assert min(len(near), len(far.keys()), len(other.keys())) > 0
@@ -386,9 +386,9 @@ def test_a_store_is_durable_when_all_shards_are(tmp_path: Path, near: DiskStore)
 
 
 def test_what_lies_where_it_does_not_belong_is_not_seen(near: DiskStore, far: Far, other: Far) -> None:
-    with sharded({"near": near, "far": far}) as store:
+    with make_sharded({"near": near, "far": far}) as store:
         fill(store)
-        more = sharded({"near": near, "far": far, "other": other})
+        more = make_sharded({"near": near, "far": far, "other": other})
         stayed = [key for key in TENSORS if more.where(key) == store.where(key)]
         assert 0 < len(stayed) < 60
         assert sorted(more.keys()) == sorted(stayed)
@@ -420,11 +420,11 @@ def test_what_is_no_name_is_refused_before_anything_is_done(store: ShardedStore,
 
 
 def test_what_one_shard_refuses_fails_the_call_and_not_the_others(store: ShardedStore) -> None:
-    (key, *_) = of(store, "near")
+    (key, *_) = keys_of(store, "near")
     with pytest.raises(TypeError, match=r"expected a torch\.Tensor"):
         store.write(key, [1, 2])  # type: ignore[arg-type]
     assert isinstance(failure(store.writev({**TENSORS, key: [1, 2]})), TypeError)  # type: ignore[dict-item]
-    assert sorted(store.keys()) == sorted([*of(store, "far"), *of(store, "other")])
+    assert sorted(store.keys()) == sorted([*keys_of(store, "far"), *keys_of(store, "other")])
     with pytest.raises(ValueError, match="60 keys, and 1 tensors"):
         store.readv(TENSORS, [numbered(1)])
     with pytest.raises(ValueError, match="either out or device"):
@@ -432,7 +432,7 @@ def test_what_one_shard_refuses_fails_the_call_and_not_the_others(store: Sharded
 
 
 def test_the_error_of_a_shard_elsewhere_is_the_same_object_and_says_whose(store: ShardedStore, far: Far) -> None:
-    (key, *_) = of(store, "far")
+    (key, *_) = keys_of(store, "far")
     far.error = StorageError("the disk has failed")
     assert failure(store.write(key, TENSORS[key])) is far.error
     assert f"shard 'far' (key {key!r}): the disk has failed" in getattr(far.error, "__notes__", [])
@@ -475,84 +475,85 @@ def test_closing_closes_every_shard_though_one_fails(
 
 
 @pytest.fixture
-def bereft(store: ShardedStore, far: Far) -> ShardedStore:
+def partial_store(store: ShardedStore, far: Far) -> ShardedStore:
     """Return a filled store of three shards, one of which has died."""
     fill(store)
     far.die()
     return store
 
 
-def test_what_is_asked_of_a_dead_shard_fails_and_says_which_and_what(bereft: ShardedStore) -> None:
-    (key, *_) = of(bereft, "far")
-    for future in (bereft.read(key), bereft.write(key, numbered(1)), bereft.delete(key)):
+def test_what_is_asked_of_a_dead_shard_fails_and_says_which_and_what(partial_store: ShardedStore) -> None:
+    (key, *_) = keys_of(partial_store, "far")
+    for future in (partial_store.read(key), partial_store.write(key, numbered(1)), partial_store.delete(key)):
         error = failure(future)
         assert isinstance(error, WorkerLostError)
         assert isinstance(error.__cause__, WorkerLostError)
         assert error.worker == "far"
         assert str(error) == f"shard 'far' (key {key!r}): worker 'far' is gone"
-    for ask in (bereft.stat, bereft.__contains__):
+    for ask in (partial_store.stat, partial_store.__contains__):
         with pytest.raises(WorkerLostError, match=rf"shard 'far' \(key '{key}'\): worker 'far' is gone"):
             ask(key)
 
 
-def test_a_call_of_many_keys_says_which_of_them_a_dead_shard_had(bereft: ShardedStore, other: Far) -> None:
-    gone = of(bereft, "far")
+def test_a_call_of_many_keys_says_which_of_them_a_dead_shard_had(partial_store: ShardedStore, other: Far) -> None:
+    gone = keys_of(partial_store, "far")
     assert len(gone) > 8
     message = f"shard 'far' (keys {', '.join(map(repr, gone[:8]))}, {len(gone) - 8} more): worker 'far' is gone"
-    for future in (bereft.readv(TENSORS), bereft.writev(TENSORS), bereft.deletev(TENSORS)):
+    for future in (partial_store.readv(TENSORS), partial_store.writev(TENSORS), partial_store.deletev(TENSORS)):
         error = failure(future)
         assert isinstance(error, WorkerLostError)
         assert str(error) == message
-    assert sorted(bereft.lost()["far"]) == sorted(gone)
+    assert sorted(partial_store.lost()["far"]) == sorted(gone)
     other.die()
-    (one, *_), (two, *_) = gone, of(bereft, "other")
-    error = failure(bereft.readv([one, two]))
+    (one, *_), (two, *_) = gone, keys_of(partial_store, "other")
+    error = failure(partial_store.readv([one, two]))
     assert str(error) == (
         f"shard 'far' (key {one!r}): worker 'far' is gone; shard 'other' (key {two!r}): worker 'other' is gone"
     )
-    assert isinstance(failure(bereft.flush()), WorkerLostError)
+    assert isinstance(failure(partial_store.flush()), WorkerLostError)
 
 
-def test_a_loss_counts_for_more_than_another_error(bereft: ShardedStore, other: Far) -> None:
+def test_a_loss_counts_for_more_than_another_error(partial_store: ShardedStore, other: Far) -> None:
     other.error = QuotaError("full")
-    (one, *_), (two, *_) = of(bereft, "other"), of(bereft, "far")
-    error = failure(bereft.writev({one: numbered(1), two: numbered(1)}))
+    (one, *_), (two, *_) = keys_of(partial_store, "other"), keys_of(partial_store, "far")
+    error = failure(partial_store.writev({one: numbered(1), two: numbered(1)}))
     assert isinstance(error, WorkerLostError)
     assert str(error).endswith(f"; shard 'other' (key {one!r}): full")
 
 
-def test_the_other_shards_go_on(bereft: ShardedStore) -> None:
-    there = [*of(bereft, "near"), *of(bereft, "other")]
-    assert isinstance(failure(bereft.readv(TENSORS)), WorkerLostError)
+def test_the_other_shards_go_on(partial_store: ShardedStore) -> None:
+    there = [*keys_of(partial_store, "near"), *keys_of(partial_store, "other")]
+    assert isinstance(failure(partial_store.readv(TENSORS)), WorkerLostError)
     for key in there:
-        assert torch.equal(bereft.read(key).wait(timeout=PATIENCE), TENSORS[key])
-        assert bereft.stat(key).nbytes == TENSORS[key].nbytes
-        assert key in bereft
-    assert all(map(torch.equal, bereft.readv(there).wait(timeout=PATIENCE), map(TENSORS.__getitem__, there)))
-    assert isinstance(failure(bereft.writev({key: numbered(2, 5) for key in TENSORS})), WorkerLostError)
-    assert all(torch.equal(got, numbered(2, 5)) for got in bereft.readv(there).wait(timeout=PATIENCE))
-    bereft.deletev(there).wait(timeout=PATIENCE)
-    assert [bereft.shards[name].keys() for name in ("near", "other")] == [[], []]
+        assert torch.equal(partial_store.read(key).wait(timeout=PATIENCE), TENSORS[key])
+        assert partial_store.stat(key).nbytes == TENSORS[key].nbytes
+        assert key in partial_store
+    assert all(map(torch.equal, partial_store.readv(there).wait(timeout=PATIENCE), map(TENSORS.__getitem__, there)))
+    assert isinstance(failure(partial_store.writev({key: numbered(2, 5) for key in TENSORS})), WorkerLostError)
+    assert all(torch.equal(got, numbered(2, 5)) for got in partial_store.readv(there).wait(timeout=PATIENCE))
+    partial_store.deletev(there).wait(timeout=PATIENCE)
+    assert [partial_store.shards[name].keys() for name in ("near", "other")] == [[], []]
 
 
-def test_keys_are_never_listed_without_those_of_a_dead_shard(bereft: ShardedStore) -> None:
-    for ask in (bereft.keys, bereft.__len__):
+def test_keys_are_never_listed_without_those_of_a_dead_shard(partial_store: ShardedStore) -> None:
+    for ask in (partial_store.keys, partial_store.__len__):
         with pytest.raises(WorkerLostError, match="shard 'far': worker 'far' is gone"):
             ask()
-    here = {key for name, shard in bereft.shards.items() if name not in bereft.lost() for key in shard.keys()}  # noqa: SIM118
-    assert here == TENSORS.keys() - {*of(bereft, "far")}
+    shards = [shard for name, shard in partial_store.shards.items() if name not in partial_store.lost()]
+    here = {key for shard in shards for key in shard.keys()}  # noqa: SIM118
+    assert here == TENSORS.keys() - {*keys_of(partial_store, "far")}
 
 
-def test_what_is_lost_is_told_once_it_is_known(bereft: ShardedStore) -> None:
-    assert bereft.lost() == {}
-    assert repr(bereft) == "<ShardedStore of 'far', 'near', 'other'>"
-    assert isinstance(failure(bereft.flush()), WorkerLostError)
-    assert bereft.lost() == {"far": of(bereft, "far")}
-    assert repr(bereft) == "<ShardedStore of 'far', 'near', 'other'; lost: 'far'>"
+def test_what_is_lost_is_told_once_it_is_known(partial_store: ShardedStore) -> None:
+    assert partial_store.lost() == {}
+    assert repr(partial_store) == "<ShardedStore of 'far', 'near', 'other'>"
+    assert isinstance(failure(partial_store.flush()), WorkerLostError)
+    assert partial_store.lost() == {"far": keys_of(partial_store, "far")}
+    assert repr(partial_store) == "<ShardedStore of 'far', 'near', 'other'; lost: 'far'>"
 
 
 def test_what_is_lost_is_what_was_there(store: ShardedStore, far: Far) -> None:
-    gone = of(store, "far")
+    gone = keys_of(store, "far")
     deleted, refused, doubtful, *written = gone
     for key in (deleted, *written):
         store.write(key, TENSORS[key]).wait(timeout=PATIENCE)
@@ -566,7 +567,7 @@ def test_what_is_lost_is_what_was_there(store: ShardedStore, far: Far) -> None:
 
 
 def test_of_calls_that_were_done_in_part_what_may_be_there_is_told(store: ShardedStore, far: Far) -> None:
-    first, second, third, *doubtful = of(store, "far")
+    first, second, third, *doubtful = keys_of(store, "far")
     store.writev({first: numbered(1), second: numbered(1)}).wait(timeout=PATIENCE)
     assert isinstance(failure(store.deletev([second, third])), NotFoundError)  # and the second one is gone
     far.error = QuotaError("full")
@@ -581,7 +582,7 @@ def test_what_others_have_written_is_known_where_it_was_seen(far: Far, other: Fa
     shards: dict[str, Any] = {"far": far, "near": near, "other": other}
     fill(ShardedStore(shards))
     with ShardedStore(shards) as store:
-        first, *_ = gone = of(store, "far")
+        first, *_ = gone = keys_of(store, "far")
         asks: dict[str, Callable[[], object]] = {
             "keys": store.keys,
             "read": lambda: store.read(first).wait(timeout=PATIENCE),
@@ -595,19 +596,21 @@ def test_what_others_have_written_is_known_where_it_was_seen(far: Far, other: Fa
         assert store.lost() == {"far": gone if ask in ("keys", "readv") else [first]}
 
 
-def test_a_store_of_the_shards_that_are_left_has_their_keys_and_room_for_the_others(bereft: ShardedStore) -> None:
-    assert isinstance(failure(bereft.flush()), WorkerLostError)
-    lost = bereft.lost()
-    left = ShardedStore({name: shard for name, shard in bereft.shards.items() if name not in lost})
+def test_a_store_of_the_shards_that_are_left_has_their_keys_and_room_for_the_others(
+    partial_store: ShardedStore,
+) -> None:
+    assert isinstance(failure(partial_store.flush()), WorkerLostError)
+    lost = partial_store.lost()
+    left = ShardedStore({name: shard for name, shard in partial_store.shards.items() if name not in lost})
     assert {*left.keys()} == TENSORS.keys() - {*lost["far"]}
-    assert all(left.where(key) == bereft.where(key) for key in left.keys())  # noqa: SIM118
+    assert all(left.where(key) == partial_store.where(key) for key in left.keys())  # noqa: SIM118
     left.writev({key: TENSORS[key] for key in lost["far"]}).wait(timeout=PATIENCE)
     assert all(map(torch.equal, left.readv(TENSORS).wait(timeout=PATIENCE), TENSORS.values()))
 
 
 def test_a_shard_that_does_not_answer_is_not_lost(store: ShardedStore, far: Far) -> None:
     far.error = TimeoutError("no answer within 1 s")
-    (key, *_) = of(store, "far")
+    (key, *_) = keys_of(store, "far")
     error = failure(store.write(key, numbered(1)))
     assert type(error) is TimeoutError
     assert str(error) == f"shard 'far' (key {key!r}): no answer within 1 s"

@@ -28,13 +28,13 @@ def take(store: DiskStore, key: str) -> Snapshot:
     return snapshot
 
 
-def blank(size: int) -> torch.Tensor:
+def make_out(size: int) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.uint8)
 
 
-def whole(store: DiskStore, snapshot: Snapshot) -> torch.Tensor:
+def read_whole(store: DiskStore, snapshot: Snapshot) -> torch.Tensor:
     """Read all bytes of a snapshot."""
-    out = blank(snapshot.nbytes)
+    out = make_out(snapshot.nbytes)
     assert store.read_parts([(snapshot, 0, out)]).wait(timeout=PATIENCE) is None
     return out
 
@@ -135,7 +135,7 @@ def test_a_snapshot_keeps_the_bytes(store: DiskStore) -> None:
     store.delete("x").wait(timeout=PATIENCE)
     store.write("y", contents(200_000, 2)).wait(timeout=PATIENCE)
     assert store.statistics().used == 400_000
-    assert torch.equal(whole(store, snapshot), tensor)
+    assert torch.equal(read_whole(store, snapshot), tensor)
     del snapshot
     gc.collect()
     assert store.statistics().used == 200_000
@@ -147,12 +147,12 @@ def test_a_snapshot_outlives_its_store(engine: Engine, durable: bool, tmp_path: 
         snapshot = take(store, "x")
     assert snapshot.nbytes == 10
     with pytest.raises(InvalidStateError, match="closed"):
-        store.read_parts([(snapshot, 0, blank(10))])
+        store.read_parts([(snapshot, 0, make_out(10))])
     with pytest.raises(InvalidStateError, match="closed"):
         store.snapshots(["x"])
     other = DiskStore(tmp_path, engine=engine, durable=durable)
     with other, pytest.raises(ValueError, match="'x' is of another store"):
-        other.read_parts([(snapshot, 0, blank(10))])
+        other.read_parts([(snapshot, 0, make_out(10))])
 
 
 # ---- parts
@@ -164,7 +164,7 @@ def test_parts_are_read_in_any_order_and_size(store: DiskStore) -> None:
     snapshot = take(store, "x")
     places = [(0, 1), (LEAF, LEAF), (0, tensor.nbytes), (3 * LEAF, 100_000), (2 * LEAF, LEAF), (16 * LEAF, 777)]
     places += [(LEAF, 0), (0, 0), (5 * LEAF, 400_000)]
-    outs, told = [blank(size) for _, size in places], torch.zeros(len(places), dtype=torch.uint64)
+    outs, told = [make_out(size) for _, size in places], torch.zeros(len(places), dtype=torch.uint64)
     parts = [(snapshot, at, out) for (at, _), out in zip(places, outs, strict=True)]
     store.read_parts(iter(parts), digests=told).wait(timeout=PATIENCE)
     for (at, size), out in zip(places, outs, strict=True):
@@ -177,7 +177,7 @@ def test_the_parts_of_a_snapshot_have_its_digest(store: DiskStore, request: pyte
     store.write("x", tensor).wait(timeout=PATIENCE)
     snapshot, received = take(store, "x"), Digest(tensor.nbytes)
     for at in range(0, tensor.nbytes, 5 * LEAF):
-        out = blank(min(5 * LEAF, tensor.nbytes - at))
+        out = make_out(min(5 * LEAF, tensor.nbytes - at))
         store.read_parts([(snapshot, at, out)]).wait(timeout=PATIENCE)
         received.add(at, out)
     if "unchecked" not in request.node.name:
@@ -189,7 +189,7 @@ def test_neighbours_are_read_at_once(store: DiskStore) -> None:
     store.writev(tensors).wait(timeout=PATIENCE)
     snapshots = store.snapshots(tensors)
     before = store.statistics().transfers
-    outs = [blank(tensor.nbytes) for tensor in tensors.values()]
+    outs = [make_out(tensor.nbytes) for tensor in tensors.values()]
     told = torch.zeros(500, dtype=torch.uint64)
     parts = [(snapshot, 0, out) for snapshot, out in zip(snapshots, outs, strict=True) if snapshot is not None]
     store.read_parts(parts, digests=told).wait(timeout=PATIENCE)
@@ -202,7 +202,7 @@ def test_neighbours_are_read_at_once(store: DiskStore) -> None:
 def test_parts_are_read_by_themselves_like_single_reads(store: DiskStore) -> None:
     tensors = {f"{i}": contents(4096, i) for i in range(300)}
     store.writev(tensors).wait(timeout=PATIENCE)
-    outs = {key: blank(4096) for key in tensors}
+    outs = {key: make_out(4096) for key in tensors}
     reads = [store.read_parts([(take(store, key), 0, out)]) for key, out in outs.items()]
     for read in reads:
         read.wait(timeout=PATIENCE)
@@ -214,7 +214,7 @@ def test_reading_nothing_is_done_at_once(store: DiskStore, priority: int) -> Non
     store.write("x", torch.empty(0)).wait(timeout=PATIENCE)
     assert store.read_parts([], priority=priority).wait(timeout=PATIENCE) is None
     told = torch.zeros(1, dtype=torch.uint64)
-    store.read_parts([(take(store, "x"), 0, blank(0))], digests=told, priority=priority).wait(timeout=PATIENCE)
+    store.read_parts([(take(store, "x"), 0, make_out(0))], digests=told, priority=priority).wait(timeout=PATIENCE)
     assert told.item() == digest(torch.empty(0))
 
 
@@ -224,7 +224,9 @@ def test_the_tensors_live_until_the_read_is_done(tmp_path: Path) -> None:
     engine._native.release_held()
     written.wait(timeout=PATIENCE)
     snapshot = take(store, "x")
-    reads = [store.read_parts([(snapshot, 0, blank(1000))], digests=torch.zeros(1, dtype=torch.uint64)) for _ in "123"]
+    reads = [
+        store.read_parts([(snapshot, 0, make_out(1000))], digests=torch.zeros(1, dtype=torch.uint64)) for _ in "123"
+    ]
     del reads[1], snapshot
     gc.collect()
     for read in reads:
@@ -241,9 +243,9 @@ def test_only_a_whole_tensor_is_checked(engine: Engine, tmp_path: Path) -> None:
         store.write("x", tensor).wait(timeout=PATIENCE)
         (slab,) = slabs(tmp_path)
         flip(slab, 5)
-        snapshot, out = take(store, "x"), blank(LEAF)
+        snapshot, out = take(store, "x"), make_out(LEAF)
         with pytest.raises(ChecksumError, match="'x'"):
-            store.read_parts([(snapshot, 0, out), (snapshot, 0, blank(3 * LEAF))]).wait(timeout=PATIENCE)
+            store.read_parts([(snapshot, 0, out), (snapshot, 0, make_out(3 * LEAF))]).wait(timeout=PATIENCE)
         store.read_parts([(snapshot, 0, out)]).wait(timeout=PATIENCE)
         assert not torch.equal(out, tensor[:LEAF])
         received = Digest(3 * LEAF)
@@ -257,7 +259,7 @@ def test_an_error_of_the_engine_fails_the_read(tmp_path: Path) -> None:
     engine = Engine("threads", block_size=1 << 18, _faults={"at": {2: 5}})
     with engine, DiskStore(tmp_path, engine=engine) as store:
         store.write("x", contents(1000)).wait(timeout=PATIENCE)
-        out = blank(1000)
+        out = make_out(1000)
         assert error_number(store.read_parts([(take(store, "x"), 0, out)])) == 5
         store.read_parts([(take(store, "x"), 0, out)]).wait(timeout=PATIENCE)
         assert torch.equal(out, get(store, "x"))
@@ -266,14 +268,14 @@ def test_an_error_of_the_engine_fails_the_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("at", "out", "error"),
     [
-        (1, lambda: blank(1), ValueError),
-        (-LEAF, lambda: blank(1), ValueError),
-        (0, lambda: blank(2 * LEAF + 1), ValueError),
-        (2 * LEAF, lambda: blank(1), ValueError),
-        (3 * LEAF, lambda: blank(0), ValueError),
-        (1 << 64, lambda: blank(0), ValueError),
+        (1, lambda: make_out(1), ValueError),
+        (-LEAF, lambda: make_out(1), ValueError),
+        (0, lambda: make_out(2 * LEAF + 1), ValueError),
+        (2 * LEAF, lambda: make_out(1), ValueError),
+        (3 * LEAF, lambda: make_out(0), ValueError),
+        (1 << 64, lambda: make_out(0), ValueError),
         (0, lambda: torch.zeros(4), ValueError),
-        (0, lambda: blank(8)[::2], ValueError),
+        (0, lambda: make_out(8)[::2], ValueError),
         (0, lambda: torch.empty(4, dtype=torch.uint8, device="meta"), (TypeError, ValueError)),
         (0, lambda: [0], TypeError),
     ],
@@ -290,9 +292,9 @@ def test_a_part_is_a_snapshot_a_byte_and_a_tensor(store: DiskStore) -> None:
     store.write("x", contents(3)).wait(timeout=PATIENCE)
     snapshot = take(store, "x")
     wrong: Any
-    for wrong in (None, (snapshot, 0), [snapshot, 0, blank(3)], (None, 0, blank(3)), ("x", 0, blank(3))):
+    for wrong in (None, (snapshot, 0), [snapshot, 0, make_out(3)], (None, 0, make_out(3)), ("x", 0, make_out(3))):
         with pytest.raises(TypeError, match="a tuple of a Snapshot"):
             store.read_parts([wrong])
     for told in (torch.zeros(2, dtype=torch.uint64), torch.zeros(1)):
         with pytest.raises(ValueError, match="digests: pass a tensor"):
-            store.read_parts([(snapshot, 0, blank(3))], digests=told)
+            store.read_parts([(snapshot, 0, make_out(3))], digests=told)

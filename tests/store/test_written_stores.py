@@ -23,7 +23,7 @@ ARCHIVE = Path(__file__).parent / "stores_of_2026_11.tar.xz"
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def archive_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
@@ -31,15 +31,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(written: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(written / "expected.pt", weights_only=True)
+def reference(archive_folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(archive_folder / "expected.pt", weights_only=True)
     return loaded
 
 
 @pytest.mark.parametrize("folder", ["durable", "unchecked"])
-def test_written_store_opens(folder: str, written: Path, expected: dict[str, Any]) -> None:
-    tensors: dict[str, torch.Tensor] = expected["tensors"]
-    with DiskStore(written / folder, durable=True, checksum=folder == "durable") as store:
+def test_written_store_opens(folder: str, archive_folder: Path, reference: dict[str, Any]) -> None:
+    tensors: dict[str, torch.Tensor] = reference["tensors"]
+    with DiskStore(archive_folder / folder, durable=True, checksum=folder == "durable") as store:
         keys = store.keys()
         assert set(keys) == tensors.keys() - ({"parts"} if folder == "unchecked" else set())
         found = dict(zip(keys, store.readv(keys).wait(timeout=PATIENCE), strict=True))
@@ -47,11 +47,11 @@ def test_written_store_opens(folder: str, written: Path, expected: dict[str, Any
 
 
 @pytest.mark.world
-def test_written_namespace_is_served(written: Path, expected: dict[str, Any]) -> None:
-    tensors = {key: tensor for key, tensor in expected["tensors"].items() if key != "parts"}
+def test_written_namespace_is_served(archive_folder: Path, reference: dict[str, Any]) -> None:
+    tensors = {key: tensor for key, tensor in reference["tensors"].items() if key != "parts"}
     with (
         rpc_ext.init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0"),
-        serve_store(written / "served", durable=True),
+        serve_store(archive_folder / "served", durable=True),
         RemoteStore("me", namespace="kept") as remote,
     ):
         assert sorted(remote.keys()) == sorted(tensors)
@@ -59,12 +59,12 @@ def test_written_namespace_is_served(written: Path, expected: dict[str, Any]) ->
     torch.testing.assert_close(dict(zip(tensors, found, strict=True)), tensors, rtol=0, atol=0)
 
 
-def test_saved_optimizer_loads(written: Path, expected: dict[str, Any]) -> None:
+def test_saved_optimizer_loads(archive_folder: Path, reference: dict[str, Any]) -> None:
     model = torch.nn.Linear(4, 3)
-    with DiskStore(written / "trained", durable=True) as store:
+    with DiskStore(archive_folder / "trained", durable=True) as store:
         optimizer = offload(torch.optim.AdamW(model.parameters(), lr=1.0), store)
         optimizer.load("step 3")
         state = optimizer.state_dict()
         optimizer.close()
-    torch.testing.assert_close(state["state"], expected["optimizer"]["state"], rtol=0, atol=0)
-    assert state["param_groups"][0]["lr"] == expected["optimizer"]["param_groups"][0]["lr"] == 0.1
+    torch.testing.assert_close(state["state"], reference["optimizer"]["state"], rtol=0, atol=0)
+    assert state["param_groups"][0]["lr"] == reference["optimizer"]["param_groups"][0]["lr"] == 0.1
