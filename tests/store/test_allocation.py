@@ -89,14 +89,14 @@ def threads(shim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
-def test_operations_go_on_while_a_slab_is_allocated(backend: str, durable: bool, threads: Path, tmp_path: Path) -> None:
+def test_allocation_blocks_no_operation(backend: str, durable: bool, threads: Path, tmp_path: Path) -> None:
     with Child(WHILE_IT_TAKES_LONG, backend, str(durable), str(tmp_path / "store")) as child:
         assert [child.hear() for _ in range(5)] == ["1000.0", "40", "None", "1", "20000000"]
         assert (child.end(), child.errors()) == (0, "")
     assert len(threads.read_text().splitlines()) == 2
 
 
-def test_no_engine_allocates_slabs(durable: bool, threads: Path, tmp_path: Path) -> None:
+def test_engine_threads_allocate_no_slab(durable: bool, threads: Path, tmp_path: Path) -> None:
     with Child(BEYOND_A_SLAB, "threads", str(durable), str(tmp_path / "store")) as child:
         assert [child.hear() for _ in range(20)] == ["2 True"] * 20
         assert (child.end(), child.errors()) == (0, "")

@@ -222,13 +222,13 @@ CALLS: dict[str, list[Callable[[Any], object]]] = {
 
 
 @pytest.mark.parametrize("message", CALLS)
-def test_the_error_names_the_argument_and_the_remedy(message: str, things: Things) -> None:
+def test_error_names_argument_and_remedy(message: str, things: Things) -> None:
     for call in CALLS[message]:
         with pytest.raises((TypeError, ValueError), match=message):
             call(things)
 
 
-def test_a_key_that_is_not_utf_8_is_named(things: Things) -> None:
+def test_error_names_non_utf8_key(things: Things) -> None:
     calls: list[Callable[[], object]] = [
         lambda: things.store.write("a\udcff", things.tensor),
         lambda: things.store.writev({"a": things.tensor, "a\udcff": things.tensor}),
@@ -245,7 +245,7 @@ def test_a_key_that_is_not_utf_8_is_named(things: Things) -> None:
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="0 is a device of CUDA")
-def test_a_device_number_without_devices_is_not_called_a_wrong_type(tmp_path: Path) -> None:
+def test_device_number_without_devices_raises_no_type_error(tmp_path: Path) -> None:
     script = """
         import sys
         import torch
@@ -261,7 +261,7 @@ def test_a_device_number_without_devices_is_not_called_a_wrong_type(tmp_path: Pa
     assert "device=0 is not usable in this process; use 'cpu'" in told
 
 
-def test_a_missing_key_of_a_store_that_began_empty_names_durable(tmp_path: Path) -> None:
+def test_missing_key_error_suggests_durable(tmp_path: Path) -> None:
     with DiskStore(tmp_path / "a") as store:
         store.write("weight", torch.ones(3)).wait()
     with DiskStore(tmp_path / "a") as store:
@@ -281,7 +281,7 @@ def test_a_missing_key_of_a_store_that_began_empty_names_durable(tmp_path: Path)
         store.stat("weight")
 
 
-def test_a_durable_store_that_this_process_has_open_is_not_called_another_ones(tmp_path: Path) -> None:
+def test_error_names_own_process_as_owner(tmp_path: Path) -> None:
     with (
         DiskStore(tmp_path, durable=True),
         pytest.raises(StorageError, match="that this process has open: use that DiskStore, or close it first"),

@@ -25,7 +25,7 @@ def version(number: int) -> dict[str, torch.Tensor]:
     return {key: torch.full((size,), number, dtype=torch.uint8) for key, size in SIZES.items()}
 
 
-def test_an_atomic_write_changes_all_keys_or_none(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_atomic_write_changes_all_keys_or_none(engine: Engine, durable: bool, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
         assert store.writev(version(1), atomic=True).wait(timeout=PATIENCE) == sum(SIZES.values())
         expect(store, version(1))
@@ -49,7 +49,7 @@ def test_an_atomic_write_changes_all_keys_or_none(engine: Engine, durable: bool,
             expect(store, version(3) | {"new": contents(100)})
 
 
-def test_an_atomic_write_without_room_changes_nothing(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_atomic_write_without_room_changes_nothing(engine: Engine, durable: bool, tmp_path: Path) -> None:
     """Each tensor alone would fit; all together do not."""
     with DiskStore(tmp_path, engine=engine, durable=durable, capacity=16 << 20) as store:
         for i in range(16):
@@ -63,7 +63,7 @@ def test_an_atomic_write_without_room_changes_nothing(engine: Engine, durable: b
         expect(store, kept | {"small": contents(1000), "1": contents(1000, 1)})
 
 
-def test_readers_see_an_atomic_write_as_a_whole(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_readers_see_whole_atomic_writes(engine: Engine, durable: bool, tmp_path: Path) -> None:
     keys = [f"{i}" for i in range(12)]
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
         store.writev({key: torch.zeros(40_000) for key in keys}).wait(timeout=PATIENCE)
@@ -84,9 +84,7 @@ def test_readers_see_an_atomic_write_as_a_whole(engine: Engine, durable: bool, t
         assert all(len(numbers) == 1 for numbers in seen)
 
 
-def test_the_later_of_two_atomic_writes_of_the_same_keys_wins_with_all(
-    engine: Engine, durable: bool, tmp_path: Path
-) -> None:
+def test_later_atomic_write_wins_all_keys(engine: Engine, durable: bool, tmp_path: Path) -> None:
     keys = [f"{i}" for i in range(50)]
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
         for _ in range(20):
@@ -104,7 +102,7 @@ def test_the_later_of_two_atomic_writes_of_the_same_keys_wins_with_all(
             assert len({tensor.item() for tensor in store.readv(keys).wait(timeout=PATIENCE)}) == 1
 
 
-def test_of_an_atomic_write_that_is_torn_nothing_is_there(engine: Engine, tmp_path: Path) -> None:
+def test_torn_atomic_write_leaves_nothing(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path / "lives", engine=engine, durable=True) as store:
         store.writev(version(1), atomic=True).wait(timeout=PATIENCE)
         before = store.statistics().journal_bytes

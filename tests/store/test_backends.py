@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-def test_a_backend_that_works_here_writes_and_reads(backend: Backend, tmp_path: Path) -> None:
+def test_available_backend_writes_and_reads(backend: Backend, tmp_path: Path) -> None:
     if reason := backend.why_not():
         pytest.skip(reason)
     written, read = torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64)
@@ -34,9 +34,7 @@ def test_a_backend_that_works_here_writes_and_reads(backend: Backend, tmp_path: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-def test_a_backend_that_does_not_work_here_opens_no_file_and_names_the_reason(
-    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unavailable_backend_names_reason(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)  # not installed
     reason = backend.why_not()
     if reason is None:
@@ -46,7 +44,7 @@ def test_a_backend_that_does_not_work_here_opens_no_file_and_names_the_reason(
     assert str(caught.value) == reason
 
 
-def test_gds_works_where_kvikio_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gds_requires_kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
     (gds,) = (backend for backend in BACKENDS if backend.name == "gds")
     monkeypatch.setitem(sys.modules, "kvikio", None)
     assert "pip install kvikio-cu13" in (gds.why_not() or "")
@@ -54,7 +52,7 @@ def test_gds_works_where_kvikio_is_installed(monkeypatch: pytest.MonkeyPatch) ->
     assert gds.why_not() is None
 
 
-def test_every_backend_of_the_engine_has_a_row() -> None:
+def test_table_lists_every_backend() -> None:
     names = [backend.name for backend in BACKENDS]
     assert len(set(names)) == len(names)
     assert set(get_args(BackendName)) - {"auto"} <= set(names)

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64])
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 1000), (5, 1 << 17)])
-def test_an_empty_tensor_begins_at_a_page(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_empty_tensor_begins_at_page(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = empty(shape, dtype)
     assert (tensor.dtype, tensor.shape, tensor.is_contiguous()) == (dtype, torch.Size(shape), True)
     assert tensor.data_ptr() % (2 * MIB if tensor.nbytes >= 2 * MIB else PAGE) == 0
@@ -43,7 +43,7 @@ def test_an_empty_tensor_begins_at_a_page(dtype: torch.dtype, shape: tuple[int, 
     assert tensor.eq(1).all()
 
 
-def test_what_is_made_for_the_disk_is_not_copied_on_the_way(tmp_path: Path) -> None:
+def test_aligned_tensor_needs_no_staging(tmp_path: Path) -> None:
     with Engine(block_size=MIB) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         if not file.is_direct:
             pytest.skip("goes through the page cache")
@@ -55,7 +55,7 @@ def test_what_is_made_for_the_disk_is_not_copied_on_the_way(tmp_path: Path) -> N
         assert engine.statistics().staged == 0
 
 
-def test_a_shape_that_is_none_is_refused() -> None:
+def test_empty_refuses_invalid_shape() -> None:
     with pytest.raises(ValueError, match="shape"):
         empty((2, -1))
     assert empty(3).dtype == torch.float32
@@ -68,7 +68,7 @@ def wait_for(future: CUDAFuture[Buffer]) -> Buffer:
     return future.wait(timeout=PATIENCE)
 
 
-def test_buffers_are_aligned_and_apart() -> None:
+def test_buffers_are_aligned_and_disjoint() -> None:
     pool = BufferPool(10 * PAGE, pin=False)
     sizes = [1, PAGE, 0, PAGE + 1, 3 * PAGE]
     buffers = [wait_for(pool.take(size)) for size in sizes]
@@ -88,7 +88,7 @@ def test_buffers_are_aligned_and_apart() -> None:
     assert wait_for(pool.take(10 * PAGE)).tensor.numel() == 10 * PAGE  # it is one piece again
 
 
-def test_who_finds_too_little_waits_in_line() -> None:
+def test_requests_wait_in_order() -> None:
     pool = BufferPool(4 * PAGE, pin=False)
     first, second = wait_for(pool.take(3 * PAGE)), wait_for(pool.take(PAGE))
     large, small, last = pool.take(4 * PAGE), pool.take(PAGE), pool.take(PAGE)
@@ -104,7 +104,7 @@ def test_who_finds_too_little_waits_in_line() -> None:
     assert (small.done(), last.done()) == (True, True)
 
 
-def test_a_request_that_was_cancelled_or_dropped_holds_nobody_up() -> None:
+def test_cancelled_request_blocks_no_other() -> None:
     pool = BufferPool(2 * PAGE, pin=False)
     first = wait_for(pool.take(PAGE))
     cancelled, dropped, last = pool.take(2 * PAGE), pool.take(2 * PAGE), pool.take(2 * PAGE)
@@ -116,7 +116,7 @@ def test_a_request_that_was_cancelled_or_dropped_holds_nobody_up() -> None:
     assert pool.free == 2 * PAGE
 
 
-def test_a_tensor_of_a_buffer_keeps_its_memory() -> None:
+def test_tensor_keeps_buffer_memory() -> None:
     pool = BufferPool(PAGE, pin=False)
     with wait_for(pool.take(PAGE)) as buffer:
         view = buffer.view((2, 3), torch.float64).fill_(5)
@@ -131,7 +131,7 @@ def test_a_tensor_of_a_buffer_keeps_its_memory() -> None:
     assert wait_for(later).tensor.numel() == PAGE
 
 
-def test_memory_is_not_free_while_the_disk_is_at_it(tmp_path: Path) -> None:
+def test_write_in_flight_keeps_buffer(tmp_path: Path) -> None:
     pool = BufferPool(MIB, pin=False)
     engine, store = held(tmp_path)
     with engine, store:
@@ -148,7 +148,7 @@ def test_memory_is_not_free_while_the_disk_is_at_it(tmp_path: Path) -> None:
         assert torch.equal(store.read("key").wait(timeout=PATIENCE), contents(MIB))
 
 
-def test_a_pool_that_is_closed_fails_who_waits() -> None:
+def test_closed_pool_fails_waiting_requests() -> None:
     with BufferPool(PAGE, pin=False) as pool:
         buffer = wait_for(pool.take(PAGE))
         waiting, cancelled = pool.take(1), pool.take(1)
@@ -162,7 +162,7 @@ def test_a_pool_that_is_closed_fails_who_waits() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: BufferPool(0), lambda: BufferPool(-1), lambda: BufferPool(1, pin="no")])  # type: ignore[arg-type]
-def test_a_pool_that_cannot_be_is_refused(make: Callable[[], BufferPool]) -> None:
+def test_pool_refuses_invalid_arguments(make: Callable[[], BufferPool]) -> None:
     with pytest.raises(ValueError, match=r"nbytes|pin"):
         make()
     pool = BufferPool(1)
@@ -172,7 +172,7 @@ def test_a_pool_that_cannot_be_is_refused(make: Callable[[], BufferPool]) -> Non
             pool.take(nbytes)
 
 
-def test_threads_take_and_give_back_and_nothing_is_lost_or_had_twice() -> None:
+def test_threads_share_pool_without_loss() -> None:
     pool = BufferPool(64 * PAGE, pin=False)
     wrong: list[float] = []
 
@@ -198,7 +198,7 @@ def test_threads_take_and_give_back_and_nothing_is_lost_or_had_twice() -> None:
 
 
 @pytest.mark.sim
-def test_where_there_is_a_device_the_memory_is_pinned() -> None:
+def test_memory_is_pinned_for_devices() -> None:
     pool = BufferPool(MIB)
     assert pool.is_pinned
     buffer = wait_for(pool.take(1000 * 4))
@@ -210,7 +210,7 @@ def test_where_there_is_a_device_the_memory_is_pinned() -> None:
     assert not BufferPool(MIB, pin=False).is_pinned
 
 
-def test_a_cancelled_request_no_longer_keeps_others_waiting() -> None:
+def test_cancellation_unblocks_later_requests() -> None:
     pool = BufferPool(MIB, pin=False)
     held = pool.take(MIB // 2).wait()
     large, small = pool.take(MIB), pool.take(1000)
@@ -222,7 +222,7 @@ def test_a_cancelled_request_no_longer_keeps_others_waiting() -> None:
 
 
 @pytest.mark.parametrize("wrong", [100.5, "100", None])
-def test_a_size_that_is_no_integer_changes_nothing(wrong: Any) -> None:
+def test_pool_refuses_non_integer_size(wrong: Any) -> None:
     pool = BufferPool(MIB, pin=False)
     with pytest.raises(TypeError):
         pool.take(wrong)
@@ -233,7 +233,7 @@ def test_a_size_that_is_no_integer_changes_nothing(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [-1, (2, -1), (-2, -3)])
-def test_a_negative_size_is_no_shape_of_a_view(shape: Any) -> None:
+def test_view_refuses_negative_size(shape: Any) -> None:
     buffer = BufferPool(MIB, pin=False).take(400).wait(timeout=PATIENCE)
     with pytest.raises(ValueError, match="shape"):
         buffer.view(shape)
@@ -281,7 +281,7 @@ def take_and_release(pool: BufferPool, held: Buffer) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("small_heap")
-def test_an_interrupt_loses_no_memory() -> None:
+def test_interrupt_loses_no_memory() -> None:
     for line in itertools.count():
         pool = BufferPool(4 * PAGE, pin=False)
         held = wait_for(pool.take(2 * PAGE))
@@ -296,7 +296,7 @@ def test_an_interrupt_loses_no_memory() -> None:
     assert line > 10
 
 
-def test_runs_are_joined_in_whatever_order_they_return() -> None:
+def test_free_runs_are_joined_in_any_order() -> None:
     pool = BufferPool(2000 * PAGE, pin=False)
     buffers = [wait_for(pool.take(PAGE)) for _ in range(2000)]
     random.Random(0).shuffle(buffers)
@@ -307,7 +307,7 @@ def test_runs_are_joined_in_whatever_order_they_return() -> None:
 
 
 @pytest.mark.parametrize("granted", ["at once", "after a wait"])
-def test_buffers_of_a_pool_that_was_used_in_inference_mode_can_be_used_for_training(granted: str) -> None:
+def test_inference_mode_buffers_allow_training(granted: str) -> None:
     weight = torch.ones(4, requires_grad=True)
     with torch.inference_mode():
         pool = BufferPool(PAGE, pin=False)

@@ -21,7 +21,7 @@ from support.storing import SMALL, numbered
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
-def test_closing_says_nothing_of_a_write_that_fails_meanwhile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_logs_no_failed_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Engine("threads", block_size=1 << 18, _faults={"io_error": 1.0, "held": True}) as engine:
         store = DiskStore(tmp_path, engine=engine)
         write = store.write("a", numbered(SMALL))
@@ -35,7 +35,7 @@ def test_closing_says_nothing_of_a_write_that_fails_meanwhile(tmp_path: Path, ca
     assert not caplog.records
 
 
-def test_a_closed_store_leaves_its_journal_to_the_next_one(tmp_path: Path) -> None:
+def test_next_store_gets_complete_journal(tmp_path: Path) -> None:
     """A long journal is rewritten, possibly by the last write before the close."""
     keys = [f"{i} {'k' * 1000}" for i in range(50)]
     for turn in range(soak_count(200)):
@@ -96,15 +96,13 @@ with DiskStore(folder, durable=True) as store: say(store.keys())
 @pytest.mark.parametrize(
     "way", ["close", "close an engine", "write without room", "read without room", "write to a file without room"]
 )
-def test_ctrl_c_gets_through_and_nothing_stays_locked(way: str, tmp_path: Path) -> None:
+def test_ctrl_c_interrupts_and_unlocks(way: str, tmp_path: Path) -> None:
     with Child(INTERRUPT, str(tmp_path), way) as child:
         assert [child.hear(), child.hear()] == ["interrupted", "['x']"]
         assert child.end() == 0
 
 
-def test_a_close_that_is_interrupted_at_its_end_gives_the_lock_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_close_releases_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         def close(self) -> None:
             raise KeyboardInterrupt
@@ -119,7 +117,7 @@ def test_a_close_that_is_interrupted_at_its_end_gives_the_lock_back(
     DiskStore(tmp_path, durable=True).close()
 
 
-def test_what_is_small_is_held_up_too_by_an_engine_that_is_full(tmp_path: Path) -> None:
+def test_full_engine_blocks_small_writes(tmp_path: Path) -> None:
     with DiskStore(tmp_path, durable=True) as store:
         store.write("x", numbered(SMALL)).wait(timeout=PATIENCE)
     with Engine("threads", queue_depth=1, block_size=1 << 18, max_pending=4, _faults={"held": True}) as engine:

@@ -50,7 +50,7 @@ def readable_keys(store: DiskStore, expected: Mapping[str, torch.Tensor]) -> set
 
 @pytest.mark.parametrize("size", [1, 1000, 100_000, 3 * MIB])
 @pytest.mark.parametrize("place", [0.0, 0.6, 1.0], ids=["first", "middle", "last"])
-def test_a_bit_that_was_flipped_is_an_error_of_that_key_alone(
+def test_flipped_bit_fails_its_key_alone(
     engine: Engine, durable: bool, size: int, place: float, tmp_path: Path
 ) -> None:
     tensors = {f"{i}": contents(size, i) for i in range(5)}
@@ -76,7 +76,7 @@ def test_a_bit_that_was_flipped_is_an_error_of_that_key_alone(
         expect(store, tensors)
 
 
-def test_a_key_that_lies_where_another_one_should_is_an_error(engine: Engine, tmp_path: Path) -> None:
+def test_misplaced_tensor_fails_its_key(engine: Engine, tmp_path: Path) -> None:
     tensors = {f"{i}": contents(5000, i) for i in range(2)}
     with DiskStore(tmp_path, engine=engine) as store:
         store.writev(tensors).wait(timeout=PATIENCE)
@@ -105,9 +105,7 @@ def write_mixed(store: DiskStore, folder: Path, name: str = "") -> tuple[dict[st
 
 
 @pytest.mark.parametrize("left", [0, 10 * PAGE, 10 * PAGE + 77, 200 * PAGE])
-def test_of_a_slab_that_is_cut_off_what_is_left_is_read_and_all_can_be_written_again(
-    engine: Engine, durable: bool, left: int, tmp_path: Path
-) -> None:
+def test_truncated_slab_is_readable_and_rewritable(engine: Engine, durable: bool, left: int, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
         tensors, ends = write_mixed(store, tmp_path)
         (slab,) = slabs(tmp_path)
@@ -119,9 +117,7 @@ def test_of_a_slab_that_is_cut_off_what_is_left_is_read_and_all_can_be_written_a
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 10 * PAGE, 10 * PAGE + 77, 200 * PAGE])
-def test_a_store_whose_slab_was_cut_off_between_goes_on_with_what_is_left(
-    engine: Engine, left: int, tmp_path: Path
-) -> None:
+def test_slab_truncated_between_runs_keeps_the_rest(engine: Engine, left: int, tmp_path: Path) -> None:
     for number in range(6):  # other names: in another order
         folder = tmp_path / f"{number}"
         with DiskStore(folder, engine=engine, durable=True) as store:
@@ -144,7 +140,7 @@ def test_a_store_whose_slab_was_cut_off_between_goes_on_with_what_is_left(
 # ---- slabs that are not there
 
 
-def test_of_a_store_without_one_of_its_slabs_the_others_are_read(engine: Engine, tmp_path: Path) -> None:
+def test_missing_slab_spares_other_slabs(engine: Engine, tmp_path: Path) -> None:
     tensors = {f"{i}": contents(20 * MIB, i) for i in range(2)} | {"small": contents(1000, 2)}
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         for key, tensor in tensors.items():

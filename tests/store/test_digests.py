@@ -34,7 +34,7 @@ def places(count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [0, 1, 64, LEAF - 1, LEAF, LEAF + 1, 5 * LEAF + 3])
-def test_it_is_that_of_the_digests_of_the_leaves(size: int) -> None:
+def test_digest_combines_leaf_digests(size: int) -> None:
     data = numbered(size // 4 + 1).view(torch.uint8)[:size]
     content = bytes(data.tolist())
     leaves = [xxhash.xxh3_64_intdigest(content[at : at + LEAF]) for at in range(0, size, LEAF)]
@@ -46,18 +46,18 @@ def test_it_is_that_of_the_digests_of_the_leaves(size: int) -> None:
     [lambda t: t.T, lambda t: t[:, 1:], lambda t: t[::2], lambda t: t.to(torch.complex64).conj(), lambda t: -t.imag],
     ids=["transposed", "columns", "every other", "conjugate", "negative"],
 )
-def test_it_is_that_of_the_elements_in_order(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_digest_follows_element_order(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     tensor = view(torch.randn(40, 30, dtype=torch.complex64))
     assert digest(tensor) == digest(tensor.resolve_conj().resolve_neg().contiguous())
 
 
-def test_parts_have_their_own() -> None:
+def test_parts_have_own_digests() -> None:
     data = numbered(60_000).view(torch.uint8)
     parts = [(0, 0), (0, data.numel()), (5, 100), (7, LEAF + 1), (data.numel(), 0)]
     assert digests(data, parts) == [digest(data[at : at + length]) for at, length in parts]
 
 
-def test_parts_have_seeds_of_their_own() -> None:
+def test_parts_have_own_seeds() -> None:
     data = numbered(60_000).view(torch.uint8)
     parts = Digest(data.numel())
     parts.add(0, data)
@@ -71,7 +71,7 @@ def test_parts_have_seeds_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 65535, 65536, 65537, 1_000_000])
-def test_pieces_in_any_order_have_the_digest_of_the_whole(size: int) -> None:
+def test_pieces_in_any_order_give_whole_digest(size: int) -> None:
     tensor = contents(size)
     begins = random.Random(size).sample(range(0, size, 3 * 65536), len(range(0, size, 3 * 65536)))
     total = Digest(size)
@@ -83,7 +83,7 @@ def test_pieces_in_any_order_have_the_digest_of_the_whole(size: int) -> None:
     assert total.value() == digest(tensor)
 
 
-def test_a_piece_has_whole_leaves() -> None:
+def test_pieces_need_whole_leaves() -> None:
     total = Digest(200_000)
     for at, size in ((1, 65536), (0, 65535), (65536, 134_465), (-65536, 65536), (131_072, 1000)):
         with pytest.raises(ValueError, match="not a multiple of 64 KiB"):
@@ -95,7 +95,7 @@ def test_a_piece_has_whole_leaves() -> None:
 @pytest.mark.parametrize(
     "part", [(0, 41), (40, 1), (41, 0), (1, 2**64 - 1), (2**63, 1), (-1, 2), (0, -1), (2**64, 0), (1.0, 2), (1,), None]
 )
-def test_a_part_lies_in_its_tensor(part: Any) -> None:
+def test_parts_must_lie_in_tensor(part: Any) -> None:
     with pytest.raises(
         ValueError, match=re.escape(f"{part!r} is not an offset and a length within a tensor of 40 bytes")
     ):
@@ -123,7 +123,7 @@ def shrink(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
     ],
     ids=["apart", "conjugate", "negative", "nowhere", "sparse", "zeros", "shrunk", "freed", "list"],
 )
-def test_parts_are_of_bytes_that_lie_together(tensor: Callable[[], Any]) -> None:
+def test_parts_need_contiguous_bytes(tensor: Callable[[], Any]) -> None:
     with pytest.raises((TypeError, ValueError)):
         digests(tensor(), [(0, 8)])
 
@@ -139,7 +139,7 @@ def test_parts_are_of_bytes_that_lie_together(tensor: Callable[[], Any]) -> None
     ],
     ids=["nowhere", "shrunk", "zeros", "sparse", "list"],
 )
-def test_what_has_no_bytes_at_hand_has_no_digest(tensor: Callable[[], Any], error: type[Exception]) -> None:
+def test_digest_needs_host_memory(tensor: Callable[[], Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         digest(tensor())
 
@@ -156,7 +156,7 @@ except ImportError as e: say("xxhash" in str(e))
 """
 
 
-def test_what_takes_no_digests_needs_no_library_for_them(tmp_path: Path) -> None:
+def test_digest_library_is_optional(tmp_path: Path) -> None:
     with Child(WITHOUT_XXHASH, str(tmp_path / "file")) as process:
         assert process.hear() == "12"
         assert process.hear() == "True"
@@ -167,7 +167,7 @@ def test_what_takes_no_digests_needs_no_library_for_them(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_has_another_is_not(store: DiskStore, size: int) -> None:
+def test_store_refuses_wrong_digest(store: DiskStore, size: int) -> None:
     tensor = numbered(size)
     store.write("old", tensor).wait(timeout=PATIENCE)
     used = store.statistics().used
@@ -183,7 +183,7 @@ def test_what_has_another_is_not(store: DiskStore, size: int) -> None:
     assert store.statistics().checksum_errors == 0  # of the disk
 
 
-def test_a_durable_store_has_nothing_of_what_it_has_refused(engine: Engine, tmp_path: Path) -> None:
+def test_refused_write_leaves_nothing_durable(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.write("old", numbered(1000)).wait(timeout=PATIENCE)
         for key in "old", "new":
@@ -194,7 +194,7 @@ def test_a_durable_store_has_nothing_of_what_it_has_refused(engine: Engine, tmp_
         assert torch.equal(get(store, "old"), numbered(1000))
 
 
-def test_what_has_no_room_was_not_written(engine: Engine, tmp_path: Path) -> None:
+def test_write_without_room_is_reported(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, capacity=1 << 20) as store:
         told = torch.ones(2, dtype=torch.bool)
         written = store.writev({"a": numbered(1000), "b": numbered(1 << 20)}, written=told)
@@ -218,9 +218,7 @@ WRONG: dict[str, Callable[[torch.dtype], Any]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=list(WRONG))
-def test_what_is_told_goes_into_a_tensor_with_room_for_it(
-    store: DiskStore, wrong: Callable[[torch.dtype], Any]
-) -> None:
+def test_output_tensors_need_fitting_shape(store: DiskStore, wrong: Callable[[torch.dtype], Any]) -> None:
     tensors = {"x": numbered(3), "y": numbered(4)}
     with pytest.raises((TypeError, ValueError), match=r"tensor|Tensor"):
         store.writev(tensors, written=wrong(torch.bool))
@@ -230,7 +228,7 @@ def test_what_is_told_goes_into_a_tensor_with_room_for_it(
         store.readv(["x", "y"], digests=wrong(torch.uint64))
 
 
-def test_what_is_told_has_memory_until_the_end(engine: Engine, tmp_path: Path) -> None:
+def test_output_tensors_live_until_the_end(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine) as store:
         tensors = {f"{i}": numbered(100, i) for i in range(3000)}
         told = torch.zeros(len(tensors), dtype=torch.bool)
@@ -243,7 +241,7 @@ def test_what_is_told_has_memory_until_the_end(engine: Engine, tmp_path: Path) -
         assert len(read.wait(timeout=PATIENCE)) == len(tensors)
 
 
-def test_bytes_are_added_to_a_digest_once() -> None:
+def test_digest_takes_each_byte_once() -> None:
     tensor = contents(3 << 16)
     parts = Digest(tensor.nbytes)
     parts.add(0, tensor[: 2 << 16])

@@ -39,7 +39,7 @@ def stores(folder: Path) -> int:
 # ---- errors
 
 
-def test_a_write_that_fails_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_failed_write_changes_nothing(tmp_path: Path) -> None:
     (x,), copies = numbered(1)
     with DiskOffloader(tmp_path, engine=failing(io_error=1.0)) as offloader:
         with pytest.raises(StorageError) as caught:
@@ -51,9 +51,7 @@ def test_a_write_that_fails_leaves_everything_as_it_was(tmp_path: Path) -> None:
             offloader.sync_read(x)
 
 
-def test_an_error_comes_out_of_the_future_and_of_who_synchronizes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_future_and_synchronize_raise_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors, copies = numbered(3)
     called: list[int] = []
     with DiskOffloader(tmp_path, engine=failing(no_space=1.0)) as offloader:
@@ -78,7 +76,7 @@ def test_an_error_comes_out_of_the_future_and_of_who_synchronizes(
     assert not caplog.records
 
 
-def test_an_error_of_a_list_keeps_all_of_its_tensors(tmp_path: Path) -> None:
+def test_failed_list_write_keeps_all_tensors(tmp_path: Path) -> None:
     tensors, copies = numbered(20, 300_000)
     with DiskOffloader(tmp_path, engine=failing(io_error=0.5)) as offloader:
         with pytest.raises(StorageError):
@@ -87,7 +85,7 @@ def test_an_error_of_a_list_keeps_all_of_its_tensors(tmp_path: Path) -> None:
         assert offloader.statistics().keys == 0
 
 
-def test_closing_and_dropping_an_offloader_tell_of_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_and_drop_report_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     offloader = DiskOffloader(tmp_path, engine=failing(io_error=1.0))
     offloader.async_write(torch.ones(4))
     with pytest.raises(StorageError):
@@ -104,7 +102,7 @@ def test_closing_and_dropping_an_offloader_tell_of_errors(tmp_path: Path, caplog
     assert "was freed before a call raised its error" in caplog.text
 
 
-def test_the_error_of_a_call_that_was_interrupted_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_call_keeps_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = failing(io_error=1.0, held=True)
     offloader = DiskOffloader(tmp_path, engine=engine)
 
@@ -121,7 +119,7 @@ def test_the_error_of_a_call_that_was_interrupted_is_not_lost(tmp_path: Path, mo
     offloader.close()
 
 
-def test_a_read_that_fails_can_be_tried_again(tmp_path: Path) -> None:
+def test_failed_read_can_be_retried(tmp_path: Path) -> None:
     x = torch.arange(20_000)
     copy = x.clone()
     with DiskOffloader(tmp_path) as offloader:
@@ -147,7 +145,7 @@ def test_a_read_that_fails_can_be_tried_again(tmp_path: Path) -> None:
 # ---- beginning and end
 
 
-def test_what_is_left_in_the_folder(tmp_path: Path) -> None:
+def test_close_empties_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     first, second = DiskOffloader(folder), DiskOffloader(str(folder))
     assert stores(folder) == 2
@@ -166,7 +164,7 @@ def test_what_is_left_in_the_folder(tmp_path: Path) -> None:
     assert stores(folder) == 0
 
 
-def test_an_offloader_that_is_dropped_ends_what_it_has_begun(idle_engine: Engine, tmp_path: Path) -> None:
+def test_dropped_offloader_finishes_its_writes(idle_engine: Engine, tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, engine=idle_engine)
     x = torch.ones(1000)
     future = offloader.async_write(x)
@@ -177,7 +175,7 @@ def test_an_offloader_that_is_dropped_ends_what_it_has_begun(idle_engine: Engine
     assert size(x) == 0
 
 
-def test_arguments(tmp_path: Path) -> None:
+def test_offloader_refuses_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="aio, pthread, uring"):
         DiskOffloader(tmp_path, backend="tape")
     with pytest.raises(ValueError, match="n_entries"):
@@ -188,7 +186,7 @@ def test_arguments(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
-def test_backends() -> None:
+def test_backends_can_be_probed() -> None:
     assert get_backends() == {"uring", "aio", "pthread"}
     assert probe_backend("aio")
     assert probe_backend("pthread")
@@ -211,7 +209,7 @@ for tensor in tensors:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_when_the_process_has_ended(tmp_path: Path) -> None:
+def test_process_exit_leaves_no_files(tmp_path: Path) -> None:
     with Child(AT_EXIT, str(tmp_path)) as child:
         assert (child.end(), child.errors()) == (0, "")
     assert stores(tmp_path) == 0
@@ -242,7 +240,7 @@ say(str(x.tolist()))
 
 
 @pytest.mark.slow
-def test_a_forked_child_is_refused_and_removes_nothing(tmp_path: Path) -> None:
+def test_forked_child_is_refused(tmp_path: Path) -> None:
     with Child(IN_A_FORK, str(tmp_path)) as child:
         assert [child.hear() for _ in range(3)] == ["4", "0", "[0, 1, 2, 3]"]
         assert (child.end(), child.errors()) == (0, "")
@@ -275,7 +273,7 @@ say(str(x.sum().item()))
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_wait_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_ctrl_c_ends_wait_without_loss(tmp_path: Path) -> None:
     with Child(INTERRUPTED, str(tmp_path)) as child:
         for _ in range(3):
             assert child.hear() == "waiting"

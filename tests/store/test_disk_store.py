@@ -28,7 +28,7 @@ def plain(engine: Engine, tmp_path: Path) -> Iterator[DiskStore]:
 # ---- small and large
 
 
-def test_small_ones_go_together(plain: DiskStore) -> None:
+def test_small_tensors_share_transfers(plain: DiskStore) -> None:
     tensors = {f"{i}": numbered(1024, i) for i in range(640)}
     plain.writev(tensors).wait(timeout=PATIENCE)
     assert plain.statistics().transfers <= 11  # of 256 KiB each
@@ -36,7 +36,7 @@ def test_small_ones_go_together(plain: DiskStore) -> None:
     assert plain.statistics().transfers <= 23
 
 
-def test_small_ones_of_many_calls_go_together_while_the_disk_is_busy(tmp_path: Path) -> None:
+def test_busy_disk_batches_small_writes(tmp_path: Path) -> None:
     engine, store = held(tmp_path)
     with engine, store:
         tensors = [numbered(16, i) for i in range(1000)]
@@ -47,7 +47,7 @@ def test_small_ones_of_many_calls_go_together_while_the_disk_is_busy(tmp_path: P
         assert torch.equal(get(store, "789"), tensors[789])
 
 
-def test_a_large_new_tensor_needs_no_staging(tmp_path: Path) -> None:
+def test_large_new_tensor_needs_no_staging(tmp_path: Path) -> None:
     with Engine("threads", block_size=1 << 18) as engine, DiskStore(tmp_path, engine=engine) as store:
         tensor = numbered(2 << 20)
         store.write("tensor", tensor).wait(timeout=PATIENCE)
@@ -63,7 +63,7 @@ def test_a_large_new_tensor_needs_no_staging(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_who_reads_while_a_key_is_replaced_gets_the_old_or_the_new(tmp_path: Path, size: int) -> None:
+def test_read_during_replacement_sees_old_or_new(tmp_path: Path, size: int) -> None:
     engine, store = held(tmp_path)
     with engine, store:
         first = store.write("tensor", numbered(size, 1))
@@ -81,7 +81,7 @@ def test_who_reads_while_a_key_is_replaced_gets_the_old_or_the_new(tmp_path: Pat
         assert store.statistics().used == store.statistics().bytes == 4 * size
 
 
-def test_what_is_deleted_while_it_is_written_does_not_come_back(tmp_path: Path) -> None:
+def test_deletion_during_write_is_final(tmp_path: Path) -> None:
     engine, store = held(tmp_path)
     with engine, store:
         written = [store.write("a", numbered(LARGE)), store.write("b", numbered(SMALL))]
@@ -101,7 +101,7 @@ def test_what_is_deleted_while_it_is_written_does_not_come_back(tmp_path: Path) 
 # ---- keys
 
 
-def test_a_tensor_has_1024_dimensions_at_most(tmp_path: Path) -> None:
+def test_tensor_has_at_most_1024_dimensions(tmp_path: Path) -> None:
     with DiskStore(tmp_path, durable=True) as store:
         store.write("most", numbered(3).view([1] * 1023 + [3])).wait(timeout=PATIENCE)
         with pytest.raises(ValueError, match="1024 dimensions"):
@@ -114,7 +114,7 @@ def test_a_tensor_has_1024_dimensions_at_most(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ephemeral", "durable"])
-def test_the_capacity_is_kept(engine: Engine, tmp_path: Path, kind: str) -> None:
+def test_store_keeps_within_capacity(engine: Engine, tmp_path: Path, kind: str) -> None:
     with DiskStore(tmp_path, engine=engine, capacity=1 << 20, **KINDS[kind]) as store:
         tensors = {f"{i}": torch.full((1 << 15,), float(i)) for i in range(9)}  # 128 KiB each
         futures = [store.write(key, tensor) for key, tensor in tensors.items()]
@@ -132,7 +132,7 @@ def test_the_capacity_is_kept(engine: Engine, tmp_path: Path, kind: str) -> None
         assert store.statistics().slab_bytes <= 1 << 20
 
 
-def test_the_files_keep_within_the_capacity(engine: Engine, tmp_path: Path) -> None:
+def test_files_keep_within_capacity(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, capacity=1 << 20) as store:
         error = None
         for number in range(300):  # each by itself, which takes a page
@@ -141,7 +141,7 @@ def test_the_files_keep_within_the_capacity(engine: Engine, tmp_path: Path) -> N
         assert (len(store), store.statistics().slab_bytes, store.statistics().slabs) == (256, 1 << 20, 1)
 
 
-def test_files_in_which_nothing_is_make_way_within_the_capacity(engine: Engine, tmp_path: Path) -> None:
+def test_empty_files_make_room(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, capacity=40 << 20) as store:
         store.write("small", numbered(1)).wait(timeout=PATIENCE)
         store.delete("small").wait(timeout=PATIENCE)
@@ -152,7 +152,7 @@ def test_files_in_which_nothing_is_make_way_within_the_capacity(engine: Engine, 
         assert store.statistics().slab_bytes <= 40 << 20
 
 
-def test_extents_are_used_again(store: DiskStore) -> None:
+def test_free_extents_are_reused(store: DiskStore) -> None:
     def fill(seed: int) -> None:
         store.writev({f"{i}": numbered(size, seed) for i, size in enumerate([1, 500, 3000, LARGE, 70000, 9])}).wait(
             timeout=PATIENCE
@@ -172,6 +172,6 @@ def test_extents_are_used_again(store: DiskStore) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor")
-def test_a_quantized_tensor_is_refused(plain: DiskStore) -> None:
+def test_quantized_tensor_is_refused(plain: DiskStore) -> None:
     with pytest.raises(TypeError, match="quantized"):
         plain.write("tensor", torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8))

@@ -27,7 +27,7 @@ def plain(engine: Engine, tmp_path: Path) -> Iterator[DiskStore]:
         yield store
 
 
-def test_arguments(engine: Engine, tmp_path: Path) -> None:
+def test_store_refuses_wrong_arguments(engine: Engine, tmp_path: Path) -> None:
     for wrong in ({"direct": "maybe"}, {"capacity": 0}, {"capacity": -1}):
         with pytest.raises(ValueError, match=r"is not at least|is not valid"):
             DiskStore(tmp_path, engine=engine, **wrong)
@@ -40,7 +40,7 @@ def test_arguments(engine: Engine, tmp_path: Path) -> None:
             DiskStore(tmp_path / "file" / "inside", engine=engine, durable=durable)
 
 
-def test_an_ephemeral_store_is_gone_when_it_is_closed_or_dropped(engine: Engine, tmp_path: Path) -> None:
+def test_closed_or_dropped_ephemeral_store_disappears(engine: Engine, tmp_path: Path) -> None:
     def homes() -> list[str]:
         return [p.name for p in tmp_path.iterdir() if p.is_dir()]
 
@@ -54,7 +54,7 @@ def test_an_ephemeral_store_is_gone_when_it_is_closed_or_dropped(engine: Engine,
     assert homes() == []
 
 
-def test_a_store_says_whether_it_bypasses_the_page_cache(engine: Engine, tmp_path: Path) -> None:
+def test_store_reports_direct_io(engine: Engine, tmp_path: Path) -> None:
     with File(tmp_path / "file", "w", engine=engine) as file, DiskStore(tmp_path, engine=engine) as store:
         assert store.is_direct == file.is_direct
     with DiskStore(tmp_path, engine=engine, direct=False) as store:
@@ -70,7 +70,7 @@ def test_a_store_says_whether_it_bypasses_the_page_cache(engine: Engine, tmp_pat
         shutil.rmtree(shared_memory / "cudafuture-store", ignore_errors=True)
 
 
-def test_a_durable_store_is_there_again(engine: Engine, tmp_path: Path) -> None:
+def test_durable_store_reopens(engine: Engine, tmp_path: Path) -> None:
     tensors = {f"{i}": numbered(size, i) for i, size in enumerate([1, 1000, 0, LARGE, 2000, 40000])}
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.writev(tensors)
@@ -89,7 +89,7 @@ def test_a_durable_store_is_there_again(engine: Engine, tmp_path: Path) -> None:
         assert store.statistics().slab_bytes == 0
 
 
-def test_the_journal_is_made_anew_when_it_is_long(engine: Engine, tmp_path: Path) -> None:
+def test_long_journal_is_rewritten(engine: Engine, tmp_path: Path) -> None:
     key = "x" * 1000
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         longest = 0
@@ -102,7 +102,7 @@ def test_the_journal_is_made_anew_when_it_is_long(engine: Engine, tmp_path: Path
         assert all(torch.equal(t, numbered(4, 39)) for t in store.readv(store.keys()).wait(timeout=PATIENCE))
 
 
-def test_closing_waits_for_what_was_asked_for_and_refuses_the_rest(tmp_path: Path) -> None:
+def test_close_waits_and_refuses_later_calls(tmp_path: Path) -> None:
     engine, store = held(tmp_path)
     with engine:
         futures: list[CUDAFuture[int]] = [store.write(f"{i}", numbered(SMALL)) for i in range(10)]
@@ -121,7 +121,7 @@ def test_closing_waits_for_what_was_asked_for_and_refuses_the_rest(tmp_path: Pat
         store.close()
 
 
-def test_flush_waits_for_what_was_asked_before_it(tmp_path: Path) -> None:
+def test_flush_waits_for_earlier_operations(tmp_path: Path) -> None:
     engine, store = held(tmp_path)
     with engine, store:
         before = [store.write("a", numbered(LARGE)), store.write("b", numbered(SMALL))]
@@ -134,7 +134,7 @@ def test_flush_waits_for_what_was_asked_before_it(tmp_path: Path) -> None:
         store.flush().wait(timeout=0)
 
 
-def test_flush_tells_of_a_write_that_fails_meanwhile(tmp_path: Path) -> None:
+def test_flush_raises_error_of_pending_write(tmp_path: Path) -> None:
     with Engine("threads", block_size=1 << 18, _faults={"io_error": 1.0, "held": True}) as engine:
         store = DiskStore(tmp_path, engine=engine)
         write = store.write("a", numbered(SMALL))
@@ -146,7 +146,7 @@ def test_flush_tells_of_a_write_that_fails_meanwhile(tmp_path: Path) -> None:
         store.close()
 
 
-def test_a_callback_of_a_read_may_write_with_the_queue_full(tmp_path: Path) -> None:
+def test_read_callback_writes_to_full_queue(tmp_path: Path) -> None:
     engine = Engine("auto", queue_depth=1, block_size=1 << 18, max_pending=1)
     with engine, DiskStore(tmp_path, engine=engine) as store:
         tensors = {f"{i}": numbered(SMALL if i % 2 else LARGE, i) for i in range(20)}
@@ -160,7 +160,7 @@ def test_a_callback_of_a_read_may_write_with_the_queue_full(tmp_path: Path) -> N
         assert all(torch.equal(get(store, key), tensor * 2) for key, tensor in tensors.items())
 
 
-def test_statistics(plain: DiskStore) -> None:
+def test_statistics_count_operations(plain: DiskStore) -> None:
     plain.writev({"a": numbered(10), "b": numbered(LARGE)}).wait(timeout=PATIENCE)
     plain.read("a").wait(timeout=PATIENCE)
     s = plain.statistics()
@@ -170,7 +170,7 @@ def test_statistics(plain: DiskStore) -> None:
     assert "2 keys" in repr(plain)
 
 
-def test_a_store_stays_where_it_was_opened(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_keeps_its_folder_after_chdir(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         folder.mkdir()
@@ -191,7 +191,7 @@ def test_a_store_stays_where_it_was_opened(engine: Engine, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_a_process_that_exits_finishes_what_it_was_asked_for(tmp_path: Path, durable: bool) -> None:
+def test_exiting_process_finishes_operations(tmp_path: Path, durable: bool) -> None:
     code = """if True:
         import sys
         import torch
@@ -209,7 +209,7 @@ def test_a_process_that_exits_finishes_what_it_was_asked_for(tmp_path: Path, dur
         assert float(get(store, "1999")[0]) == 1999.0
 
 
-def test_a_callback_may_close_a_store_whose_engine_is_closed(tmp_path: Path) -> None:
+def test_callback_closes_store_of_closed_engine(tmp_path: Path) -> None:
     engine = Engine("threads", block_size=1 << 18)
     store = DiskStore(tmp_path, engine=engine)
     future: CUDAFuture[None] = CUDAFuture()

@@ -145,7 +145,9 @@ class Model:
 
 @settings(max_examples=soak_count(2000), deadline=None)
 @given(rounds=ROUNDS, engine_options=ENGINES, options=STORES)
-def test_a_store_is_a_dict(rounds: list[list[Any]], engine_options: dict[str, Any], options: dict[str, Any]) -> None:
+def test_store_behaves_like_dict(
+    rounds: list[list[Any]], engine_options: dict[str, Any], options: dict[str, Any]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with (
             Engine(block_size=1 << 18, **engine_options) as engine,

@@ -64,12 +64,12 @@ def ones(blocks: int) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_arguments_out_of_range(arguments: dict[str, Any]) -> None:
+def test_engine_refuses_arguments_out_of_range(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         Engine(**arguments)
 
 
-def test_an_engine_says_what_it_is(backend: str) -> None:
+def test_engine_describes_itself(backend: str) -> None:
     with engine_of(backend) as engine:
         assert (engine.backend, engine.queue_depth, engine.block_size) == (backend, 4, BLOCK)
         assert repr(engine) == f"<Engine on {backend}, 4 blocks of 4096 bytes>"
@@ -103,7 +103,7 @@ except OSError as e: print(e)
     ("code", "reason"),
     [(errno.ENOSYS, "the kernel has none"), (errno.EPERM, "forbidden by a sandbox, or by the sysctl")],
 )
-def test_an_engine_without_io_uring_says_why(code: int, reason: str) -> None:
+def test_missing_io_uring_names_reason(code: int, reason: str) -> None:
     done = run_script(WITHOUT_IO_URING, str(code))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -112,7 +112,7 @@ def test_an_engine_without_io_uring_says_why(code: int, reason: str) -> None:
         assert f"io_uring: {os.strerror(code)} ({reason}" in line
 
 
-def test_what_is_submitted_waits_its_turn_and_is_counted(backend: str, tmp_path: Path) -> None:
+def test_queued_operations_are_counted(backend: str, tmp_path: Path) -> None:
     with make_idle_engine(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         writes = [file.write(ones(2), i * 2 * BLOCK) for i in range(10)]
         empty = file.write(ones(0))
@@ -127,7 +127,7 @@ def test_what_is_submitted_waits_its_turn_and_is_counted(backend: str, tmp_path:
         assert (engine.statistics().reads, engine.statistics().bytes_read) == (1, BLOCK)
 
 
-def test_what_was_not_begun_can_be_cancelled_and_what_was_cannot(backend: str, tmp_path: Path) -> None:
+def test_only_queued_operations_can_be_cancelled(backend: str, tmp_path: Path) -> None:
     with make_idle_engine(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         first = file.write(ones(100))
         while not engine.statistics().blocks:
@@ -145,7 +145,7 @@ def test_what_was_not_begun_can_be_cancelled_and_what_was_cannot(backend: str, t
         assert engine.statistics().bytes_written == 101 * BLOCK
 
 
-def test_whoever_submits_more_than_may_be_pending_is_held_up(backend: str, tmp_path: Path) -> None:
+def test_full_queue_blocks_caller(backend: str, tmp_path: Path) -> None:
     with make_idle_engine(backend, max_pending=3) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         writes = [file.write(ones(1)) for _ in range(3)]
         begun, ended = threading.Event(), threading.Event()
@@ -165,7 +165,7 @@ def test_whoever_submits_more_than_may_be_pending_is_held_up(backend: str, tmp_p
         assert wait_all(writes, timeout=PATIENCE) == [BLOCK] * 4
 
 
-def test_callbacks_write_though_the_queue_is_full(backend: str, tmp_path: Path) -> None:
+def test_callbacks_write_to_full_queue(backend: str, tmp_path: Path) -> None:
     with engine_of(backend, queue_depth=1, max_pending=1) as engine:
         file = File(tmp_path / "file", "w+", engine=engine)
         tensors = [torch.full((1000,), float(i)) for i in range(20)]
@@ -183,7 +183,7 @@ def test_callbacks_write_though_the_queue_is_full(backend: str, tmp_path: Path) 
             assert got.eq(2 * i).all()
 
 
-def test_the_source_is_released_before_the_write_is_done_where_it_was_copied(backend: str, tmp_path: Path) -> None:
+def test_staged_source_is_released_early(backend: str, tmp_path: Path) -> None:
     with make_idle_engine(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         source = torch.zeros(64, 64).t()  # gathered into the buffers
         write = file.write(source)
@@ -205,7 +205,7 @@ def test_the_source_is_released_before_the_write_is_done_where_it_was_copied(bac
         assert not got.any()
 
 
-def test_tensors_are_kept_until_their_futures_are_done(backend: str, tmp_path: Path) -> None:
+def test_tensors_live_until_futures_are_done(backend: str, tmp_path: Path) -> None:
     with make_idle_engine(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         writes = [file.write(torch.full((5000,), float(i)), i * 20000) for i in range(10)]
         engine._native.release_held()
@@ -216,7 +216,7 @@ def test_tensors_are_kept_until_their_futures_are_done(backend: str, tmp_path: P
             assert got.eq(i).all()
 
 
-def test_a_read_is_awaited(backend: str, tmp_path: Path) -> None:
+def test_read_can_be_awaited(backend: str, tmp_path: Path) -> None:
     async def both() -> list[int]:
         return [await file.write(ones(3)), await file.read(ones(2), BLOCK)]
 
@@ -227,7 +227,7 @@ def test_a_read_is_awaited(backend: str, tmp_path: Path) -> None:
 # ---- the end
 
 
-def test_closing_waits_for_what_was_submitted(backend: str, tmp_path: Path) -> None:
+def test_close_waits_for_submitted_operations(backend: str, tmp_path: Path) -> None:
     engine = engine_of(backend)
     file = File(tmp_path / "file", "w+", engine=engine)
     writes = [file.write(ones(50), i * 50 * BLOCK) for i in range(10)]
@@ -239,7 +239,7 @@ def test_closing_waits_for_what_was_submitted(backend: str, tmp_path: Path) -> N
         file.write(ones(1))
 
 
-def test_an_engine_that_nobody_holds_does_what_it_was_given(backend: str, tmp_path: Path) -> None:
+def test_dropped_engine_finishes_operations(backend: str, tmp_path: Path) -> None:
     writes = [
         File(tmp_path / "file", "r+" if i else "w", engine=engine_of(backend)).write(ones(20), i * 20 * BLOCK)
         for i in range(5)
@@ -248,7 +248,7 @@ def test_an_engine_that_nobody_holds_does_what_it_was_given(backend: str, tmp_pa
     assert (tmp_path / "file").stat().st_size == 100 * BLOCK
 
 
-def test_a_held_up_thread_hears_that_the_engine_is_closed(backend: str, tmp_path: Path) -> None:
+def test_close_wakes_blocked_thread(backend: str, tmp_path: Path) -> None:
     engine = make_idle_engine(backend, max_pending=1)
     file = File(tmp_path / "file", "w+", engine=engine)
     first = file.write(ones(1))
@@ -281,7 +281,7 @@ for i in range(200):
 """
 
 
-def test_the_end_of_the_process_loses_nothing_that_was_submitted(backend: str, tmp_path: Path) -> None:
+def test_process_exit_finishes_submitted_operations(backend: str, tmp_path: Path) -> None:
     with Child(AT_EXIT, backend, str(tmp_path / "file")) as child:
         assert (child.end(), child.errors()) == (0, "")
     data = (tmp_path / "file").read_bytes()
@@ -311,7 +311,7 @@ file.read(torch.ones(4)).wait()
 """
 
 
-def test_a_forked_child_is_refused_and_does_not_hang(backend: str, tmp_path: Path) -> None:
+def test_forked_child_is_refused(backend: str, tmp_path: Path) -> None:
     with Child(IN_A_FORK, backend, str(tmp_path / "file")) as child:
         assert child.hear() == "2"
         assert (child.end(), child.errors()) == (0, "")
@@ -333,7 +333,7 @@ with Engine(sys.argv[1], queue_depth=4, block_size=4096) as engine, File(sys.arg
 """
 
 
-def test_the_limit_of_file_sizes_is_an_error_and_no_signal(backend: str, tmp_path: Path) -> None:
+def test_file_size_limit_raises_error(backend: str, tmp_path: Path) -> None:
     with Child(LIMITED, backend, str(tmp_path / "file")) as child:
         assert [child.hear() for _ in range(3)] == ["80000", "StorageError 27 True", "80000"]
         assert (child.end(), child.errors()) == (0, "")
@@ -351,13 +351,13 @@ with Engine("auto", queue_depth=4, block_size=65536) as engine, File(sys.argv[1]
 """
 
 
-def test_buffers_need_not_be_locked(tmp_path: Path) -> None:
+def test_engine_works_without_locked_memory(tmp_path: Path) -> None:
     with Child(LOCKED, str(tmp_path / "file")) as child:
         assert child.hear() == "True"
         assert (child.end(), child.errors()) == (0, "")
 
 
-def test_its_memory_is_the_queue_times_the_block(backend: str, tmp_path: Path) -> None:
+def test_engine_memory_is_queue_times_block(backend: str, tmp_path: Path) -> None:
     """Staged transfers use only this memory, whatever the size of the tensors."""
     with Engine(backend, queue_depth=4, block_size=1 << 16) as engine:  # type: ignore[arg-type]
         file = File(tmp_path / "file", "w+", engine=engine)
@@ -369,7 +369,7 @@ def test_its_memory_is_the_queue_times_the_block(backend: str, tmp_path: Path) -
         assert grown < 16 << 10  # KiB; the tensor has 64 MiB
 
 
-def test_what_is_small_does_not_wait_for_all_of_what_is_large(backend: str, tmp_path: Path) -> None:
+def test_small_write_overtakes_large_write(backend: str, tmp_path: Path) -> None:
     with make_idle_engine(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         order: list[str] = []
         large = file.write(ones(200)).then(lambda done: order.append("large"))

@@ -55,9 +55,7 @@ def steps(store: DiskStore) -> list[CUDAFuture[Any]]:
     return done
 
 
-def test_each_io_of_a_store_fails_in_turn_and_harms_one_call(
-    backend: Literal["io_uring", "threads"], durable: bool, tmp_path: Path
-) -> None:
+def test_failed_io_harms_one_call(backend: Literal["io_uring", "threads"], durable: bool, tmp_path: Path) -> None:
     with FaultyEngine(backend, block_size=1 << 18) as engine:
         with DiskStore(tmp_path / "all", engine=engine, durable=durable) as store:
             assert all(future.exception() is None for future in steps(store))
@@ -84,6 +82,6 @@ def test_each_io_of_a_store_fails_in_turn_and_harms_one_call(
 
 
 @pytest.mark.parametrize("wrong", [{"at": {0: 5}}, {"at": {1: 0}}, {"at": {1: 999}}, {"late": 1.5}, {"again": -1.0}])
-def test_faults_that_cannot_be_are_refused(wrong: Any) -> None:
+def test_invalid_faults_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"at=|between 0 and 1"):
         FaultyEngine(**wrong)

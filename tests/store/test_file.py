@@ -55,7 +55,7 @@ def make_bytes(size: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("offset", [0, 1, 511, 512, 4095, 4096, 4097, 3 * BLOCK - 7])
 @pytest.mark.parametrize("size", [0, 1, 511, 512, 4096, 4097, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 4095])
-def test_any_part_is_written_and_read(file: File, offset: int, size: int) -> None:
+def test_any_range_is_written_and_read(file: File, offset: int, size: int) -> None:
     around = make_bytes(10 * BLOCK + 13, 1)
     assert finish(file.write(around)) == around.nbytes
     part = make_bytes(size, 2)
@@ -71,7 +71,7 @@ def test_any_part_is_written_and_read(file: File, offset: int, size: int) -> Non
 
 
 @pytest.mark.parametrize("shift", [0, 1, 64, 512])
-def test_memory_may_lie_anywhere(file: File, shift: int) -> None:
+def test_memory_needs_no_alignment(file: File, shift: int) -> None:
     whole = make_bytes(4 * BLOCK + 2 * 4096)
     start = -whole.data_ptr() % 4096 + shift
     part = whole[start : start + 3 * BLOCK]
@@ -83,7 +83,7 @@ def test_memory_may_lie_anywhere(file: File, shift: int) -> None:
     assert int(got.count_nonzero()) == int(part.count_nonzero())
 
 
-def test_what_lies_as_the_device_wants_it_is_not_copied(engine: Engine, file: File) -> None:
+def test_aligned_transfer_is_not_staged(engine: Engine, file: File) -> None:
     if not file.is_direct:
         pytest.skip("goes through the page cache")
     whole = torch.zeros(4 * BLOCK + 4096, dtype=torch.uint8)
@@ -94,7 +94,7 @@ def test_what_lies_as_the_device_wants_it_is_not_copied(engine: Engine, file: Fi
     assert engine.statistics().staged == before
 
 
-def test_writes_at_the_same_time_into_one_page_keep_each_other(file: File) -> None:
+def test_concurrent_writes_share_page(file: File) -> None:
     pieces = [make_bytes(700, seed) for seed in range(64)]
     gather(*(file.write(piece, 13 + 700 * i) for i, piece in enumerate(pieces))).wait(timeout=PATIENCE)
     for i, piece in enumerate(pieces):
@@ -103,7 +103,7 @@ def test_writes_at_the_same_time_into_one_page_keep_each_other(file: File) -> No
         assert torch.equal(got, piece), i
 
 
-def test_several_tensors_are_one_run_of_bytes(file: File) -> None:
+def test_several_tensors_form_one_range(file: File) -> None:
     parts = [make_bytes(size, size) for size in (1, 0, 4096, 5000, BLOCK, 3)]
     whole = torch.cat(parts)
     assert finish(file.writev(parts, 100)) == whole.nbytes
@@ -129,7 +129,7 @@ QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quin
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:BComplex32")  # of bcomplex32, which torch 2.15 has
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in QUANTIZED], ids=str)
-def test_every_dtype(file: File, dtype: torch.dtype) -> None:
+def test_every_dtype_round_trips(file: File, dtype: torch.dtype) -> None:
     try:
         tensor = torch.empty(33, dtype=dtype)
         bits, got = tensor.view(torch.uint8), torch.empty(33, dtype=dtype)
@@ -141,7 +141,7 @@ def test_every_dtype(file: File, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor")
-def test_a_quantized_tensor_is_its_integers(file: File) -> None:
+def test_quantized_tensor_is_stored_as_integers(file: File) -> None:
     tensor = torch.quantize_per_tensor(torch.randn(100), 0.1, 3, torch.qint8)
     got = torch.quantize_per_tensor(torch.zeros(100), 0.1, 3, torch.qint8)
     assert finish(file.write(tensor)) == finish(file.read(got)) == 100
@@ -166,7 +166,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
-def test_views_are_stored_as_their_elements_and_filled_in_place(file: File, view: Any) -> None:
+def test_views_are_stored_by_element(file: File, view: Any) -> None:
     source, target = torch.randn(64, 128), torch.zeros(64, 128)
     stored = view(source).contiguous()
     assert finish(file.write(view(source), 12)) == stored.nbytes
@@ -181,7 +181,7 @@ def test_views_are_stored_as_their_elements_and_filled_in_place(file: File, view
     assert torch.equal(target, expected)  # and nothing else
 
 
-def test_large_views_are_gathered_block_by_block(file: File) -> None:
+def test_large_views_are_gathered_by_block(file: File) -> None:
     source = torch.randn(300, 700)
     target = torch.zeros(300, 700)
     finish(file.write(source.t(), 5))
@@ -189,7 +189,7 @@ def test_large_views_are_gathered_block_by_block(file: File) -> None:
     assert torch.equal(target, source)
 
 
-def test_an_expanded_tensor_is_written_and_not_read_into(file: File) -> None:
+def test_expanded_tensor_can_only_be_written(file: File) -> None:
     expanded = torch.arange(5.0).expand(1000, 5)
     finish(file.write(expanded))
     got = torch.zeros(1000, 5)
@@ -199,7 +199,7 @@ def test_an_expanded_tensor_is_written_and_not_read_into(file: File) -> None:
         file.read(expanded)
 
 
-def test_views_that_compute_are_written_as_they_look(file: File) -> None:
+def test_lazy_views_are_written_by_value(file: File) -> None:
     tensor = torch.randn(100, dtype=torch.complex64)
     for view in (tensor.conj(), tensor.conj().imag, tensor.conj().t()):
         got = torch.zeros(view.shape, dtype=view.dtype)
@@ -210,7 +210,7 @@ def test_views_that_compute_are_written_as_they_look(file: File) -> None:
             file.read(view)
 
 
-def test_a_read_is_a_change_for_autograd(file: File) -> None:
+def test_autograd_detects_read_in_place(file: File) -> None:
     tensor = torch.ones(4)
     finish(file.write(tensor))
     leaf = torch.ones(4, requires_grad=True)
@@ -246,7 +246,7 @@ def make_shrunk() -> torch.Tensor:
     ],
     ids=["sparse", "meta", "list", "None", "shrunk"],
 )
-def test_what_has_no_memory_here_is_refused(file: File, make: Any, kind: type[Exception]) -> None:
+def test_tensor_without_memory_is_refused(file: File, make: Any, kind: type[Exception]) -> None:
     for use in (file.read, file.write):
         with pytest.raises(kind):
             use(make())
@@ -255,7 +255,7 @@ def test_what_has_no_memory_here_is_refused(file: File, make: Any, kind: type[Ex
 # ---- failures
 
 
-def test_a_file_that_ends_says_what_was_wanted_and_got(file: File) -> None:
+def test_short_file_error_names_sizes(file: File) -> None:
     finish(file.write(make_bytes(3 * BLOCK + 100)))
     with pytest.raises(StorageError, match=f"ended after {3 * BLOCK + 90}: there the file ends") as raised:
         finish(file.read(torch.zeros(10 * BLOCK, dtype=torch.uint8), 10))
@@ -272,13 +272,13 @@ def test_a_file_that_ends_says_what_was_wanted_and_got(file: File) -> None:
 
 @pytest.mark.parametrize("name", ["not \udcff UTF-8", "a \0 NUL"], ids=["surrogate", "NUL"])
 @pytest.mark.parametrize("kind", [File, DiskStore])
-def test_a_path_that_cannot_be_is_refused_in_words(tmp_path: Path, kind: Any, name: str) -> None:
+def test_invalid_path_is_refused(tmp_path: Path, kind: Any, name: str) -> None:
     with pytest.raises(ValueError, match=r"the path '.*' (has a NUL|is not UTF-8)"):
         kind(tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
-def test_modes(engine: Engine, tmp_path: Path) -> None:
+def test_mode_restricts_operations(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "file"
     with pytest.raises(StorageError, match="No such file") as raised:
         File(path, engine=engine)
@@ -306,12 +306,12 @@ def test_modes(engine: Engine, tmp_path: Path) -> None:
         File(tmp_path, "r+", engine=engine)
 
 
-def test_a_negative_place_is_refused(file: File) -> None:
+def test_negative_offset_is_refused(file: File) -> None:
     with pytest.raises(ValueError, match="offset=-1"):
         file.read(torch.zeros(1), -1)
 
 
-def test_a_place_that_no_file_reaches_is_an_error(file: File) -> None:
+def test_offset_beyond_any_file_raises(file: File) -> None:
     was_direct = file.is_direct
     for size, place in ((1, (1 << 63) - 5), (1024, (1 << 63) - 8192)):
         with pytest.raises(StorageError) as raised:
@@ -324,14 +324,14 @@ def test_a_place_that_no_file_reaches_is_an_error(file: File) -> None:
     assert file.is_direct == was_direct  # it was not the file system that refused
 
 
-def test_a_closed_file_begins_nothing_more(file: File) -> None:
+def test_closed_file_refuses_operations(file: File) -> None:
     file.close()
     file.close()
     with pytest.raises(InvalidStateError, match="closed"):
         finish(file.write(torch.zeros(1)))
 
 
-def test_close_closes_the_descriptors_after_the_last_operation(tmp_path: Path) -> None:
+def test_last_operation_closes_descriptors(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with held_engine() as engine:
         file = File(path, "w+", engine=engine)
@@ -350,7 +350,7 @@ def test_close_closes_the_descriptors_after_the_last_operation(tmp_path: Path) -
         assert opened(path) == 0
 
 
-def test_blocks_are_there_before_they_are_written(file: File) -> None:
+def test_allocate_reserves_blocks(file: File) -> None:
     file.allocate(1 << 20)
     assert file.size == 1 << 20
     assert Path(file.path).stat().st_blocks * 512 >= 1 << 20
@@ -361,12 +361,12 @@ def test_blocks_are_there_before_they_are_written(file: File) -> None:
         file.allocate(1 << 60)
 
 
-def test_what_is_synced_is_on_the_disk(file: File) -> None:
+def test_sync_writes_to_disk(file: File) -> None:
     finish(file.write(torch.ones(1000)))
     assert file.sync().wait(timeout=PATIENCE) is None
 
 
-def test_the_future_says_what_it_is_of(file: File) -> None:
+def test_future_names_its_operation(file: File) -> None:
     future = file.write(torch.ones(4))
     assert file.path in repr(future)
     assert future.released is not None

@@ -23,7 +23,7 @@ def stores(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("by", ["its end", "a sweep"])
-def test_what_is_left_of_a_removal_that_was_cut_short_is_swept(
+def test_remains_of_interrupted_removal_are_swept(
     by: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def remove_lease(folder: Path, ignore_errors: bool) -> None:
@@ -45,7 +45,7 @@ def test_what_is_left_of_a_removal_that_was_cut_short_is_swept(
     assert stores(tmp_path) == []
 
 
-def test_a_fork_while_a_store_is_made_keeps_no_lock(tmp_path: Path) -> None:
+def test_fork_during_creation_keeps_no_lock(tmp_path: Path) -> None:
     lock = tmp_path / ".stores"
     ours, theirs = socket.socketpair()
     with _home._locked(lock):
@@ -65,9 +65,7 @@ def test_a_fork_while_a_store_is_made_keeps_no_lock(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_the_names_of_all_new_folders_of_a_durable_store_are_synced(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_durable_store_syncs_new_folders(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(_home, "_sync", synced.append)
     DiskStore(tmp_path / "a" / "b" / "c", engine=engine, durable=True).close()

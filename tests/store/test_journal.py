@@ -67,7 +67,7 @@ def is_refused(folder: Path, engine: Engine) -> bool:
     return False
 
 
-def test_no_missing_end_of_a_journal_that_was_closed_is_silent(engine: Engine, closed_store: StoreFiles) -> None:
+def test_truncated_closed_journal_is_refused(engine: Engine, closed_store: StoreFiles) -> None:
     folder, tensors, ends = closed_store
     journal = folder / "journal"
     content = journal.read_bytes()
@@ -80,9 +80,7 @@ def test_no_missing_end_of_a_journal_that_was_closed_is_silent(engine: Engine, c
 
 
 @pytest.mark.parametrize("end", ["closed_store", "crashed_store"])
-def test_no_flipped_bit_of_a_journal_is_taken_for_a_torn_batch(
-    end: str, engine: Engine, request: pytest.FixtureRequest
-) -> None:
+def test_flipped_bit_is_no_torn_batch(end: str, engine: Engine, request: pytest.FixtureRequest) -> None:
     folder, tensors, ends = request.getfixturevalue(end)
     journal = folder / "journal"
     for offset in (*range(HEADERS, ends[-4], 97), *range(ends[-4], ends[-1])):
@@ -94,9 +92,7 @@ def test_no_flipped_bit_of_a_journal_is_taken_for_a_torn_batch(
 
 
 @pytest.mark.parametrize("damage", ["flipped bits", "zeros", "a missing end"])
-def test_of_a_killed_process_more_than_one_damaged_batch_is_no_torn_batch(
-    damage: str, engine: Engine, crashed_store: StoreFiles
-) -> None:
+def test_two_damaged_batches_are_refused(damage: str, engine: Engine, crashed_store: StoreFiles) -> None:
     folder, _, ends = crashed_store
     for batches in 2, 3:
         shutil.copytree(folder, copy := folder.with_name(f"{batches}"))
@@ -115,7 +111,7 @@ def test_of_a_killed_process_more_than_one_damaged_batch_is_no_torn_batch(
             assert store.damage == [(first, end - first)]
 
 
-def test_one_damaged_header_of_a_journal_loses_nothing_and_is_logged(
+def test_damaged_header_is_logged_without_loss(
     engine: Engine, closed_store: StoreFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, tensors, _ = closed_store
@@ -137,7 +133,7 @@ def test_one_damaged_header_of_a_journal_loses_nothing_and_is_logged(
         expect(store, tensors)
 
 
-def test_of_a_journal_that_is_torn_at_its_end_the_last_batch_is_dropped(
+def test_torn_last_batch_is_dropped(
     engine: Engine, crashed_store: StoreFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, tensors, ends = crashed_store
@@ -164,7 +160,7 @@ def test_of_a_journal_that_is_torn_at_its_end_the_last_batch_is_dropped(
         shutil.rmtree(copy)
 
 
-def test_what_a_torn_batch_names_is_kept_until_the_next_one_and_can_be_put_back(
+def test_torn_batch_can_be_restored_until_next_batch(
     engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As docs/stores.md says."""
@@ -207,7 +203,7 @@ def test_what_a_torn_batch_names_is_kept_until_the_next_one_and_can_be_put_back(
     assert list(folder.glob("set-aside.*")) == [folder / f"set-aside.{begin}.journal-end"]
 
 
-def test_a_store_that_is_closed_has_no_file_open(engine: Engine, tmp_path: Path) -> None:
+def test_closed_store_keeps_no_file_open(engine: Engine, tmp_path: Path) -> None:
     store = DiskStore(tmp_path, engine=engine, durable=True)
     store.write("key", contents(1000)).wait(timeout=PATIENCE)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -217,9 +213,7 @@ def test_a_store_that_is_closed_has_no_file_open(engine: Engine, tmp_path: Path)
 
 
 @pytest.mark.parametrize("garbage", [b"\0", bytes(5000), b"CDfBa"], ids=["nul", "nuls", "a part of a batch"])
-def test_what_a_crash_leaves_after_the_end_of_a_journal_is_dropped(
-    engine: Engine, closed_store: StoreFiles, garbage: bytes
-) -> None:
+def test_crash_remains_after_journal_are_dropped(engine: Engine, closed_store: StoreFiles, garbage: bytes) -> None:
     folder, tensors, _ = closed_store
     with (folder / "journal").open("ab") as file:
         file.write(garbage)
@@ -229,9 +223,7 @@ def test_what_a_crash_leaves_after_the_end_of_a_journal_is_dropped(
 
 
 @pytest.mark.parametrize("garbage", [b"x", b"x" * 40, b"CDfBatch" * 10], ids=["x", "40 x", "magic"])
-def test_what_no_crash_leaves_after_the_end_of_a_journal_is_damage(
-    engine: Engine, closed_store: StoreFiles, garbage: bytes
-) -> None:
+def test_other_bytes_after_journal_are_damage(engine: Engine, closed_store: StoreFiles, garbage: bytes) -> None:
     folder, tensors, _ = closed_store
     with (folder / "journal").open("ab") as file:
         file.write(garbage)
@@ -253,9 +245,7 @@ def cut_its_head(journal: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [remove_it, empty_it, cut_its_head])
-def test_a_store_whose_journal_is_lost_is_not_taken_for_a_new_one(
-    engine: Engine, closed_store: StoreFiles, damage: Callable[[Path], None]
-) -> None:
+def test_lost_journal_is_refused(engine: Engine, closed_store: StoreFiles, damage: Callable[[Path], None]) -> None:
     folder, _, _ = closed_store
     before = slabs(folder)
     damage(folder / "journal")
@@ -265,7 +255,7 @@ def test_a_store_whose_journal_is_lost_is_not_taken_for_a_new_one(
 
 
 @pytest.mark.parametrize("kind", ["writes", "deletions"])
-def test_a_journal_is_made_anew_while_the_store_works(engine: Engine, kind: str, tmp_path: Path) -> None:
+def test_journal_is_rewritten_during_operation(engine: Engine, kind: str, tmp_path: Path) -> None:
     """Many records of few keys: the journal stays small and keeps its content."""
     name = "x" * 1000
     expected = {f"{i} {name}": contents(10, i) for i in range(20)}

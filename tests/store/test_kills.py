@@ -236,7 +236,7 @@ def check_versions(store: DiskStore, states: dict[str, list[int | None]]) -> dic
     return there
 
 
-def test_what_was_done_when_a_process_was_killed_is_there(engine: Engine, killer: Killer, tmp_path: Path) -> None:
+def test_acknowledged_writes_survive_kill(engine: Engine, killer: Killer, tmp_path: Path) -> None:
     seed = 7
     moments = random.Random(seed)
     there: dict[str, int] = {}
@@ -253,9 +253,7 @@ def test_what_was_done_when_a_process_was_killed_is_there(engine: Engine, killer
             assert store.statistics().slab_bytes <= 128 * MIB, "what is free is not used again"
 
 
-def test_of_an_atomic_write_all_or_nothing_is_there_when_a_process_was_killed(
-    engine: Engine, killer: Killer, tmp_path: Path
-) -> None:
+def test_kill_keeps_atomic_writes_whole(engine: Engine, killer: Killer, tmp_path: Path) -> None:
     moments, version = random.Random(3), -1
     for _ in range(soak_count(100)):
         killer.start(write_atomically, str(tmp_path), engine.backend, version + 1)
@@ -267,9 +265,7 @@ def test_of_an_atomic_write_all_or_nothing_is_there_when_a_process_was_killed(
             expect(store, {key: content_of(key, version) for key in HOT_KEYS + KEYS[:4]})
 
 
-def test_of_links_all_or_none_are_there_when_a_process_was_killed(
-    engine: Engine, killer: Killer, tmp_path: Path
-) -> None:
+def test_kill_keeps_linked_keys_whole(engine: Engine, killer: Killer, tmp_path: Path) -> None:
     moments, version = random.Random(5), -1
     for _ in range(soak_count(100)):
         killer.start(link_each_version, str(tmp_path), engine.backend, version + 1)
@@ -282,7 +278,7 @@ def test_of_links_all_or_none_are_there_when_a_process_was_killed(
             expect(store, {key: content_of(key, version) for key in HOT_KEYS})
 
 
-def test_a_store_survives_many_kills_while_it_is_opened(engine: Engine, killer: Killer, tmp_path: Path) -> None:
+def test_store_survives_kills_during_opening(engine: Engine, killer: Killer, tmp_path: Path) -> None:
     tensors = {key: content_of(key, 1) for key in KEYS} | {key: content_of(key, 1) for key in TINY_KEYS}
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.writev(tensors).wait(timeout=PATIENCE)
@@ -300,7 +296,7 @@ def test_a_store_survives_many_kills_while_it_is_opened(engine: Engine, killer: 
     assert in_time
 
 
-def test_a_write_that_was_done_is_there_though_a_deletion_of_its_key_is_in_flight(tmp_path: Path) -> None:
+def test_acknowledged_write_survives_pending_deletion(tmp_path: Path) -> None:
     """A copy of the files at that moment equals the state after a crash."""
     with Engine("threads", threads=2) as engine, DiskStore(tmp_path / "store", engine=engine, durable=True) as store:
         store.write("key", torch.tensor([1])).wait(timeout=PATIENCE)
@@ -326,9 +322,7 @@ def test_a_write_that_was_done_is_there_though_a_deletion_of_its_key_is_in_fligh
         assert store.keys() == []
 
 
-def test_places_are_not_used_again_before_the_deletion_of_what_is_there_is_durable(
-    engine: Engine, tmp_path: Path
-) -> None:
+def test_extents_are_reused_after_durable_deletion(engine: Engine, tmp_path: Path) -> None:
     """The copy of the files, made before the deletions are durable, equals the state after a crash."""
     old, new = contents(1 << 17, 1), contents(1 << 17, 2)
     names = [f"old {i}" for i in range(10_000)]
@@ -376,9 +370,7 @@ def homes(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("store-*")}
 
 
-def test_the_store_of_a_killed_process_is_swept_and_never_a_living_one(
-    engine: Engine, killer: Killer, tmp_path: Path
-) -> None:
+def test_only_stores_of_dead_processes_are_swept(engine: Engine, killer: Killer, tmp_path: Path) -> None:
     tensors = {f"{i}": contents(30_000, i) for i in range(10)}
     with DiskStore(tmp_path, engine=engine) as living:
         living.writev(tensors).wait(timeout=PATIENCE)
@@ -398,9 +390,7 @@ def test_the_store_of_a_killed_process_is_swept_and_never_a_living_one(
     assert homes(tmp_path) == set()
 
 
-def test_stores_whose_process_is_killed_while_it_makes_or_removes_them_are_swept(
-    engine: Engine, killer: Killer, tmp_path: Path
-) -> None:
+def test_incomplete_stores_are_swept(engine: Engine, killer: Killer, tmp_path: Path) -> None:
     moments = random.Random(3)
     with DiskStore(tmp_path, engine=engine) as living:
         living.write("key", contents(1000)).wait(timeout=PATIENCE)
@@ -414,7 +404,7 @@ def test_stores_whose_process_is_killed_while_it_makes_or_removes_them_are_swept
         expect(living, {"key": contents(1000)})
 
 
-def test_folders_that_are_not_its_own_are_not_swept(engine: Engine, tmp_path: Path) -> None:
+def test_foreign_folders_are_not_swept(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "store-front").mkdir()
     (tmp_path / "store-front" / "picture").write_bytes(b"not ours")
     with DiskStore(tmp_path / "store-7", engine=engine, durable=True) as durable:

@@ -40,7 +40,7 @@ def expect_all(store: DiskStore, expected: dict[str, torch.Tensor], used: int) -
     assert (found.bytes, found.used) == (sum(t.nbytes for t in expected.values()), used)
 
 
-def test_a_link_is_a_second_key_for_the_same_bytes(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_linked_keys_share_bytes(engine: Engine, durable: bool, tmp_path: Path) -> None:
     used = sum(tensor.nbytes for tensor in TENSORS.values())
     both = TENSORS | {f"best {key}": tensor for key, tensor in TENSORS.items()}
     third = both | {f"third {key}": tensor for key, tensor in TENSORS.items()}
@@ -58,9 +58,7 @@ def test_a_link_is_a_second_key_for_the_same_bytes(engine: Engine, durable: bool
 
 @pytest.mark.parametrize("goes", ["the first", "the link"])
 @pytest.mark.parametrize("how", ["deleted", "written again", "linked to another"])
-def test_what_becomes_of_one_key_is_nothing_to_the_other(
-    engine: Engine, durable: bool, goes: str, how: str, tmp_path: Path
-) -> None:
+def test_linked_keys_change_independently(engine: Engine, durable: bool, goes: str, how: str, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
         store.writev({"first": contents(MIB, 1), "other": contents(10)}).wait(timeout=PATIENCE)
         store.link({"link": "first"}).wait(timeout=PATIENCE)
@@ -91,7 +89,7 @@ def test_what_becomes_of_one_key_is_nothing_to_the_other(
         assert store.statistics().used == 10
 
 
-def test_links_that_swap_keys_take_effect_together(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_swapped_links_take_effect_together(engine: Engine, durable: bool, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
         store.writev({"a": contents(1000, 1), "b": contents(1000, 2)}).wait(timeout=PATIENCE)
         store.link({"a": "b", "b": "a", "c": "a"}).wait(timeout=PATIENCE)
@@ -102,7 +100,7 @@ def test_links_that_swap_keys_take_effect_together(engine: Engine, durable: bool
             expect_all(store, swapped, 2000)
 
 
-def test_of_links_of_which_one_cannot_be_none_is_made(store: DiskStore) -> None:
+def test_one_invalid_link_cancels_all(store: DiskStore) -> None:
     store.write("there", contents(10)).wait(timeout=PATIENCE)
     with pytest.raises(NotFoundError, match="'nowhere'"):
         store.link({"a": "there", "b": "nowhere"}).wait(timeout=PATIENCE)
@@ -121,7 +119,7 @@ def test_of_links_of_which_one_cannot_be_none_is_made(store: DiskStore) -> None:
             call()
 
 
-def test_the_last_of_writes_links_and_deletions_in_flight_wins(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_last_change_in_flight_wins(engine: Engine, durable: bool, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
         store.write("old", contents(100, 1)).wait(timeout=PATIENCE)
         for number in range(50):
@@ -140,7 +138,7 @@ def test_the_last_of_writes_links_and_deletions_in_flight_wins(engine: Engine, d
                 assert torch.equal(get(store, "key"), expected), number
 
 
-def test_damage_to_bytes_is_told_by_each_of_their_keys(engine: Engine, tmp_path: Path) -> None:
+def test_damage_fails_all_linked_keys(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.write("first", contents(5000)).wait(timeout=PATIENCE)
         store.link({"link": "first"}).wait(timeout=PATIENCE)
@@ -156,7 +154,7 @@ def test_damage_to_bytes_is_told_by_each_of_their_keys(engine: Engine, tmp_path:
         assert salvaged.lost.keys() == {"first", "link"}
 
 
-def test_links_of_a_damaged_journal_are_salvaged(engine: Engine, tmp_path: Path) -> None:
+def test_damaged_journal_keeps_salvageable_links(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.write("first", contents(5000)).wait(timeout=PATIENCE)
         before = store.statistics().journal_bytes
@@ -169,7 +167,7 @@ def test_links_of_a_damaged_journal_are_salvaged(engine: Engine, tmp_path: Path)
         assert not salvaged.uncertain
 
 
-def test_a_torn_link_is_not_there(engine: Engine, tmp_path: Path) -> None:
+def test_torn_link_is_dropped(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path / "lives", engine=engine, durable=True) as store:
         store.writev({"a": contents(1000, 1), "b": contents(1000, 2)}).wait(timeout=PATIENCE)
         before = store.statistics().journal_bytes
@@ -186,7 +184,7 @@ def test_a_torn_link_is_not_there(engine: Engine, tmp_path: Path) -> None:
 # ---- mapped tensors
 
 
-def test_a_mapped_tensor_stays_what_it_was(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_mapped_tensor_keeps_its_content(engine: Engine, durable: bool, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
         store.writev(TENSORS).wait(timeout=PATIENCE)
         mapped = {key: store.map(key) for key in TENSORS}
@@ -202,7 +200,7 @@ def test_a_mapped_tensor_stays_what_it_was(engine: Engine, durable: bool, tmp_pa
         assert store.statistics().used == 8 * MIB
 
 
-def test_changes_to_a_mapped_tensor_do_not_reach_the_store(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_mapped_tensor_changes_stay_private(engine: Engine, durable: bool, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
         store.writev(TENSORS).wait(timeout=PATIENCE)
         for key in TENSORS:
@@ -210,7 +208,7 @@ def test_changes_to_a_mapped_tensor_do_not_reach_the_store(engine: Engine, durab
         expect_all(store, TENSORS, sum(t.nbytes for t in TENSORS.values()))
 
 
-def test_several_tensors_are_mapped_side_by_side(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_several_tensors_can_be_mapped(engine: Engine, durable: bool, tmp_path: Path) -> None:
     whole = contents(5 * MIB + 4)
     parts = {f"{i}": whole[i << 20 : (i + 1) << 20] for i in range(6)}  # the last one has four bytes
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
@@ -234,7 +232,7 @@ def test_several_tensors_are_mapped_side_by_side(engine: Engine, durable: bool, 
             store.map(["more", "nowhere"])
 
 
-def test_a_mapped_tensor_outlives_its_store(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_mapped_tensor_outlives_store(engine: Engine, durable: bool, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
         store.write("large", TENSORS["large"]).wait(timeout=PATIENCE)
         mapped = store.map("large")
@@ -242,7 +240,7 @@ def test_a_mapped_tensor_outlives_its_store(engine: Engine, durable: bool, tmp_p
     assert torch.equal(mapped, TENSORS["large"])
 
 
-def test_of_a_store_that_is_only_read_tensors_are_mapped_and_not_linked(engine: Engine, tmp_path: Path) -> None:
+def test_read_only_store_maps_but_refuses_links(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.writev(TENSORS).wait(timeout=PATIENCE)
     with DiskStore(tmp_path, engine=engine, durable=True, read_only=True) as store:
@@ -261,7 +259,7 @@ def test_of_a_store_that_is_only_read_tensors_are_mapped_and_not_linked(engine: 
         assert caught.value.errno == errno.ENOENT
 
 
-def test_a_store_closes_while_threads_map(engine: Engine, tmp_path: Path) -> None:
+def test_store_closes_while_threads_map(engine: Engine, tmp_path: Path) -> None:
     """In a separate process, which an error of the mapping would end."""
     with Child(MAPS_AND_CLOSES, str(tmp_path)) as child:
         assert child.hear() == "closed"

@@ -81,9 +81,7 @@ def select_disjoint(operations: list[Operation]) -> list[Operation]:
 
 @settings(max_examples=soak_count(2000), deadline=None)
 @given(rounds=ROUNDS, options=ENGINES, direct=st.sampled_from(["auto", False]))
-def test_what_the_futures_say_is_what_has_happened(
-    rounds: list[list[Operation]], options: dict[str, object], direct: bool
-) -> None:
+def test_futures_match_file_content(rounds: list[list[Operation]], options: dict[str, object], direct: bool) -> None:
     with tempfile.TemporaryDirectory() as folder, Engine(**options) as engine:  # type: ignore[arg-type]
         path = Path(folder, "file")
         path.write_bytes(bytes(SIZE))

@@ -51,7 +51,7 @@ def bytes_in_use(store: DiskStore) -> int:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_commit_stores_the_tensor_of_all_parts(store: DiskStore, size: int) -> None:
+def test_commit_stores_all_parts(store: DiskStore, size: int) -> None:
     tensor = contents(size)
     write = begin(store, "x", size)
     assert write.nbytes == size
@@ -62,7 +62,7 @@ def test_commit_stores_the_tensor_of_all_parts(store: DiskStore, size: int) -> N
     expect(store, {"x": tensor})
 
 
-def test_dtype_and_shape_are_those_of_begin_write(store: DiskStore) -> None:
+def test_begin_write_sets_dtype_and_shape(store: DiskStore) -> None:
     tensor = torch.randn(3, 7, 5000, dtype=torch.complex64)
     write = store.begin_write("x", tensor.dtype, tensor.shape)
     raw = tensor.flatten().view(torch.uint8)
@@ -73,7 +73,7 @@ def test_dtype_and_shape_are_those_of_begin_write(store: DiskStore) -> None:
     assert torch.equal(get(store, "x"), tensor)
 
 
-def test_a_scalar_has_one_part(store: DiskStore) -> None:
+def test_scalar_has_one_part(store: DiskStore) -> None:
     write = store.begin_write("x", torch.float64, [])
     write.put(0, torch.tensor(2.5, dtype=torch.float64))
     write.commit().wait(timeout=PATIENCE)
@@ -81,7 +81,7 @@ def test_a_scalar_has_one_part(store: DiskStore) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_kept_digest_is_that_of_a_plain_write(store: DiskStore, size: int) -> None:
+def test_multipart_digest_equals_plain_digest(store: DiskStore, size: int) -> None:
     tensor = contents(size)
     store.write("x", tensor).wait(timeout=PATIENCE)
     (plain,) = store.snapshots(["x"])
@@ -95,7 +95,7 @@ def test_the_kept_digest_is_that_of_a_plain_write(store: DiskStore, size: int) -
     assert multipart.version > plain.version
 
 
-def test_readers_see_the_old_tensor_until_the_commit(store: DiskStore) -> None:
+def test_readers_see_old_tensor_until_commit(store: DiskStore) -> None:
     old, new = contents(200_000, 1), contents(300_000, 2)
     store.write("x", old).wait(timeout=PATIENCE)
     write = begin(store, "x", 300_000)
@@ -106,7 +106,7 @@ def test_readers_see_the_old_tensor_until_the_commit(store: DiskStore) -> None:
     expect(store, {"x": new})
 
 
-def test_a_new_key_is_not_found_before_the_commit(store: DiskStore) -> None:
+def test_new_key_is_missing_until_commit(store: DiskStore) -> None:
     write = begin(store, "x", 3)
     write.put(0, contents(3)).wait(timeout=PATIENCE)
     assert "x" not in store
@@ -115,7 +115,7 @@ def test_a_new_key_is_not_found_before_the_commit(store: DiskStore) -> None:
     assert store.keys() == ["x"]
 
 
-def test_commit_orders_the_write_among_other_changes_of_the_key(store: DiskStore) -> None:
+def test_commit_orders_write_among_changes(store: DiskStore) -> None:
     write = begin(store, "x", 1000)
     write.put(0, contents(1000, 1)).wait(timeout=PATIENCE)
     store.write("x", contents(10, 2)).wait(timeout=PATIENCE)
@@ -143,7 +143,7 @@ def test_commit_waits_for_parts_in_flight(tmp_path: Path) -> None:
     store.close()
 
 
-def test_flush_waits_for_parts_and_not_for_open_writes(tmp_path: Path) -> None:
+def test_flush_waits_for_parts_only(tmp_path: Path) -> None:
     engine, store = held(tmp_path)
     write = begin(store, "x", 10)
     store.flush().wait(timeout=PATIENCE)
@@ -163,7 +163,7 @@ def test_flush_waits_for_parts_and_not_for_open_writes(tmp_path: Path) -> None:
     ("at", "size"),
     [(1, LEAF), (0, LEAF - 1), (LEAF, 1), (-LEAF, LEAF), (2 * LEAF, LEAF), (3 * LEAF, 0), (1 << 64, 0)],
 )
-def test_a_part_consists_of_whole_leaves_of_the_tensor(store: DiskStore, at: Any, size: int) -> None:
+def test_part_needs_whole_leaves(store: DiskStore, at: Any, size: int) -> None:
     write = begin(store, "x", 2 * LEAF + 100)
     with pytest.raises(ValueError, match="must lie in the tensor, begin at a multiple of 64 KiB"):
         write.put(at, contents(size))
@@ -185,7 +185,7 @@ def test_no_byte_is_put_twice(store: DiskStore) -> None:
     expect(store, {"x": tensor})
 
 
-def test_a_part_is_contiguous_on_the_host(store: DiskStore) -> None:
+def test_part_must_be_contiguous_on_host(store: DiskStore) -> None:
     write = begin(store, "x", 100)
     with pytest.raises(ValueError, match="contiguous"):
         write.put(0, contents(200)[::2])
@@ -197,7 +197,7 @@ def test_a_part_is_contiguous_on_the_host(store: DiskStore) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 64, "7", 1.5])
-def test_digests_are_numbers_of_64_bits(store: DiskStore, wrong: Any) -> None:
+def test_digests_are_64_bit_numbers(store: DiskStore, wrong: Any) -> None:
     write = begin(store, "x", 10)
     with pytest.raises(ValueError, match="a digest is a number of 64 bits"):
         write.put(0, contents(10), digest=wrong)
@@ -225,7 +225,7 @@ def test_digests_are_numbers_of_64_bits(store: DiskStore, wrong: Any) -> None:
         (("x", torch.uint8, [1] * 1025), ValueError),
     ],
 )
-def test_begin_write_refuses_what_write_refuses(store: DiskStore, arguments: Any, error: type[Exception]) -> None:
+def test_begin_write_checks_arguments_like_write(store: DiskStore, arguments: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         store.begin_write(*arguments)
     with pytest.raises(ValueError, match="priority"):
@@ -233,7 +233,7 @@ def test_begin_write_refuses_what_write_refuses(store: DiskStore, arguments: Any
     assert bytes_in_use(store) == 0
 
 
-def test_an_open_write_counts_against_the_capacity(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_open_write_uses_capacity(engine: Engine, durable: bool, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=durable, capacity=MIB) as store:
         write = begin(store, "x", 600_000)
         assert bytes_in_use(store) == 600_000
@@ -248,14 +248,14 @@ def test_an_open_write_counts_against_the_capacity(engine: Engine, durable: bool
         expect(store, {"y": contents(600_000)})
 
 
-def test_a_full_disk_refuses_the_write(engine: Engine, tmp_path: Path) -> None:
+def test_full_disk_refuses_write(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine) as store:
         with pytest.raises(StorageError):
             store.begin_write("x", torch.uint8, [1 << 60])
         assert bytes_in_use(store) == 0
 
 
-def test_a_read_only_store_refuses_the_write(engine: Engine, tmp_path: Path) -> None:
+def test_read_only_store_refuses_write(engine: Engine, tmp_path: Path) -> None:
     DiskStore(tmp_path, engine=engine, durable=True).close()
     with DiskStore(tmp_path, engine=engine, durable=True, read_only=True) as store:
         with pytest.raises(StorageError, match="read-only") as raised:
@@ -266,7 +266,7 @@ def test_a_read_only_store_refuses_the_write(engine: Engine, tmp_path: Path) -> 
 # ---- failures
 
 
-def test_commit_fails_while_bytes_are_missing(store: DiskStore) -> None:
+def test_commit_fails_without_all_bytes(store: DiskStore) -> None:
     store.write("x", contents(5)).wait(timeout=PATIENCE)
     write = begin(store, "x", 3 * LEAF)
     write.put(0, contents(LEAF))
@@ -277,7 +277,7 @@ def test_commit_fails_while_bytes_are_missing(store: DiskStore) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_part_with_another_digest_fails_the_write(store: DiskStore, when: str) -> None:
+def test_wrong_part_digest_fails_write(store: DiskStore, when: str) -> None:
     store.write("x", contents(5)).wait(timeout=PATIENCE)
     tensor = contents(3 * LEAF)
     write = begin(store, "x", 3 * LEAF)
@@ -297,7 +297,7 @@ def test_a_part_with_another_digest_fails_the_write(store: DiskStore, when: str)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_commit_with_another_digest_fails(store: DiskStore, size: int) -> None:
+def test_wrong_commit_digest_fails(store: DiskStore, size: int) -> None:
     write = begin(store, "x", size)
     put_all(write, contents(size))
     with pytest.raises(ChecksumError, match=r"'x'.*digest"):
@@ -305,7 +305,7 @@ def test_commit_with_another_digest_fails(store: DiskStore, size: int) -> None:
     expect(store, {})
 
 
-def test_an_empty_part_has_the_digest_of_no_bytes(store: DiskStore) -> None:
+def test_empty_part_has_empty_digest(store: DiskStore) -> None:
     empty = torch.empty(0)
     write = begin(store, "x", 0)
     assert write.put(0, empty, digest=digest(empty)).wait(timeout=PATIENCE) == 0
@@ -317,7 +317,7 @@ def test_an_empty_part_has_the_digest_of_no_bytes(store: DiskStore) -> None:
 
 
 @pytest.mark.parametrize("durable_too", [False, True], ids=["ephemeral", "durable"])
-def test_an_error_of_the_engine_fails_the_commit(tmp_path: Path, durable_too: bool) -> None:
+def test_engine_error_fails_commit(tmp_path: Path, durable_too: bool) -> None:
     with (
         Engine("threads", block_size=1 << 18, _faults={"at": {2: errno.EIO}}) as engine,
         DiskStore(tmp_path, engine=engine, durable=durable_too) as store,
@@ -337,7 +337,7 @@ def test_an_error_of_the_engine_fails_the_commit(tmp_path: Path, durable_too: bo
         expect(store, {"x": contents(LEAF)})
 
 
-def test_a_closed_engine_fails_the_part(tmp_path: Path) -> None:
+def test_closed_engine_fails_part(tmp_path: Path) -> None:
     engine = Engine("threads", block_size=1 << 18)
     store = DiskStore(tmp_path, engine=engine)
     write = begin(store, "x", 10)
@@ -355,7 +355,7 @@ def test_a_closed_engine_fails_the_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["commit", "abort", "close"])
-def test_an_ended_write_takes_no_calls(store: DiskStore, how: str) -> None:
+def test_ended_write_refuses_calls(store: DiskStore, how: str) -> None:
     write = begin(store, "x", 2 * LEAF)
     if how == "commit":
         put_all(write, contents(2 * LEAF))
@@ -371,7 +371,7 @@ def test_an_ended_write_takes_no_calls(store: DiskStore, how: str) -> None:
     write.abort()
 
 
-def test_begin_write_on_a_closed_store_raises(store: DiskStore) -> None:
+def test_closed_store_refuses_begin_write(store: DiskStore) -> None:
     store.close()
     with pytest.raises(InvalidStateError, match="closed"):
         begin(store, "x", 1)
@@ -390,7 +390,7 @@ def test_abort_after_commit_changes_nothing(tmp_path: Path) -> None:
     store.close()
 
 
-def test_abort_frees_the_room_when_parts_in_flight_have_ended(tmp_path: Path) -> None:
+def test_abort_frees_room_after_parts_end(tmp_path: Path) -> None:
     engine, store = held(tmp_path, capacity=MIB)
     write = begin(store, "x", 600_000)
     part = write.put(0, contents(LEAF))
@@ -402,7 +402,7 @@ def test_abort_frees_the_room_when_parts_in_flight_have_ended(tmp_path: Path) ->
     store.close()
 
 
-def test_a_dropped_write_is_aborted(store: DiskStore) -> None:
+def test_dropped_write_is_aborted(store: DiskStore) -> None:
     write = begin(store, "x", 3 * LEAF)
     part = write.put(0, contents(LEAF))
     del write
@@ -423,7 +423,7 @@ def test_close_aborts_open_writes(engine: Engine, durable: bool, tmp_path: Path)
         writes[1].commit()
 
 
-def test_a_write_keeps_its_store_open(engine: Engine, tmp_path: Path) -> None:
+def test_write_keeps_store_alive(engine: Engine, tmp_path: Path) -> None:
     write = begin(DiskStore(tmp_path, engine=engine), "x", 10)
     gc.collect()
     write.put(0, contents(10))
@@ -433,7 +433,7 @@ def test_a_write_keeps_its_store_open(engine: Engine, tmp_path: Path) -> None:
 # ---- durable stores
 
 
-def test_a_committed_write_survives_reopening(engine: Engine, tmp_path: Path) -> None:
+def test_committed_write_survives_reopening(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         write = begin(store, "x", 300_000)
         put_all(write, contents(300_000))
@@ -457,7 +457,7 @@ hear()
 """
 
 
-def test_a_killed_process_leaves_no_open_write(engine: Engine, tmp_path: Path) -> None:
+def test_killed_process_leaves_no_open_write(engine: Engine, tmp_path: Path) -> None:
     with Child(KILLED, str(tmp_path)) as process:
         assert process.hear() == "ready"
         process.send(signal.SIGKILL)
@@ -497,7 +497,7 @@ say(str(write.commit().wait()))
 """
 
 
-def test_a_forked_child_is_refused_and_frees_nothing(tmp_path: Path) -> None:
+def test_forked_child_is_refused(tmp_path: Path) -> None:
     with Child(FORKED, str(tmp_path)) as process:
         assert [process.hear() for _ in range(5)] == ["refused"] * 5
         assert process.hear() == "dropped"
@@ -541,7 +541,7 @@ def test_threads_put_parts_in_any_order(store: DiskStore) -> None:
     expect(store, model)
 
 
-def test_of_racing_calls_each_part_is_put_once(store: DiskStore) -> None:
+def test_racing_calls_put_each_part_once(store: DiskStore) -> None:
     tensor = contents(16 * LEAF)
     write, start = begin(store, "x", 16 * LEAF), threading.Barrier(4)
     put: list[int] = []

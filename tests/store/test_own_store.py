@@ -40,7 +40,7 @@ def names_of(method: Any) -> list[tuple[str, Any, Any]]:
     return [(p.name, p.kind, p.default) for p in inspect.signature(method).parameters.values()]
 
 
-def test_it_has_every_method_of_the_protocol_with_the_same_parameters(store: Store) -> None:
+def test_own_store_has_all_protocol_methods(store: Store) -> None:
     wanted = {name: member for name, member in vars(Store).items() if inspect.isfunction(member)}
     for name, method in wanted.items():
         if name not in ("__init__", "__subclasshook__", "__exit__"):
@@ -49,7 +49,7 @@ def test_it_has_every_method_of_the_protocol_with_the_same_parameters(store: Sto
     assert store.durable is False
 
 
-def test_tensors_come_back_with_their_dtype_shape_and_bits(store: Store) -> None:
+def test_tensors_keep_dtype_shape_and_bits(store: Store) -> None:
     shapes = [(), (3,), (2, 0, 4), (5, 1, 7)]
     dtypes = [torch.bool, torch.int64, torch.bfloat16, torch.complex64]
     tensors = {f"{d} {s}": torch.arange(torch.Size(s).numel()).view(s).to(d) for d in dtypes for s in shapes}
@@ -63,7 +63,7 @@ def test_tensors_come_back_with_their_dtype_shape_and_bits(store: Store) -> None
     assert out.tolist() == [0, 1, 2]
 
 
-def test_later_changes_of_a_written_or_read_tensor_do_not_reach_the_store(store: Store) -> None:
+def test_later_tensor_changes_stay_outside(store: Store) -> None:
     tensor = torch.ones(4)
     store.write("key", tensor).wait(timeout=PATIENCE)
     tensor.zero_()
@@ -71,7 +71,7 @@ def test_later_changes_of_a_written_or_read_tensor_do_not_reach_the_store(store:
     assert store.read("key").wait(timeout=PATIENCE).tolist() == [1.0] * 4
 
 
-def test_a_wrong_digest_fails_its_key_alone(store: Store) -> None:
+def test_wrong_digest_fails_its_key_alone(store: Store) -> None:
     store.write("bad", torch.zeros(2)).wait(timeout=PATIENCE)
     tensors, written = {"good": torch.ones(3), "bad": torch.ones(2)}, torch.zeros(2, dtype=torch.bool)
     failed = store.writev(tensors, digests={"good": digest(tensors["good"]), "bad": 1}, written=written)
@@ -83,7 +83,7 @@ def test_a_wrong_digest_fails_its_key_alone(store: Store) -> None:
     assert found.tolist() == [digest(value) for value in values]
 
 
-def test_missing_keys_fail_the_future_and_wrong_arguments_the_call(store: Store) -> None:
+def test_missing_key_fails_future_not_call(store: Store) -> None:
     store.write("key", torch.ones(2)).wait(timeout=PATIENCE)
     for future in (store.read("none"), store.readv(["key", "none"]), store.deletev(["key", "none"])):
         assert isinstance(future.exception(timeout=PATIENCE), NotFoundError)
@@ -100,7 +100,7 @@ def test_missing_keys_fail_the_future_and_wrong_arguments_the_call(store: Store)
             call()
 
 
-def test_it_is_a_shard_beside_an_offloader(store: Store, tmp_path: Path) -> None:
+def test_own_store_serves_as_shard(store: Store, tmp_path: Path) -> None:
     with ShardedStore({"memory": store, "disk": DiskStore(tmp_path / "disk")}) as both:
         tensors = {f"{i}": torch.full((i,), float(i)) for i in range(50)}
         both.writev(tensors).wait(timeout=PATIENCE)

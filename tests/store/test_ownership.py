@@ -135,14 +135,14 @@ print("checked")
 """
 
 
-def test_a_tensor_that_changes_too_early_fails_the_operation_that_owns_it(tmp_path: Path) -> None:
+def test_early_tensor_change_fails_operation(tmp_path: Path) -> None:
     done = run_script(CHECKED, str(tmp_path), environment={**os.environ, "CUDAFUTURE_DEBUG": "ownership"})
     assert (done.returncode, done.stdout) == (0, "checked\n"), done.stderr
     assert "never retrieved" not in done.stderr
 
 
 @pytest.mark.skipif(ENABLED, reason="the checks are on")
-def test_nothing_is_wrapped_where_the_checks_are_off() -> None:
+def test_disabled_checks_wrap_nothing() -> None:
     def function(tensor: torch.Tensor) -> None: ...
 
     assert owns("nothing", lambda tensor: {"the tensor": tensor})(function) is function

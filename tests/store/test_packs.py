@@ -34,7 +34,7 @@ def count_submissions(store: DiskStore, tensors: dict[str, torch.Tensor]) -> int
 
 
 @pytest.mark.sim(schedule="lazy")
-def test_small_tensors_of_a_device_leave_it_in_one_copy(store: DiskStore) -> None:
+def test_one_copy_takes_small_device_tensors(store: DiskStore) -> None:
     tensors = {f"{i}": make_tensor(i).to("sim") for i in range(COUNT)}
     one = count_submissions(store, {"0": tensors["0"]})
     assert count_submissions(store, tensors) <= one + 2  # zeros for the gaps, and the kernel that gathers
@@ -45,7 +45,7 @@ def test_small_tensors_of_a_device_leave_it_in_one_copy(store: DiskStore) -> Non
 
 
 @pytest.mark.sim(devices=2)
-def test_what_lies_between_is_no_part_of_it(store: DiskStore) -> None:
+def test_one_copy_skips_other_tensors(store: DiskStore) -> None:
     """Tensors of the host, of another device, and one that is not small."""
     places = ["sim:0"] * 5 + ["cpu"] + ["sim:0"] * 2 + ["sim:1"] * 3 + ["cpu", "sim:1", "sim:0"]
     tensors = {f"{i}": make_tensor(i).to(place) for i, place in enumerate(places)}
@@ -70,7 +70,7 @@ def all_memory() -> list[torch.Tensor]:
 
 
 @pytest.mark.sim(memory=4 * MIB)
-def test_a_device_without_memory_for_that_copies_them_alone(store: DiskStore) -> None:
+def test_full_device_copies_tensors_singly(store: DiskStore) -> None:
     tensors = {f"{i}": torch.full((4000,), float(i), device="cpu").to("sim") for i in range(100)}  # 1.6 MB
     rest = all_memory()
     store.writev(tensors).wait(timeout=PATIENCE)

@@ -50,7 +50,7 @@ def occupy(engine: Engine, file: File, order: list[str]) -> CUDAFuture[Any]:
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
 @pytest.mark.parametrize("size", [1, 10], ids=["one block", "many blocks"])
-def test_an_urgent_read_overtakes_queued_writes(backend: Backend, size: int, tmp_path: Path) -> None:
+def test_urgent_read_overtakes_queued_writes(backend: Backend, size: int, tmp_path: Path) -> None:
     order: list[str] = []
     with make_idle_engine(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         file.truncate(1000 * BLOCK)
@@ -66,7 +66,7 @@ def test_an_urgent_read_overtakes_queued_writes(backend: Backend, size: int, tmp
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
 @pytest.mark.parametrize("size", [1, 3], ids=["one block", "many blocks"])
-def test_one_block_of_eight_is_not_urgent(backend: Backend, size: int, tmp_path: Path) -> None:
+def test_every_eighth_block_is_not_urgent(backend: Backend, size: int, tmp_path: Path) -> None:
     order: list[str] = []
     with make_idle_engine(backend) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         file.truncate(1000 * BLOCK)
@@ -81,7 +81,7 @@ def test_one_block_of_eight_is_not_urgent(backend: Backend, size: int, tmp_path:
 
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
-def test_an_urgent_read_of_a_store_overtakes_small_reads_and_writes(backend: Backend, tmp_path: Path) -> None:
+def test_urgent_store_read_overtakes_small_operations(backend: Backend, tmp_path: Path) -> None:
     order: list[str] = []
     with Engine(backend) as engine, DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.writev({f"{i}": torch.full((1000,), float(i)) for i in range(200)}).wait(timeout=PATIENCE)

@@ -100,7 +100,7 @@ class Worker:
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.usefixtures("frequent_switches")
-def test_many_threads_have_one_store(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_threads_share_one_store(engine: Engine, durable: bool, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
         workers = [Worker(store, i, soak_count(500)) for i in range(THREADS)]
         threads = [threading.Thread(target=worker.run) for worker in workers]
@@ -162,9 +162,7 @@ def peers(tmp_path: Path) -> Iterator[Peers]:
 
 
 @pytest.mark.slow
-def test_ephemeral_stores_of_several_processes_in_one_folder_know_nothing_of_each_other(
-    peers: Peers, tmp_path: Path
-) -> None:
+def test_ephemeral_stores_share_folder_independently(peers: Peers, tmp_path: Path) -> None:
     for _ in range(3):  # each time they sweep while others make theirs, write, or remove theirs
         peers.do(
             """
@@ -199,7 +197,7 @@ except StorageError as e:
 
 
 @pytest.mark.slow
-def test_a_durable_store_has_one_owner_at_a_time_and_the_others_hear_which(peers: Peers, tmp_path: Path) -> None:
+def test_busy_durable_store_names_owner(peers: Peers, tmp_path: Path) -> None:
     children = list(peers.children)
     for turn in range(4):
         owner = children[0]
@@ -248,7 +246,7 @@ say(won)
 
 
 @pytest.mark.slow
-def test_of_processes_that_fight_for_a_durable_store_one_has_it_at_a_time(peers: Peers, tmp_path: Path) -> None:
+def test_competing_processes_open_store_in_turn(peers: Peers, tmp_path: Path) -> None:
     peers.do(FIGHT)
     assert peers.hear() == ["8"] * 4
     with DiskStore(tmp_path / "store", durable=True) as store:
@@ -293,7 +291,7 @@ store.close()
 
 
 @pytest.mark.slow
-def test_a_forked_child_neither_closes_nor_removes_the_store_of_its_parent(durable: bool, tmp_path: Path) -> None:
+def test_forked_child_leaves_parent_store_open(durable: bool, tmp_path: Path) -> None:
     with Child(FORK + FORK_AND_END, str(tmp_path), str(durable)) as child:
         for _ in range(4):
             assert [child.hear() for _ in range(3)] == ["0", "True", "['large', 'more', 'small']"]
@@ -328,7 +326,7 @@ say(torch.equal(store.read("small").wait(), torch.arange(10)))
 
 
 @pytest.mark.slow
-def test_a_forked_child_is_refused_the_store_of_its_parent(durable: bool, tmp_path: Path) -> None:
+def test_forked_child_cannot_use_parent_store(durable: bool, tmp_path: Path) -> None:
     with Child(FORK + FORK_AND_USE, str(tmp_path), str(durable), json.dumps([*USES.values()])) as child:
         said = {name: child.hear() for name in USES}
         assert said == dict.fromkeys(USES, "InvalidStateError")
@@ -351,7 +349,7 @@ say(wait_for(pid))
 
 
 @pytest.mark.slow
-def test_the_child_of_a_forked_child_keeps_its_files(durable: bool, tmp_path: Path) -> None:
+def test_forked_grandchild_keeps_its_files(durable: bool, tmp_path: Path) -> None:
     with Child(FORK + FORK_TWICE, str(tmp_path), str(durable)) as child:
         assert [child.hear() for _ in range(3)] == ["20", "0", "0"]
         assert (child.end(), child.errors()) == (0, "")
@@ -375,9 +373,7 @@ say(wait_for(pid))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["close", "kill"])
-def test_a_forked_child_does_not_hold_the_store_when_its_parent_has_left(
-    durable: bool, how: str, tmp_path: Path
-) -> None:
+def test_forked_child_holds_no_parent_lock(durable: bool, how: str, tmp_path: Path) -> None:
     with Child(FORK + FORK_AND_LEAVE, str(tmp_path), str(durable), how) as child:
         forked = int(child.hear())
         assert child.hear() == "left"

@@ -45,7 +45,7 @@ def limit_file_size(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_file_at_its_limit_takes_no_more_and_keeps_what_it_has(engine: Engine, tmp_path: Path) -> None:
+def test_file_at_size_limit_keeps_content(engine: Engine, tmp_path: Path) -> None:
     first, second = contents(MIB, 1), contents(2 * MIB, 2)
     with File(tmp_path / "file", "w+", engine=engine) as file:
         with limit_file_size(2 * MIB):
@@ -60,9 +60,7 @@ def test_a_file_at_its_limit_takes_no_more_and_keeps_what_it_has(engine: Engine,
         assert torch.equal(got, torch.cat([first, second]))
 
 
-def test_a_store_whose_files_are_limited_takes_what_fits_into_one(
-    engine: Engine, durable: bool, tmp_path: Path
-) -> None:
+def test_store_respects_file_size_limit(engine: Engine, durable: bool, tmp_path: Path) -> None:
     tensors = {f"{i}": contents(700_000, i) for i in range(10)}
     large = contents(3 * MIB)
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
@@ -76,9 +74,7 @@ def test_a_store_whose_files_are_limited_takes_what_fits_into_one(
         expect(store, tensors | {"0": contents(9), "large": large})
 
 
-def test_a_journal_at_its_limit_fails_writes_and_deletions_and_the_store_stays_whole(
-    engine: Engine, tmp_path: Path
-) -> None:
+def test_journal_at_size_limit_fails_changes(engine: Engine, tmp_path: Path) -> None:
     tensors = {f"{i}": contents(100_000, i) for i in range(6)}
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.writev(tensors).wait(timeout=PATIENCE)
@@ -127,7 +123,7 @@ def fill(path: Path) -> None:
 
 
 @pytest.mark.root
-def test_a_file_on_a_full_disk_keeps_what_it_has_and_goes_on_when_there_is_room(engine: Engine, disk: Path) -> None:
+def test_file_recovers_from_full_disk(engine: Engine, disk: Path) -> None:
     pieces = [contents(MIB, i) for i in range(70)]
     with File(disk / "file", "w+", engine=engine) as file:
         errors = [error_number(write) for write in [file.write(p, i * MIB) for i, p in enumerate(pieces)]]
@@ -148,9 +144,7 @@ def test_a_file_on_a_full_disk_keeps_what_it_has_and_goes_on_when_there_is_room(
 
 
 @pytest.mark.root
-def test_a_store_on_a_full_disk_keeps_what_it_has_and_uses_again_what_deletions_give_back(
-    engine: Engine, durable: bool, disk: Path
-) -> None:
+def test_store_on_full_disk_reuses_deleted_room(engine: Engine, durable: bool, disk: Path) -> None:
     tensors = {f"large {i}": contents(3 * MIB, i) for i in range(25)}
     tensors |= {f"small {i}": contents(20_000, 100 + i) for i in range(50)}
     with DiskStore(disk / "store", engine=engine, durable=durable) as store:
@@ -172,7 +166,7 @@ def test_a_store_on_a_full_disk_keeps_what_it_has_and_uses_again_what_deletions_
 
 
 @pytest.mark.root
-def test_a_closed_store_gives_its_room_back(engine: Engine, disk: Path) -> None:
+def test_closed_store_frees_disk(engine: Engine, disk: Path) -> None:
     before = os.statvfs(disk).f_bavail
     store = DiskStore(disk, engine=engine)
     store.write("large", contents(30 * MIB)).wait(timeout=PATIENCE)
@@ -186,7 +180,7 @@ def test_a_closed_store_gives_its_room_back(engine: Engine, disk: Path) -> None:
 
 
 @pytest.mark.root
-def test_a_full_disk_refuses_no_deletion_of_a_durable_store(engine: Engine, disk: Path) -> None:
+def test_full_disk_allows_durable_deletions(engine: Engine, disk: Path) -> None:
     tensors = {f"{i} {LONG}": contents(100_000, i) for i in range(40)}
     with DiskStore(disk / "store", engine=engine, durable=True) as store:
         store.writev(tensors).wait(timeout=PATIENCE)
@@ -205,7 +199,7 @@ def test_a_full_disk_refuses_no_deletion_of_a_durable_store(engine: Engine, disk
 
 
 @pytest.mark.root
-def test_deletions_of_writes_in_flight_take_no_room_from_other_deletions(disk: Path, tmp_path: Path) -> None:
+def test_pending_deletions_keep_room_for_others(disk: Path, tmp_path: Path) -> None:
     tensors = {f"{i} {LONG}": contents(100_000, i) for i in range(40)}
     with DiskStore(disk / "store", durable=True) as store:
         store.writev(tensors).wait(timeout=PATIENCE)
@@ -226,7 +220,7 @@ def test_deletions_of_writes_in_flight_take_no_room_from_other_deletions(disk: P
 
 
 @pytest.mark.root
-def test_of_a_torn_batch_a_full_disk_keeps_the_slabs_without_a_copy_of_the_batch(
+def test_full_disk_keeps_slabs_of_torn_batch(
     engine: Engine, disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with DiskStore(tmp_path / "lives", engine=engine, durable=True) as store:
@@ -250,7 +244,7 @@ def test_of_a_torn_batch_a_full_disk_keeps_the_slabs_without_a_copy_of_the_batch
 
 
 @pytest.mark.root
-def test_a_disk_is_filled_emptied_and_filled_again(engine: Engine, disk: Path) -> None:
+def test_disk_can_be_refilled(engine: Engine, disk: Path) -> None:
     """The store accepts nearly the same bytes again, and all deletions, though a ballast fills the rest of the disk."""
     taken = []
     for number in range(soak_count(20)):
@@ -274,7 +268,7 @@ def test_a_disk_is_filled_emptied_and_filled_again(engine: Engine, disk: Path) -
 
 
 @pytest.mark.root
-def test_a_durable_store_on_a_full_disk_can_be_opened_and_read(engine: Engine, disk: Path) -> None:
+def test_durable_store_opens_on_full_disk(engine: Engine, disk: Path) -> None:
     tensors = {f"{i} {LONG}": contents(100_000, i) for i in range(40)}
     with DiskStore(disk / "store", engine=engine, durable=True) as store:
         store.writev(tensors).wait(timeout=PATIENCE)
@@ -288,7 +282,7 @@ def test_a_durable_store_on_a_full_disk_can_be_opened_and_read(engine: Engine, d
 
 
 @pytest.mark.root
-def test_a_store_for_which_there_is_no_room_can_be_made_later(engine: Engine, durable: bool, disk: Path) -> None:
+def test_store_creation_can_be_retried(engine: Engine, durable: bool, disk: Path) -> None:
     fill(disk / "ballast")
     for _ in range(2):  # the first try must not stand in the way of the second
         try:
@@ -313,7 +307,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.root
-def test_of_a_disk_that_may_only_be_read_a_durable_store_is_read(
+def test_durable_store_reads_from_read_only_disk(
     engine: Engine, durable: bool, read_only: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with DiskStore(tmp_path / "there", engine=engine, durable=True) as store:
@@ -363,7 +357,7 @@ for name, make in makers.items():
 
 
 @pytest.mark.slow
-def test_a_folder_without_the_right_to_write_is_an_error(tmp_path: Path) -> None:
+def test_unwritable_folder_raises(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     with Child(WITHOUT_RIGHTS, str(tmp_path)) as child:
         said = [child.hear() for _ in range(4)]
@@ -384,7 +378,7 @@ def public_folder() -> Iterator[Path]:
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.parametrize("protected", ["the folder", "the journal", "a slab", "the folder above"])
-def test_a_durable_store_without_the_right_to_write_is_opened_to_read(protected: str, public_folder: Path) -> None:
+def test_unwritable_durable_store_opens_read_only(protected: str, public_folder: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     folder = public_folder / "above" / "store"
@@ -457,9 +451,7 @@ with Engine(backend, block_size=1 << 18) as engine:
 
 
 @pytest.mark.slow
-def test_a_process_without_descriptors_gets_errors_and_goes_on_when_it_has_some(
-    engine: Engine, durable: bool, tmp_path: Path
-) -> None:
+def test_store_recovers_from_descriptor_shortage(engine: Engine, durable: bool, tmp_path: Path) -> None:
     with Child(WITHOUT_DESCRIPTORS, engine.backend, str(durable), str(tmp_path)) as child:
         assert [child.hear() for _ in range(5)] == [str(errno.EMFILE)] * 4 + ["0"]
         with_one = [child.hear() for _ in range(5)]
@@ -472,7 +464,7 @@ def test_a_process_without_descriptors_gets_errors_and_goes_on_when_it_has_some(
 # ---- no folder
 
 
-def test_a_store_whose_folder_is_deleted_says_so_and_closes(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_store_reports_deleted_folder(engine: Engine, durable: bool, tmp_path: Path) -> None:
     tensors = {"large": contents(3 * MIB, 1)} | {f"small {i}": contents(2000, i) for i in range(10)}
     store = DiskStore(tmp_path / "store", engine=engine, durable=durable)
     store.writev(tensors).wait(timeout=PATIENCE)

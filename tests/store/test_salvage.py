@@ -32,7 +32,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 # ---- read-only
 
 
-def test_a_read_only_store_is_read_and_never_changed(engine: Engine, tmp_path: Path) -> None:
+def test_read_only_store_changes_nothing(engine: Engine, tmp_path: Path) -> None:
     tensors = {f"{i}": contents(5000 * i, i) for i in range(8)} | {"large": contents(3 * MIB, 9)}
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.writev(tensors).wait(timeout=PATIENCE)
@@ -52,7 +52,7 @@ def test_a_read_only_store_is_read_and_never_changed(engine: Engine, tmp_path: P
     assert files_of(tmp_path) == before
 
 
-def test_several_stores_read_while_none_writes(engine: Engine, tmp_path: Path) -> None:
+def test_read_only_stores_exclude_writer(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.write("key", contents(1000)).wait(timeout=PATIENCE)
         with pytest.raises(StorageError, match="has open") as caught:
@@ -73,7 +73,7 @@ def test_several_stores_read_while_none_writes(engine: Engine, tmp_path: Path) -
     assert not (tmp_path / "lock").exists()
 
 
-def test_a_torn_journal_is_read_and_kept(engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_read_only_store_keeps_torn_journal(engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with DiskStore(tmp_path / "lives", engine=engine, durable=True) as store:
         for key in "abc":
             store.write(key, contents(1000, ord(key))).wait(timeout=PATIENCE)
@@ -87,7 +87,7 @@ def test_a_torn_journal_is_read_and_kept(engine: Engine, tmp_path: Path, caplog:
     assert files_of(tmp_path / "store") == before
 
 
-def test_what_cannot_be_read_only_says_so(engine: Engine, tmp_path: Path) -> None:
+def test_invalid_read_only_store_raises(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="durable"):
         DiskStore(tmp_path, engine=engine, read_only=True)
     with pytest.raises(StorageError) as caught:
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_only_says_so(engine: Engine, tmp_path: Path) -> Non
 # ---- salvage
 
 
-def test_one_damaged_bit_of_a_journal_costs_one_record(engine: Engine, tmp_path: Path) -> None:
+def test_damaged_bit_costs_one_record(engine: Engine, tmp_path: Path) -> None:
     """The bit may be in a record of the snapshot, in one of a later batch, or in the header of a batch."""
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.writev({f"{i}": contents(2000 + i, i) for i in range(5)}).wait(timeout=PATIENCE)
@@ -185,9 +185,7 @@ say("written")
 
 
 @pytest.mark.slow
-def test_of_several_records_of_a_key_in_one_batch_no_old_one_is_certain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_batch_makes_old_records_uncertain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("LD_PRELOAD", str(compile_shim(SLOW_SYNC, tmp_path)))
         patch.setenv("FIFO", str(tmp_path / "fifo"))
@@ -205,9 +203,7 @@ def test_of_several_records_of_a_key_in_one_batch_no_old_one_is_certain(
     assert seen > 0
 
 
-def test_keys_are_uncertain_where_damage_reaches_from_the_snapshot_into_what_follows(
-    engine: Engine, tmp_path: Path
-) -> None:
+def test_damage_across_snapshot_makes_keys_uncertain(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.writev({"a": contents(1000), "b": contents(1000)}).wait(timeout=PATIENCE)
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
@@ -259,7 +255,7 @@ with DiskStore.salvage(sys.argv[1]) as store:
 
 
 @pytest.mark.slow
-def test_a_journal_with_a_page_that_cannot_be_read_is_salvaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_journal_page_is_salvaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "store"
     folder.mkdir()
     with DiskStore(folder, durable=True) as store:
@@ -277,7 +273,7 @@ def test_a_journal_with_a_page_that_cannot_be_read_is_salvaged(tmp_path: Path, m
     assert begin <= 12288 < 16384 <= begin + size
 
 
-def test_keys_of_a_journal_that_was_cut_off_are_uncertain(engine: Engine, tmp_path: Path) -> None:
+def test_truncated_journal_makes_keys_uncertain(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.writev({"a": contents(1000), "b": contents(1000)}).wait(timeout=PATIENCE)
         end = store.statistics().journal_bytes
@@ -290,7 +286,7 @@ def test_keys_of_a_journal_that_was_cut_off_are_uncertain(engine: Engine, tmp_pa
             assert store.damage
 
 
-def test_salvage_gives_no_tensor_whose_bytes_have_changed(engine: Engine, tmp_path: Path) -> None:
+def test_salvage_refuses_changed_tensors(engine: Engine, tmp_path: Path) -> None:
     tensors = {f"{i}": contents(70_000, i) for i in range(6)}
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.writev(tensors).wait(timeout=PATIENCE)
@@ -314,7 +310,7 @@ def test_salvage_gives_no_tensor_whose_bytes_have_changed(engine: Engine, tmp_pa
         assert {error.errno for error in store.lost.values()} == {errno.ENOENT}
 
 
-def test_salvage_calls_tensors_without_checksums_uncertain(engine: Engine, tmp_path: Path) -> None:
+def test_salvage_marks_unchecked_tensors_uncertain(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=True, checksum=False) as store:
         store.writev({"a": contents(1000), "empty": torch.zeros(0)}).wait(timeout=PATIENCE)
     with DiskStore.salvage(tmp_path, engine=engine) as store:

@@ -170,13 +170,13 @@ def place_keys(shards: Mapping[str, DiskStore], **options: Any) -> dict[str, str
     return {key: store.where(key) for key in KEYS}
 
 
-def test_keys_lie_where_they_lay_yesterday(disks: dict[str, DiskStore]) -> None:
+def test_key_placement_is_stable(disks: dict[str, DiskStore]) -> None:
     store = ShardedStore(disks)
     assert "".join(store.where(f"layer {i}")[-1] for i in range(40)) == "4034000303001121325050401250354030215351"
     assert [store.where(key) for key in ("k", "é" * 512, "\n")] == ["disk 4", "disk 2", "disk 5"]
 
 
-def test_the_order_of_the_shards_means_nothing(disks: dict[str, DiskStore]) -> None:
+def test_shard_order_is_irrelevant(disks: dict[str, DiskStore]) -> None:
     expected = place_keys(disks)
     for order in itertools.islice(itertools.permutations(disks), 0, None, 97):
         assert place_keys({name: disks[name] for name in order}) == expected
@@ -190,7 +190,7 @@ def test_keys_are_spread_evenly(disks: dict[str, DiskStore]) -> None:
     assert all(abs(count / 500 - 1) < 0.15 for count in counts.values()), counts
 
 
-def test_a_new_shard_takes_its_part_of_the_keys_and_moves_no_other(disks: dict[str, DiskStore]) -> None:
+def test_new_shard_takes_only_its_share(disks: dict[str, DiskStore]) -> None:
     after = place_keys(disks)
     for new in disks:
         before = place_keys({name: disk for name, disk in disks.items() if name != new})
@@ -199,7 +199,7 @@ def test_a_new_shard_takes_its_part_of_the_keys_and_moves_no_other(disks: dict[s
         assert abs(len(moved) / 500 - 1) < 0.15
 
 
-def test_weights_are_shares_of_the_keys(disks: dict[str, DiskStore]) -> None:
+def test_weights_are_key_shares(disks: dict[str, DiskStore]) -> None:
     equal = place_keys(disks)
     assert place_keys(disks, weights=dict.fromkeys(disks, 1.0)) == equal
     doubled = place_keys(disks, weights={"disk 2": 2})
@@ -210,12 +210,12 @@ def test_weights_are_shares_of_the_keys(disks: dict[str, DiskStore]) -> None:
 @pytest.mark.parametrize(
     "weights", [{"disk 0": 0}, {"disk 0": -1.0}, {"disk 0": float("inf")}, {"disk 0": float("nan")}, {"no such": 1}]
 )
-def test_weights_that_are_none_are_refused(disks: dict[str, DiskStore], weights: dict[str, float]) -> None:
+def test_invalid_weights_are_refused(disks: dict[str, DiskStore], weights: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="weight"):
         ShardedStore(disks, weights=weights)
 
 
-def test_shards_are_called_what_they_are(near: DiskStore, far: Far, tmp_path: Path) -> None:
+def test_shards_have_names(near: DiskStore, far: Far, tmp_path: Path) -> None:
     store = make_sharded([near, far])
     assert dict(store.shards) == {str(tmp_path / "near"): near, "far": far}
     assert list(store.shards) == sorted(store.shards)
@@ -223,7 +223,7 @@ def test_shards_are_called_what_they_are(near: DiskStore, far: Far, tmp_path: Pa
     store.close()
 
 
-def test_shards_that_cannot_be_told_apart_are_refused(near: DiskStore, far: Far, tmp_path: Path) -> None:
+def test_indistinguishable_shards_are_refused(near: DiskStore, far: Far, tmp_path: Path) -> None:
     with DiskStore(tmp_path / "near") as other:
         with pytest.raises(ValueError, match=r"two shards are called '.*near'"):
             ShardedStore([near, other])
@@ -245,7 +245,7 @@ def test_shards_that_cannot_be_told_apart_are_refused(near: DiskStore, far: Far,
 # ---- the interface
 
 
-def test_many_keys_are_one_call_of_each_shard(store: ShardedStore, far: Far, other: Far) -> None:
+def test_many_keys_make_one_shard_call(store: ShardedStore, far: Far, other: Far) -> None:
     fill(store)
     backwards = list(TENSORS)[::-1]
     for got, key in zip(store.readv(backwards).wait(timeout=PATIENCE), backwards, strict=True):
@@ -262,7 +262,7 @@ def test_many_keys_are_one_call_of_each_shard(store: ShardedStore, far: Far, oth
         assert shard.calls == [("writev", count), ("readv", count), ("readv", count), ("deletev", count)]
 
 
-def test_no_keys_are_no_call(store: ShardedStore, far: Far) -> None:
+def test_no_keys_make_no_call(store: ShardedStore, far: Far) -> None:
     assert store.writev({}).wait(timeout=PATIENCE) == 0
     assert store.readv([]).wait(timeout=PATIENCE) == []
     store.deletev([]).wait(timeout=PATIENCE)
@@ -283,7 +283,7 @@ class Noted(DiskStore):
         return self.last
 
 
-def test_the_future_of_a_shard_in_this_process_is_its_own(tmp_path: Path) -> None:
+def test_local_shard_future_is_returned(tmp_path: Path) -> None:
     shards = {name: Noted(tmp_path / name) for name in "ab"}
     with ShardedStore(shards) as store:
         for key in TENSORS:
@@ -294,7 +294,7 @@ def test_the_future_of_a_shard_in_this_process_is_its_own(tmp_path: Path) -> Non
         assert store.readv(keys_of(store, "a")) is shards["a"].last
 
 
-def test_futures_have_the_name_and_the_priority_of_the_call(store: ShardedStore, far: Far) -> None:
+def test_futures_keep_name_and_priority(store: ShardedStore, far: Far) -> None:
     (key, *_) = keys_of(store, "far")
     fill(store)
     asked: dict[str, CUDAFuture[Any]] = {
@@ -310,7 +310,7 @@ def test_futures_have_the_name_and_the_priority_of_the_call(store: ShardedStore,
     store.flush().wait(timeout=PATIENCE)
 
 
-def test_the_memory_is_released_when_no_shard_needs_it(store: ShardedStore, far: Far) -> None:
+def test_release_waits_for_all_shards(store: ShardedStore, far: Far) -> None:
     far.gate = CUDAFuture()
     tensors = {key: tensor.clone() for key, tensor in TENSORS.items()}
     (key, *_) = keys_of(store, "far")
@@ -330,7 +330,7 @@ def test_the_memory_is_released_when_no_shard_needs_it(store: ShardedStore, far:
     assert store.readv(TENSORS).released is None
 
 
-def test_what_has_begun_on_several_shards_cannot_be_cancelled(store: ShardedStore, far: Far) -> None:
+def test_sharded_operation_cannot_be_cancelled(store: ShardedStore, far: Far) -> None:
     far.gate = CUDAFuture()
     write = store.writev(TENSORS)
     assert not write.cancel()
@@ -338,7 +338,7 @@ def test_what_has_begun_on_several_shards_cannot_be_cancelled(store: ShardedStor
     assert write.wait(timeout=PATIENCE) == sum(tensor.nbytes for tensor in TENSORS.values())
 
 
-def test_a_call_ends_when_every_shard_is_done_with_the_tensors(store: ShardedStore, far: Far, other: Far) -> None:
+def test_call_waits_for_all_shards(store: ShardedStore, far: Far, other: Far) -> None:
     far.gate = CUDAFuture()
     other.error = QuotaError("full")
     write = store.writev(TENSORS)
@@ -350,7 +350,7 @@ def test_a_call_ends_when_every_shard_is_done_with_the_tensors(store: ShardedSto
     assert sorted(far.keys()) == sorted(keys_of(store, "far"))
 
 
-def test_flush_waits_for_every_shard(tmp_path: Path, far: Far) -> None:
+def test_flush_waits_for_all_shards(tmp_path: Path, far: Far) -> None:
     engine, near = held(tmp_path / "held")
     with engine, make_sharded({"near": near, "far": far}) as store:
         (key, *_) = keys_of(store, "near")
@@ -364,13 +364,13 @@ def test_flush_waits_for_every_shard(tmp_path: Path, far: Far) -> None:
         assert write.done()
 
 
-def test_a_callback_on_the_callback_thread_may_wait_for_other_calls(store: ShardedStore) -> None:
+def test_callback_thread_may_wait_for_calls(store: ShardedStore) -> None:
     write = store.writev(TENSORS)
     read = write.then(lambda _: store.readv(TENSORS).wait(timeout=PATIENCE), executor=executors.callback_thread)
     assert len(read.wait(timeout=PATIENCE)) == 60
 
 
-def test_a_store_can_be_a_shard(near: DiskStore, far: Far, other: Far) -> None:
+def test_sharded_store_can_be_shard(near: DiskStore, far: Far, other: Far) -> None:
     with make_sharded({"one": make_sharded([near, far]), "two": other}) as store:
         fill(store)
         assert all(map(torch.equal, store.readv(TENSORS).wait(timeout=PATIENCE), TENSORS.values()))
@@ -378,14 +378,14 @@ def test_a_store_can_be_a_shard(near: DiskStore, far: Far, other: Far) -> None:
         assert len(store) == 60
 
 
-def test_a_store_is_durable_when_all_shards_are(tmp_path: Path, near: DiskStore) -> None:
+def test_durability_requires_durable_shards(tmp_path: Path, near: DiskStore) -> None:
     with DiskStore(tmp_path / "a", durable=True) as a, DiskStore(tmp_path / "b", durable=True) as b:
         assert ShardedStore([a, b]).durable
         assert not ShardedStore([a, b, near]).durable
     near.close()
 
 
-def test_what_lies_where_it_does_not_belong_is_not_seen(near: DiskStore, far: Far, other: Far) -> None:
+def test_misplaced_keys_are_ignored(near: DiskStore, far: Far, other: Far) -> None:
     with make_sharded({"near": near, "far": far}) as store:
         fill(store)
         more = make_sharded({"near": near, "far": far, "other": other})
@@ -402,7 +402,7 @@ def test_what_lies_where_it_does_not_belong_is_not_seen(near: DiskStore, far: Fa
 
 
 @pytest.mark.parametrize("key", ["", "x" * 1025, "é" * 513, "a\0b", "\ud800"])
-def test_what_is_no_name_is_refused_before_anything_is_done(store: ShardedStore, far: Far, key: str) -> None:
+def test_invalid_key_is_refused_first(store: ShardedStore, far: Far, key: str) -> None:
     asked: list[Callable[[], object]] = [
         lambda: store.write(key, numbered(1)),
         lambda: store.writev({**TENSORS, key: numbered(1)}),
@@ -419,7 +419,7 @@ def test_what_is_no_name_is_refused_before_anything_is_done(store: ShardedStore,
     assert (far.calls, len(store)) == ([], 0)
 
 
-def test_what_one_shard_refuses_fails_the_call_and_not_the_others(store: ShardedStore) -> None:
+def test_one_shard_error_spares_other_shards(store: ShardedStore) -> None:
     (key, *_) = keys_of(store, "near")
     with pytest.raises(TypeError, match=r"expected a torch\.Tensor"):
         store.write(key, [1, 2])  # type: ignore[arg-type]
@@ -431,7 +431,7 @@ def test_what_one_shard_refuses_fails_the_call_and_not_the_others(store: Sharded
         store.readv(TENSORS, list(TENSORS.values()), "cpu")
 
 
-def test_the_error_of_a_shard_elsewhere_is_the_same_object_and_says_whose(store: ShardedStore, far: Far) -> None:
+def test_shard_error_is_annotated_original(store: ShardedStore, far: Far) -> None:
     (key, *_) = keys_of(store, "far")
     far.error = StorageError("the disk has failed")
     assert failure(store.write(key, TENSORS[key])) is far.error
@@ -439,7 +439,7 @@ def test_the_error_of_a_shard_elsewhere_is_the_same_object_and_says_whose(store:
     assert store.lost() == {}
 
 
-def test_a_closed_store_takes_no_calls(store: ShardedStore, near: DiskStore, far: Far) -> None:
+def test_closed_store_refuses_calls(store: ShardedStore, near: DiskStore, far: Far) -> None:
     store.close()
     asked: list[Callable[[], object]] = [
         lambda: store.writev(TENSORS),
@@ -456,7 +456,7 @@ def test_a_closed_store_takes_no_calls(store: ShardedStore, near: DiskStore, far
     store.close()
 
 
-def test_closing_closes_every_shard_though_one_fails(
+def test_close_closes_all_shards_despite_error(
     store: ShardedStore, near: DiskStore, far: Far, other: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -482,7 +482,7 @@ def partial_store(store: ShardedStore, far: Far) -> ShardedStore:
     return store
 
 
-def test_what_is_asked_of_a_dead_shard_fails_and_says_which_and_what(partial_store: ShardedStore) -> None:
+def test_dead_shard_error_names_shard_and_key(partial_store: ShardedStore) -> None:
     (key, *_) = keys_of(partial_store, "far")
     for future in (partial_store.read(key), partial_store.write(key, numbered(1)), partial_store.delete(key)):
         error = failure(future)
@@ -495,7 +495,7 @@ def test_what_is_asked_of_a_dead_shard_fails_and_says_which_and_what(partial_sto
             ask(key)
 
 
-def test_a_call_of_many_keys_says_which_of_them_a_dead_shard_had(partial_store: ShardedStore, other: Far) -> None:
+def test_dead_shard_error_lists_lost_keys(partial_store: ShardedStore, other: Far) -> None:
     gone = keys_of(partial_store, "far")
     assert len(gone) > 8
     message = f"shard 'far' (keys {', '.join(map(repr, gone[:8]))}, {len(gone) - 8} more): worker 'far' is gone"
@@ -513,7 +513,7 @@ def test_a_call_of_many_keys_says_which_of_them_a_dead_shard_had(partial_store: 
     assert isinstance(failure(partial_store.flush()), WorkerLostError)
 
 
-def test_a_loss_counts_for_more_than_another_error(partial_store: ShardedStore, other: Far) -> None:
+def test_worker_loss_outranks_other_errors(partial_store: ShardedStore, other: Far) -> None:
     other.error = QuotaError("full")
     (one, *_), (two, *_) = keys_of(partial_store, "other"), keys_of(partial_store, "far")
     error = failure(partial_store.writev({one: numbered(1), two: numbered(1)}))
@@ -521,7 +521,7 @@ def test_a_loss_counts_for_more_than_another_error(partial_store: ShardedStore, 
     assert str(error).endswith(f"; shard 'other' (key {one!r}): full")
 
 
-def test_the_other_shards_go_on(partial_store: ShardedStore) -> None:
+def test_other_shards_keep_working(partial_store: ShardedStore) -> None:
     there = [*keys_of(partial_store, "near"), *keys_of(partial_store, "other")]
     assert isinstance(failure(partial_store.readv(TENSORS)), WorkerLostError)
     for key in there:
@@ -535,7 +535,7 @@ def test_the_other_shards_go_on(partial_store: ShardedStore) -> None:
     assert [partial_store.shards[name].keys() for name in ("near", "other")] == [[], []]
 
 
-def test_keys_are_never_listed_without_those_of_a_dead_shard(partial_store: ShardedStore) -> None:
+def test_listing_fails_without_dead_shard(partial_store: ShardedStore) -> None:
     for ask in (partial_store.keys, partial_store.__len__):
         with pytest.raises(WorkerLostError, match="shard 'far': worker 'far' is gone"):
             ask()
@@ -544,7 +544,7 @@ def test_keys_are_never_listed_without_those_of_a_dead_shard(partial_store: Shar
     assert here == TENSORS.keys() - {*keys_of(partial_store, "far")}
 
 
-def test_what_is_lost_is_told_once_it_is_known(partial_store: ShardedStore) -> None:
+def test_lost_lists_known_losses(partial_store: ShardedStore) -> None:
     assert partial_store.lost() == {}
     assert repr(partial_store) == "<ShardedStore of 'far', 'near', 'other'>"
     assert isinstance(failure(partial_store.flush()), WorkerLostError)
@@ -552,7 +552,7 @@ def test_what_is_lost_is_told_once_it_is_known(partial_store: ShardedStore) -> N
     assert repr(partial_store) == "<ShardedStore of 'far', 'near', 'other'; lost: 'far'>"
 
 
-def test_what_is_lost_is_what_was_there(store: ShardedStore, far: Far) -> None:
+def test_lost_lists_existing_keys(store: ShardedStore, far: Far) -> None:
     gone = keys_of(store, "far")
     deleted, refused, doubtful, *written = gone
     for key in (deleted, *written):
@@ -566,7 +566,7 @@ def test_what_is_lost_is_what_was_there(store: ShardedStore, far: Far) -> None:
     assert store.lost() == {"far": [*written, doubtful]}
 
 
-def test_of_calls_that_were_done_in_part_what_may_be_there_is_told(store: ShardedStore, far: Far) -> None:
+def test_lost_includes_keys_of_partial_calls(store: ShardedStore, far: Far) -> None:
     first, second, third, *doubtful = keys_of(store, "far")
     store.writev({first: numbered(1), second: numbered(1)}).wait(timeout=PATIENCE)
     assert isinstance(failure(store.deletev([second, third])), NotFoundError)  # and the second one is gone
@@ -578,7 +578,7 @@ def test_of_calls_that_were_done_in_part_what_may_be_there_is_told(store: Sharde
 
 
 @pytest.mark.parametrize("ask", ["keys", "read", "readv", "stat", "in"])
-def test_what_others_have_written_is_known_where_it_was_seen(far: Far, other: Far, near: DiskStore, ask: str) -> None:
+def test_lost_includes_observed_foreign_keys(far: Far, other: Far, near: DiskStore, ask: str) -> None:
     shards: dict[str, Any] = {"far": far, "near": near, "other": other}
     fill(ShardedStore(shards))
     with ShardedStore(shards) as store:
@@ -596,7 +596,7 @@ def test_what_others_have_written_is_known_where_it_was_seen(far: Far, other: Fa
         assert store.lost() == {"far": gone if ask in ("keys", "readv") else [first]}
 
 
-def test_a_store_of_the_shards_that_are_left_has_their_keys_and_room_for_the_others(
+def test_remaining_shards_form_new_store(
     partial_store: ShardedStore,
 ) -> None:
     assert isinstance(failure(partial_store.flush()), WorkerLostError)
@@ -608,7 +608,7 @@ def test_a_store_of_the_shards_that_are_left_has_their_keys_and_room_for_the_oth
     assert all(map(torch.equal, left.readv(TENSORS).wait(timeout=PATIENCE), TENSORS.values()))
 
 
-def test_a_shard_that_does_not_answer_is_not_lost(store: ShardedStore, far: Far) -> None:
+def test_silent_shard_is_not_lost(store: ShardedStore, far: Far) -> None:
     far.error = TimeoutError("no answer within 1 s")
     (key, *_) = keys_of(store, "far")
     error = failure(store.write(key, numbered(1)))
@@ -622,9 +622,7 @@ def test_a_shard_that_does_not_answer_is_not_lost(store: ShardedStore, far: Far)
     assert store.lost() == {"far": [key]}  # it may have been written
 
 
-def test_the_future_of_several_shards_fails_with_whatever_its_end_raises(
-    store: ShardedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completion_error_fails_future(store: ShardedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     error = ZeroDivisionError("of the inventory")
 
     def refuse(*_: object) -> None:

@@ -70,7 +70,7 @@ def share(rank: int, store: str, folder: str) -> dict[str, list[str]]:
     return found
 
 
-def test_workers_that_give_the_shards_in_any_order_find_the_same_keys(tmp_path: Path) -> None:
+def test_shard_order_finds_same_keys(tmp_path: Path) -> None:
     first, *others = run_ranks(3, share, str(tmp_path / "store"), str(tmp_path))
     assert all(found == first for found in others)
     assert [*first] == sorted(NAMES)
@@ -168,11 +168,11 @@ def see_a_shard_die(rank: int, store: str, folder: str) -> None:
     end()
 
 
-def test_a_shard_dies_and_the_others_go_on(tmp_path: Path) -> None:
+def test_remaining_shards_survive_death(tmp_path: Path) -> None:
     run_ranks(3, see_a_shard_die, str(tmp_path / "store"), str(tmp_path), lost=[1])
 
 
-def test_keys_that_were_found_or_listed_are_known_to_be_lost(tmp_path: Path) -> None:
+def test_observed_keys_are_reported_lost(tmp_path: Path) -> None:
     run_ranks(3, see_keys_by_asking_before_a_shard_dies, str(tmp_path / "store"), str(tmp_path), lost=[1])
 
 
@@ -206,5 +206,5 @@ def see_a_shard_die_in_the_midst(rank: int, store: str, folder: str) -> None:
     end()
 
 
-def test_a_shard_dies_while_much_is_in_flight(tmp_path: Path) -> None:
+def test_death_fails_operations_in_flight(tmp_path: Path) -> None:
     run_ranks(3, see_a_shard_die_in_the_midst, str(tmp_path / "store"), str(tmp_path), lost=[1])

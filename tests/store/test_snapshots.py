@@ -42,7 +42,7 @@ def read_whole(store: DiskStore, snapshot: Snapshot) -> torch.Tensor:
 # ---- snapshots
 
 
-def test_a_snapshot_describes_the_tensor(store: DiskStore) -> None:
+def test_snapshot_describes_tensor(store: DiskStore) -> None:
     tensor = torch.randn(3, 0, 7), torch.randn(4, 5, dtype=torch.float64), torch.tensor(1, dtype=torch.int16)
     store.writev({f"{i}": each for i, each in enumerate(tensor)}).wait(timeout=PATIENCE)
     for key, each in zip("012", tensor, strict=True):
@@ -53,7 +53,7 @@ def test_a_snapshot_describes_the_tensor(store: DiskStore) -> None:
         assert repr(snapshot) == f"<Snapshot of '{key}', version {snapshot.version}, {each.nbytes} bytes>"
 
 
-def test_a_key_that_is_not_there_has_no_snapshot(store: DiskStore) -> None:
+def test_missing_key_has_no_snapshot(store: DiskStore) -> None:
     store.write("x", contents(3)).wait(timeout=PATIENCE)
     found = store.snapshots(key for key in ("y", "x", "z"))
     assert [None if each is None else each.key for each in found] == [None, "x", None]
@@ -63,7 +63,7 @@ def test_a_key_that_is_not_there_has_no_snapshot(store: DiskStore) -> None:
         store.snapshots([1])  # type: ignore[list-item]
 
 
-def test_snapshots_of_one_call_are_of_one_time(store: DiskStore) -> None:
+def test_one_call_takes_consistent_snapshots(store: DiskStore) -> None:
     keys = [f"{i}" for i in range(10)]
     store.writev(dict.fromkeys(keys, torch.zeros(1))).wait(timeout=PATIENCE)
     over = threading.Event()
@@ -85,7 +85,7 @@ def test_snapshots_of_one_call_are_of_one_time(store: DiskStore) -> None:
         assert versions == list(range(versions[0], versions[0] + len(keys)))
 
 
-def test_the_version_grows_with_every_write(store: DiskStore) -> None:
+def test_version_grows_with_every_write(store: DiskStore) -> None:
     versions = []
     for key in ("x", "y", "x", "x"):
         store.write(key, contents(3)).wait(timeout=PATIENCE)
@@ -96,7 +96,7 @@ def test_the_version_grows_with_every_write(store: DiskStore) -> None:
     assert take(store, "y").version == versions[1]
 
 
-def test_the_version_survives_reopening(engine: Engine, tmp_path: Path) -> None:
+def test_version_survives_reopening(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         for key in ("x", "y", "x"):
             store.write(key, contents(3)).wait(timeout=PATIENCE)
@@ -107,7 +107,7 @@ def test_the_version_survives_reopening(engine: Engine, tmp_path: Path) -> None:
         assert take(store, "y").version > max(before.values())
 
 
-def test_the_digest_is_seeded_and_shared_by_links(store: DiskStore, request: pytest.FixtureRequest) -> None:
+def test_links_share_seeded_digest(store: DiskStore, request: pytest.FixtureRequest) -> None:
     tensor = contents(3 * LEAF + 5)
     store.write("x", tensor).wait(timeout=PATIENCE)
     store.link({"y": "x"}).wait(timeout=PATIENCE)
@@ -122,12 +122,12 @@ def test_the_digest_is_seeded_and_shared_by_links(store: DiskStore, request: pyt
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 64])
-def test_a_seed_is_a_number_of_64_bits(seed: int) -> None:
+def test_seed_is_64_bit_number(seed: int) -> None:
     with pytest.raises(ValueError, match="a seed is a number of 64 bits"):
         Digest(0).value(seed)
 
 
-def test_a_snapshot_keeps_the_bytes(store: DiskStore) -> None:
+def test_snapshot_keeps_bytes(store: DiskStore) -> None:
     tensor = contents(200_000)
     store.write("x", tensor).wait(timeout=PATIENCE)
     snapshot = take(store, "x")
@@ -141,7 +141,7 @@ def test_a_snapshot_keeps_the_bytes(store: DiskStore) -> None:
     assert store.statistics().used == 200_000
 
 
-def test_a_snapshot_outlives_its_store(engine: Engine, durable: bool, tmp_path: Path) -> None:
+def test_snapshot_outlives_store(engine: Engine, durable: bool, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=durable) as store:
         store.write("x", contents(10)).wait(timeout=PATIENCE)
         snapshot = take(store, "x")
@@ -158,7 +158,7 @@ def test_a_snapshot_outlives_its_store(engine: Engine, durable: bool, tmp_path: 
 # ---- parts
 
 
-def test_parts_are_read_in_any_order_and_size(store: DiskStore) -> None:
+def test_parts_are_read_in_any_order(store: DiskStore) -> None:
     tensor = contents(MIB + 777)
     store.write("x", tensor).wait(timeout=PATIENCE)
     snapshot = take(store, "x")
@@ -172,7 +172,7 @@ def test_parts_are_read_in_any_order_and_size(store: DiskStore) -> None:
     assert told.tolist() == [digest(out) for out in outs]
 
 
-def test_the_parts_of_a_snapshot_have_its_digest(store: DiskStore, request: pytest.FixtureRequest) -> None:
+def test_parts_combine_to_snapshot_digest(store: DiskStore, request: pytest.FixtureRequest) -> None:
     tensor = contents(MIB + 777)
     store.write("x", tensor).wait(timeout=PATIENCE)
     snapshot, received = take(store, "x"), Digest(tensor.nbytes)
@@ -184,7 +184,7 @@ def test_the_parts_of_a_snapshot_have_its_digest(store: DiskStore, request: pyte
         assert received.value(snapshot.seed) == snapshot.digest
 
 
-def test_neighbours_are_read_at_once(store: DiskStore) -> None:
+def test_adjacent_tensors_share_transfers(store: DiskStore) -> None:
     tensors = {f"{i}": contents(100 + i, i) for i in range(500)}
     store.writev(tensors).wait(timeout=PATIENCE)
     snapshots = store.snapshots(tensors)
@@ -199,7 +199,7 @@ def test_neighbours_are_read_at_once(store: DiskStore) -> None:
     assert told.tolist() == [digest(tensor) for tensor in tensors.values()]
 
 
-def test_parts_are_read_by_themselves_like_single_reads(store: DiskStore) -> None:
+def test_many_single_part_reads_complete(store: DiskStore) -> None:
     tensors = {f"{i}": contents(4096, i) for i in range(300)}
     store.writev(tensors).wait(timeout=PATIENCE)
     outs = {key: make_out(4096) for key in tensors}
@@ -210,7 +210,7 @@ def test_parts_are_read_by_themselves_like_single_reads(store: DiskStore) -> Non
 
 
 @pytest.mark.parametrize("priority", [-1, 0])
-def test_reading_nothing_is_done_at_once(store: DiskStore, priority: int) -> None:
+def test_empty_read_is_done_at_once(store: DiskStore, priority: int) -> None:
     store.write("x", torch.empty(0)).wait(timeout=PATIENCE)
     assert store.read_parts([], priority=priority).wait(timeout=PATIENCE) is None
     told = torch.zeros(1, dtype=torch.uint64)
@@ -218,7 +218,7 @@ def test_reading_nothing_is_done_at_once(store: DiskStore, priority: int) -> Non
     assert told.item() == digest(torch.empty(0))
 
 
-def test_the_tensors_live_until_the_read_is_done(tmp_path: Path) -> None:
+def test_tensors_live_until_read_is_done(tmp_path: Path) -> None:
     engine, store = held(tmp_path)
     written = store.write("x", contents(1000))
     engine._native.release_held()
@@ -237,7 +237,7 @@ def test_the_tensors_live_until_the_read_is_done(tmp_path: Path) -> None:
 # ---- damage and wrong arguments
 
 
-def test_only_a_whole_tensor_is_checked(engine: Engine, tmp_path: Path) -> None:
+def test_only_whole_tensors_are_checked(engine: Engine, tmp_path: Path) -> None:
     tensor = contents(3 * LEAF)
     with DiskStore(tmp_path, engine=engine) as store:
         store.write("x", tensor).wait(timeout=PATIENCE)
@@ -255,7 +255,7 @@ def test_only_a_whole_tensor_is_checked(engine: Engine, tmp_path: Path) -> None:
         assert store.statistics().checksum_errors == 1
 
 
-def test_an_error_of_the_engine_fails_the_read(tmp_path: Path) -> None:
+def test_engine_error_fails_read(tmp_path: Path) -> None:
     engine = Engine("threads", block_size=1 << 18, _faults={"at": {2: 5}})
     with engine, DiskStore(tmp_path, engine=engine) as store:
         store.write("x", contents(1000)).wait(timeout=PATIENCE)
@@ -280,15 +280,13 @@ def test_an_error_of_the_engine_fails_the_read(tmp_path: Path) -> None:
         (0, lambda: [0], TypeError),
     ],
 )
-def test_a_part_lies_in_its_tensor_and_fills_bytes_on_the_host(
-    store: DiskStore, at: Any, out: Any, error: type[Exception]
-) -> None:
+def test_invalid_parts_are_refused(store: DiskStore, at: Any, out: Any, error: type[Exception]) -> None:
     store.write("x", contents(2 * LEAF)).wait(timeout=PATIENCE)
     with pytest.raises(error):
         store.read_parts([(take(store, "x"), at, out())])
 
 
-def test_a_part_is_a_snapshot_a_byte_and_a_tensor(store: DiskStore) -> None:
+def test_part_is_snapshot_offset_and_tensor(store: DiskStore) -> None:
     store.write("x", contents(3)).wait(timeout=PATIENCE)
     snapshot = take(store, "x")
     wrong: Any

@@ -86,9 +86,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("what", ["slab-", "journal"])
-def test_a_sync_that_has_failed_is_never_tried_again(
-    what: str, shim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_sync_is_never_retried(what: str, shim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", str(shim))
     monkeypatch.setenv("FAILS", str(tmp_path / "fails"))
     with Child(SCRIPT, str(tmp_path / "store"), what) as child:
@@ -133,9 +131,7 @@ with DiskStore(sys.argv[1], durable=True) as store:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_slab_that_a_full_disk_does_not_sync_fails_its_writes_and_gets_no_more(
-    code: int, shim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsynced_slab_fails_its_writes(code: int, shim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on thin volumes and network file systems, which promise blocks that they do not have."""
     monkeypatch.setenv("LD_PRELOAD", str(shim))
     monkeypatch.setenv("FAILS", str(tmp_path / "fails"))
@@ -175,7 +171,7 @@ with DiskStore(sys.argv[1], durable=True) as store:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_a_journal_that_gets_no_room_fails_the_writes_and_no_deletion(
+def test_full_journal_fails_writes_not_deletions(
     code: int, shim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LD_PRELOAD", str(shim))
