@@ -65,7 +65,7 @@ def put(remote: RemoteStore, entries: list[Put], data: torch.Tensor) -> wire.Ans
 @pytest.mark.parametrize(
     "limits", [{"max_bytes_in_flight": 96 << 20}, {"max_in_flight": 2}], ids=["so many bytes", "so many calls"]
 )
-def test_what_rpc_has_no_room_for_waits_without_the_caller(tmp_path: Path, limits: dict[str, Any]) -> None:
+def test_full_rpc_blocks_no_caller(tmp_path: Path, limits: dict[str, Any]) -> None:
     """The windows of two clients exceed the capacity of RPC, and so do the calls of each."""
     data = torch.full((4 << 20,), 7, dtype=torch.uint8)
     asked: list[CUDAFuture[int]] = []
@@ -108,7 +108,7 @@ def most_resident() -> int:
 @needs_a_worker
 @pytest.mark.parametrize("end", ["given up", "closed"])
 @pytest.mark.parametrize("parts", [2, 1 << 22], ids=["32 MiB", "64 TiB"])
-def test_what_a_client_claims_to_have_costs_no_memory(tmp_path: Path, parts: int, end: str) -> None:
+def test_claimed_size_takes_no_memory(tmp_path: Path, parts: int, end: str) -> None:
     nbytes = (parts - 1) * PIECE + 1
     entry, data = put_of("x", zeros(1))
     entry = entry._replace(shape=(nbytes,), nbytes=nbytes, part=parts - 1)
@@ -132,7 +132,7 @@ def test_what_a_client_claims_to_have_costs_no_memory(tmp_path: Path, parts: int
 
 
 @needs_a_worker
-def test_bytes_that_are_more_than_a_request_carries_are_refused(tmp_path: Path) -> None:
+def test_oversized_request_is_refused(tmp_path: Path) -> None:
     with serve_store(tmp_path / "served") as service, RemoteStore(ME) as remote:
         with pytest.raises(ValueError, match=f"up to {PIECE} bytes"):
             put(remote, [make_small()], zeros(5 * PIECE))
@@ -147,7 +147,7 @@ def test_bytes_that_are_more_than_a_request_carries_are_refused(tmp_path: Path) 
     [[(0, 64), (0, 64)], [(0, 128), (64, 64)], [(64, 64), (0, 128)], [(0, 65), (64, 1)], [(64, 1)] + [(0, 256)] * 100],
     ids=["the same", "one in the other", "the other way round", "a byte", "many"],
 )
-def test_tensors_that_share_bytes_are_refused(tmp_path: Path, places: list[tuple[int, int]]) -> None:
+def test_overlapping_entries_are_refused(tmp_path: Path, places: list[tuple[int, int]]) -> None:
     """One received tensor per entry would multiply the bytes of the request."""
     entries = [put_of(f"{i}", zeros(n), at=at)[0] for i, (at, n) in enumerate(places)]
     with serve_store(tmp_path / "served") as service, RemoteStore(ME) as remote:
@@ -161,7 +161,7 @@ def test_tensors_that_share_bytes_are_refused(tmp_path: Path, places: list[tuple
 
 @needs_a_worker
 @pytest.mark.parametrize("name", ["nobody", "", f"{ME} ", 7, None])
-def test_a_client_is_on_a_worker_that_there_is(tmp_path: Path, name: Any) -> None:
+def test_client_needs_known_worker(tmp_path: Path, name: Any) -> None:
     """The service could not notice the death of an unknown worker."""
     with serve_store(tmp_path / "served", clients=1) as service:
         with pytest.raises(AuthenticationError):
@@ -172,7 +172,7 @@ def test_a_client_is_on_a_worker_that_there_is(tmp_path: Path, name: Any) -> Non
 
 @needs_a_worker
 @pytest.mark.parametrize("verb", [wire.PUT, wire.DELETE], ids=["put", "delete"])
-def test_a_request_that_waits_for_another_takes_no_memory_when_its_session_has_ended(tmp_path: Path, verb: int) -> None:
+def test_ended_session_frees_waiting_requests(tmp_path: Path, verb: int) -> None:
     """The awaited request never arrives."""
     with serve_store(tmp_path / "served", memory=2 * PIECE, clients=1) as service:
         with RemoteStore(ME, namespace="kept") as remote:
@@ -211,7 +211,7 @@ def expect_whole_quota(remote: RemoteStore) -> None:
 
 @needs_a_worker
 @pytest.mark.parametrize("kind", MALFORMED)
-def test_what_is_refused_takes_no_quota(tmp_path: Path, kind: str) -> None:
+def test_refused_write_takes_no_quota(tmp_path: Path, kind: str) -> None:
     entries, data = MALFORMED[kind]
     with (
         serve_store(tmp_path / "served", namespace_capacity=CAPACITY) as service,
@@ -237,7 +237,7 @@ CHANGED: dict[str, tuple[list[Put], int]] = {  # entries of zeros, and which of 
 
 @needs_a_worker
 @pytest.mark.parametrize(("entries", "changed"), CHANGED.values(), ids=list(CHANGED))
-def test_what_was_changed_on_the_way_is_refused_alone(tmp_path: Path, entries: list[Put], changed: int) -> None:
+def test_corrupted_entry_is_refused_alone(tmp_path: Path, entries: list[Put], changed: int) -> None:
     entries = [
         e._replace(digest=digest(zeros(e.length)) ^ (i == changed), expires=in_time()) for i, e in enumerate(entries)
     ]
@@ -258,7 +258,7 @@ def test_what_was_changed_on_the_way_is_refused_alone(tmp_path: Path, entries: l
 
 @needs_a_worker
 @pytest.mark.parametrize("part", [0, 1])
-def test_a_part_that_was_changed_on_the_way_aborts_the_write(tmp_path: Path, part: int) -> None:
+def test_corrupted_part_aborts_write(tmp_path: Path, part: int) -> None:
     with (
         serve_store(tmp_path / "served", namespace_capacity=CAPACITY) as service,
         RemoteStore(ME, namespace="kept") as remote,
@@ -278,7 +278,7 @@ def test_a_part_that_was_changed_on_the_way_aborts_the_write(tmp_path: Path, par
 
 
 @needs_a_worker
-def test_one_of_many_that_was_changed_costs_the_others_nothing(tmp_path: Path) -> None:
+def test_corrupted_entry_spares_other_entries(tmp_path: Path) -> None:
     """The service does not write them again: the store has no room for each on a separate page."""
     count, wrong = MOST_ENTRIES, 17
 
@@ -304,7 +304,7 @@ def test_one_of_many_that_was_changed_costs_the_others_nothing(tmp_path: Path) -
 
 @needs_a_worker
 @pytest.mark.parametrize("size", [16, 1 << 16], ids=["in the message", "beside it"])
-def test_bytes_may_begin_anywhere_in_their_memory(tmp_path: Path, size: int) -> None:
+def test_data_needs_no_alignment(tmp_path: Path, size: int) -> None:
     data = torch.randint(256, (4 * size + 1,), dtype=torch.uint8)[1:]
     numbers = data.clone().view(torch.int32)
     entry, _ = put_of("x", numbers)
@@ -320,7 +320,7 @@ def test_bytes_may_begin_anywhere_in_their_memory(tmp_path: Path, size: int) -> 
     [(["a"], 100), (["a", "b"], 100), ([LONG], 100), (["a", LONG], 100), (["a"], 2 << 20), (["a"], CAPACITY)],
     ids=["small", "two", "of a long key", "one of a long key", "alone", "parts"],
 )
-def test_a_store_that_refuses_at_once_takes_no_quota(tmp_path: Path, keys: list[str], size: int) -> None:
+def test_refusing_store_takes_no_quota(tmp_path: Path, keys: list[str], size: int) -> None:
     with (
         serve_store(tmp_path / "served", capacity=2 * (PIECE + PAGE), namespace_capacity=CAPACITY),
         RemoteStore(ME, namespace="kept") as one,
@@ -346,7 +346,7 @@ def test_a_store_that_refuses_at_once_takes_no_quota(tmp_path: Path, keys: list[
     [["weights"], ["k"], ["k0123456789abcdef"], ["keys_of_layer_017~"], ["k" + "0" * 16 + "/x", "p0/1", "exp_avg 1"]],
     ids=["one", "of one letter", "as of a namespace", "as of a private one", "several, and one of a service"],
 )
-def test_a_folder_of_somebody_elses_is_refused_and_keeps_its_keys(tmp_path: Path, keys: list[str]) -> None:
+def test_foreign_folder_is_refused_unchanged(tmp_path: Path, keys: list[str]) -> None:
     tensors = {key: torch.arange(100) + i for i, key in enumerate(keys)}
     with DiskStore(tmp_path / "theirs", durable=True) as store:
         store.writev(tensors).wait(timeout=PATIENCE)
@@ -360,7 +360,7 @@ def test_a_folder_of_somebody_elses_is_refused_and_keeps_its_keys(tmp_path: Path
 
 @needs_a_worker
 @pytest.mark.parametrize("size", [100, CAPACITY], ids=["small", "parts"])
-def test_a_key_that_the_disk_kept_is_there_until_it_is_deleted_for_good(tmp_path: Path, size: int) -> None:
+def test_undeleted_key_stays_until_final_deletion(tmp_path: Path, size: int) -> None:
     def expect_none(remote: RemoteStore) -> None:
         assert remote.keys() == []
         assert "x" not in remote

@@ -69,7 +69,7 @@ class NoBuffers:
             request.set_result(None)
 
 
-def test_writes_that_find_no_buffer_wait_without_a_thread(remote: RemoteStore) -> None:
+def test_writes_wait_for_buffers_without_thread(remote: RemoteStore) -> None:
     """The worker has one thread. A client that needs more buffers than exist still completes its other requests."""
     remote.write("there", make_small(1)).wait(timeout=PATIENCE)
     with NoBuffers(remote) as held:
@@ -84,7 +84,7 @@ def test_writes_that_find_no_buffer_wait_without_a_thread(remote: RemoteStore) -
     assert all(map(torch.equal, read, expected.values()))
 
 
-def test_a_write_that_waits_for_a_buffer_ends_at_its_deadline(service: StoreService) -> None:
+def test_waiting_write_fails_at_deadline(service: StoreService) -> None:
     """Also where it waits together with one that has more time, and is written in the end."""
     tensors = list(pack_of("x").items())
     with RemoteStore(ME, namespace="kept", timeout=HOUR) as remote:
@@ -105,7 +105,7 @@ def test_a_write_that_waits_for_a_buffer_ends_at_its_deadline(service: StoreServ
         wait_all([remote.writev(pack_of(f"{i}")) for i in range(BUFFERS)], timeout=PATIENCE)
 
 
-def test_errors_that_a_program_keeps_hold_no_buffer(remote: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_errors_hold_no_buffer(remote: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> NoReturn:
         raise RuntimeError("not sent")
 
@@ -117,7 +117,7 @@ def test_errors_that_a_program_keeps_hold_no_buffer(remote: RemoteStore, monkeyp
     assert remote.writev(pack_of("x")).wait(timeout=PATIENCE) == PACK
 
 
-def test_writes_get_their_buffers_while_the_callback_thread_is_blocked(remote: RemoteStore) -> None:
+def test_blocked_callback_thread_delays_no_write(remote: RemoteStore) -> None:
     waits: CUDAFuture[None] = CUDAFuture()
     blocked = CUDAFuture.completed(None)
     blocked.add_done_callback(lambda _: waits.wait(timeout=PATIENCE), executor=executors.callback_thread)
@@ -129,7 +129,7 @@ def test_writes_get_their_buffers_while_the_callback_thread_is_blocked(remote: R
         waits.set_result(None)
 
 
-def test_a_client_whose_replies_are_not_sent_holds_up_itself_alone(service: StoreService, remote: RemoteStore) -> None:
+def test_unsent_replies_delay_only_their_client(service: StoreService, remote: RemoteStore) -> None:
     remote.write("x", make_small(1)).wait(timeout=PATIENCE)
     with RemoteStore(ME, namespace="other") as other:
         other.write("x", make_small(2)).wait(timeout=PATIENCE)
@@ -143,7 +143,7 @@ def test_a_client_whose_replies_are_not_sent_holds_up_itself_alone(service: Stor
         assert torch.equal(mine.wait(timeout=PATIENCE), make_small(1))
 
 
-def test_a_session_that_ends_fails_reads_that_wait_for_a_buffer(service: StoreService) -> None:
+def test_session_end_fails_waiting_reads(service: StoreService) -> None:
     remote = RemoteStore(ME, namespace="kept")
     remote.write("x", make_small(1)).wait(timeout=PATIENCE)
     buffers = handler_of(service).session(remote._token).buffers
@@ -157,7 +157,7 @@ def test_a_session_that_ends_fails_reads_that_wait_for_a_buffer(service: StoreSe
     remote.close()
 
 
-def test_reads_and_writes_that_share_few_calls_and_buffers_all_end(tmp_path: Path) -> None:
+def test_scarce_calls_and_buffers_cause_no_deadlock(tmp_path: Path) -> None:
     """Requests that have their buffers wait for calls, and calls wait for buffers: both on one worker."""
     with (
         alone(tmp_path / "rendezvous", num_worker_threads=1, max_in_flight=2),
@@ -175,9 +175,7 @@ def test_reads_and_writes_that_share_few_calls_and_buffers_all_end(tmp_path: Pat
             assert all(map(torch.equal, read.wait(timeout=PATIENCE), (*packs.values(), *large.values())))
 
 
-def test_the_service_writes_received_memory_and_reads_into_buffers_without_a_copy(
-    worker: Session, tmp_path: Path
-) -> None:
+def test_service_copies_no_tensor(worker: Session, tmp_path: Path) -> None:
     with (
         Engine() as engine,
         serve_store(tmp_path / "served", engine=engine) as service,
@@ -192,7 +190,7 @@ def test_the_service_writes_received_memory_and_reads_into_buffers_without_a_cop
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
-def test_replies_with_a_tensor_and_an_error_return_their_buffers(worker: Session, tmp_path: Path) -> None:
+def test_partly_failed_replies_return_buffers(worker: Session, tmp_path: Path) -> None:
     """The session has buffers for four replies. The fifth read gets one only if the first reads left no garbage."""
     with (
         serve_store(tmp_path / "served", memory=2 * PIECE, clients=1),
@@ -205,7 +203,7 @@ def test_replies_with_a_tensor_and_an_error_return_their_buffers(worker: Session
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
-def test_replies_with_a_tensor_that_the_disk_refuses_return_their_buffers(worker: Session, tmp_path: Path) -> None:
+def test_disk_errors_return_reply_buffers(worker: Session, tmp_path: Path) -> None:
     """The session has buffers for four replies. Each read is of two tensors together, then of each alone."""
     with (
         serve_store(tmp_path / "served", memory=2 * PIECE, clients=1),
@@ -230,7 +228,7 @@ def refuse(tensor: torch.Tensor) -> NoReturn:
 
 
 @pytest.mark.usefixtures("worker", "no_garbage_collection")
-def test_calls_that_fail_return_the_memory_that_they_were_received_into() -> None:
+def test_failed_calls_return_received_memory() -> None:
     """All calls together have more bytes than the pool of received tensors."""
     before = statistics().received_outside
     tensor = torch.zeros(PIECE, dtype=torch.uint8)
@@ -262,13 +260,13 @@ with alone(sys.argv[1] + "/rendezvous", receive_memory=2 * size), rpc_ext.serve_
 """
 
 
-def test_received_tensors_that_a_program_keeps_stop_no_client(tmp_path: Path) -> None:
+def test_kept_received_tensors_block_no_client(tmp_path: Path) -> None:
     """In a separate process that has a small pool and keeps all of its tensors."""
     done = run_script(EXHAUSTED, str(tmp_path), patience=2 * PATIENCE)
     assert done.returncode == 0, done.stderr
 
 
-def test_statistics_count_what_was_received_outside_of_the_pool(remote: RemoteStore) -> None:
+def test_statistics_count_tensors_outside_pool(remote: RemoteStore) -> None:
     before = statistics().received_outside
     remote.write("x", torch.ones(PIECE, dtype=torch.uint8)).wait(timeout=PATIENCE)
     assert statistics().received_outside == before

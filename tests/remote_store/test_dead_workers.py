@@ -72,7 +72,7 @@ def look_again(rank: int, store: str, folder: str, done: list[str]) -> None:
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["writes", "reads"])
-def test_a_server_dies_in_the_midst(tmp_path: Path, reads: bool) -> None:
+def test_operations_end_when_server_dies(tmp_path: Path, reads: bool) -> None:
     folder = str(tmp_path / "served")
     done = run_ranks(2, use_a_server_that_dies, str(tmp_path / "one"), folder, reads, lost=[1])[0]
     run_ranks(1, look_again, str(tmp_path / "two"), folder, done)
@@ -108,7 +108,7 @@ def serve_a_client_that_dies(rank: int, store: str, folder: str) -> dict[str, An
     return {"keys": keys}
 
 
-def test_what_a_client_has_goes_when_it_dies(tmp_path: Path) -> None:
+def test_dead_client_state_is_freed(tmp_path: Path) -> None:
     served = run_ranks(2, serve_a_client_that_dies, str(tmp_path / "store"), str(tmp_path / "served"), lost=[1])[0]
     assert "everybody's" in served["keys"]
     assert "large 0" in served["keys"]
@@ -134,7 +134,7 @@ def use_a_disk_that_fails(rank: int, store: str, folder: str) -> None:
     rpc_ext.shutdown()
 
 
-def test_a_disk_that_refuses_fails_what_it_refuses(tmp_path: Path) -> None:
+def test_disk_error_fails_its_operations(tmp_path: Path) -> None:
     run_ranks(1, use_a_disk_that_fails, str(tmp_path / "store"), str(tmp_path / "served"))
 
 
@@ -151,7 +151,7 @@ def serve_until_rpc_ends(rank: int, store: str, folder: str) -> None:
         remote.close()
 
 
-def test_a_service_ends_with_rpc(tmp_path: Path) -> None:
+def test_service_ends_with_rpc(tmp_path: Path) -> None:
     run_ranks(1, serve_until_rpc_ends, str(tmp_path / "store"), str(tmp_path / "served"))
 
 
@@ -175,5 +175,5 @@ def threads() -> set[str]:
     return {comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")}
 
 
-def test_a_service_can_begin_before_rpc(tmp_path: Path) -> None:
+def test_service_can_begin_before_rpc(tmp_path: Path) -> None:
     run_ranks(2, serve_before_rpc, str(tmp_path / "store"), str(tmp_path / "served"))

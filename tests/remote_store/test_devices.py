@@ -167,7 +167,7 @@ def serve_on_devices(schedule: str, folder: Path) -> Iterator[RemoteStore]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "pieces"])
-def test_no_race(
+def test_device_tensors_cause_no_race(
     process: World, tmp_path: Path, scenario: Callable[[RemoteStore, int], None], size: int, schedule: str
 ) -> None:
     def run() -> None:
@@ -187,7 +187,7 @@ def test_no_race(
     ],
     ids=["source", "device", "out", "released"],
 )
-def test_an_edge_that_is_missing_is_found(
+def test_missing_sync_edge_is_reported(
     process: World, tmp_path: Path, scenario: Callable[[RemoteStore, int], None], edge: str
 ) -> None:
     def run() -> None:
@@ -202,9 +202,7 @@ def test_an_edge_that_is_missing_is_found(
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "pieces"])
-def test_copies_have_the_priority_of_the_call_and_go_through_pinned_memory(
-    process: World, tmp_path: Path, size: int
-) -> None:
+def test_copies_keep_priority_and_use_pinned_memory(process: World, tmp_path: Path, size: int) -> None:
     def run() -> None:
         priorities: list[int] = []
         on_host: list[torch.Tensor] = []
@@ -230,7 +228,7 @@ def test_copies_have_the_priority_of_the_call_and_go_through_pinned_memory(
     process.run(run)
 
 
-def test_a_tensor_without_memory_or_streams_is_refused(process: World, tmp_path: Path) -> None:
+def test_tensor_without_memory_or_streams_is_refused(process: World, tmp_path: Path) -> None:
     def run() -> None:
         with serve_on_devices("lazy", tmp_path) as remote:
             for wrong in (torch.empty(3, device="meta"), torch.eye(3).to_sparse()):

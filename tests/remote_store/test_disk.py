@@ -69,7 +69,7 @@ FAULTS = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", FAULTS)
-def test_what_a_disk_refuses_is_as_it_was(tmp_path: Path, kind: str) -> None:
+def test_disk_error_changes_nothing(tmp_path: Path, kind: str) -> None:
     faults, numbers_of_errors = FAULTS[kind]
     numbers = random.Random(kind)
     held: dict[str, int] = {}
@@ -104,7 +104,7 @@ def test_what_a_disk_refuses_is_as_it_was(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1000, LARGE])
-def test_bytes_that_have_changed_on_the_disk_are_told_with_the_names_of_the_client(tmp_path: Path, size: int) -> None:
+def test_damage_error_names_client_keys(tmp_path: Path, size: int) -> None:
     content, key = contents(size), "'it' \x01 \\1"
     with serve_store(tmp_path / "served", durable=True) as service, RemoteStore(ME) as remote:
         remote.write(key, content).wait(timeout=PATIENCE)
@@ -138,7 +138,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.root
 @pytest.mark.parametrize("durable", [False, True], ids=["ephemeral", "durable"])
-def test_a_full_disk_takes_again_when_keys_were_deleted(disk: Path, durable: bool) -> None:
+def test_full_disk_recovers_after_deletions(disk: Path, durable: bool) -> None:
     def content(i: int) -> torch.Tensor:
         return torch.full((LARGE if i % 5 == 0 else MIB,), i, dtype=torch.uint8)
 
@@ -161,7 +161,7 @@ def test_a_full_disk_takes_again_when_keys_were_deleted(disk: Path, durable: boo
             expect_kept(service, remote, kept)
 
 
-def test_the_room_of_what_was_deleted_is_free_when_the_deletion_is_done(tmp_path: Path) -> None:
+def test_acknowledged_deletion_has_freed_room(tmp_path: Path) -> None:
     with serve_store(tmp_path, durable=True) as service, RemoteStore(ME, namespace="kept") as remote:
         for _ in range(20):
             remote.write("x", torch.zeros(LARGE, dtype=torch.uint8)).wait(timeout=PATIENCE)
@@ -192,7 +192,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.root
 @pytest.mark.parametrize("durable", [False, True], ids=["ephemeral", "durable"])
-def test_a_disk_that_may_only_be_read_is_not_served(read_only: Path, tmp_path: Path, durable: bool) -> None:
+def test_read_only_disk_is_not_served(read_only: Path, tmp_path: Path, durable: bool) -> None:
     content = content_of("large a", 1)
     with serve_store(tmp_path / "there", durable=True), RemoteStore(ME, namespace="kept") as remote:
         remote.write("large a", content).wait(timeout=PATIENCE)

@@ -65,7 +65,7 @@ FLOODS = pytest.mark.parametrize("kind", ["reads", "writes"])
 
 
 @FLOODS
-def test_a_client_with_thousands_of_requests_holds_nobody_up(served_folder: Path, kind: str) -> None:
+def test_flooding_client_blocks_no_other(served_folder: Path, kind: str) -> None:
     with (
         make_idle_engine() as engine,
         serve_store(served_folder, durable=True, engine=engine, memory=2 * WINDOW, clients=2) as service,
@@ -87,7 +87,7 @@ def test_a_client_with_thousands_of_requests_holds_nobody_up(served_folder: Path
 
 
 @FLOODS
-def test_what_a_service_has_in_flight_keeps_within_its_memory(served_folder: Path, kind: str) -> None:
+def test_service_memory_bounds_requests_in_flight(served_folder: Path, kind: str) -> None:
     clients, memory = 3, 3 * WINDOW
     with (
         make_idle_engine() as engine,
@@ -109,7 +109,7 @@ def test_what_a_service_has_in_flight_keeps_within_its_memory(served_folder: Pat
         assert memory - clients * PIECE < found.most_in_flight <= memory
 
 
-def test_a_client_that_minds_no_window_gets_no_more_memory(tmp_path: Path) -> None:
+def test_client_without_window_gets_no_extra_memory(tmp_path: Path) -> None:
     """Check that requests in flight keep within the memory of the service, whether they are refused or wait."""
     data = torch.zeros(PIECE, dtype=torch.uint8)
     count = 10

@@ -101,7 +101,7 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize(("changes", "sights"), ALLOWED.values(), ids=list(ALLOWED))
-def test_histories_that_a_sequential_order_allows_are_accepted(changes: list[Change], sights: list[Sight]) -> None:
+def test_sequential_histories_are_accepted(changes: list[Change], sights: list[Sight]) -> None:
     History(changes, sights).expect_one_store()
 
 
@@ -120,7 +120,7 @@ def test_keys_are_checked_separately() -> None:
 
 
 @pytest.mark.parametrize(("seen", "is_possible"), [(1, False), (2, True), (3, True), (4, False), (None, False)])
-def test_journals_keep_the_outcomes_of_operations(tmp_path: Path, seen: int | None, is_possible: bool) -> None:
+def test_journals_keep_outcomes(tmp_path: Path, seen: int | None, is_possible: bool) -> None:
     journal = Journal(tmp_path / "a.journal")
     for version in (1, 2):
         journal.record_end(journal.record_begin({"x": version}))
@@ -148,6 +148,6 @@ def test_torn_values_are_found(key: str) -> None:
         version_of(key, one)
 
 
-def test_values_carry_the_key() -> None:
+def test_values_carry_key() -> None:
     with pytest.raises(AssertionError, match="never written"):
         version_of("small a", content_of("small b", 5))

@@ -87,7 +87,7 @@ def expect_interrupted(begin: Callable[[], CUDAFuture[Any]]) -> None:
     ("size", "name"),
     [("small", "send"), ("alone", "send"), ("parts", "send"), ("parts", "alone")],
 )
-def test_ctrl_c_amid_a_write_leaves_nothing_behind(
+def test_ctrl_c_in_write_leaves_nothing(
     remote: RemoteStore, monkeypatch: pytest.MonkeyPatch, size: str, name: str
 ) -> None:
     tensor = make_numbers(SIZES[size])
@@ -101,7 +101,7 @@ def test_ctrl_c_amid_a_write_leaves_nothing_behind(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("filled", [False, True], ids=["new", "filled"])
-def test_ctrl_c_amid_a_read_leaves_nothing_behind(
+def test_ctrl_c_in_read_leaves_nothing(
     remote: RemoteStore, monkeypatch: pytest.MonkeyPatch, size: str, filled: bool
 ) -> None:
     tensor = make_numbers(SIZES[size])
@@ -117,7 +117,7 @@ def test_ctrl_c_amid_a_read_leaves_nothing_behind(
     expect_works(remote, "x", "y")
 
 
-def test_ctrl_c_amid_a_deletion_leaves_nothing_behind(remote: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_deletion_leaves_nothing(remote: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     remote.write("x", make_numbers(3)).wait(timeout=PATIENCE)
     interrupt_once(monkeypatch, remote)
     expect_interrupted(lambda: remote.delete("x"))
@@ -125,7 +125,7 @@ def test_ctrl_c_amid_a_deletion_leaves_nothing_behind(remote: RemoteStore, monke
 
 
 @pytest.mark.parametrize("kind", ["put", "get"])
-def test_ctrl_c_ends_all_that_it_met_and_nothing_else(
+def test_ctrl_c_fails_only_interrupted_requests(
     remote: RemoteStore, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Requests that wait to travel together are sent by any thread that has made room for them."""
@@ -147,7 +147,7 @@ def test_ctrl_c_ends_all_that_it_met_and_nothing_else(
     expect_works(remote, *keys)
 
 
-def test_many_requests_that_cannot_be_sent_all_fail(remote: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsendable_requests_all_fail(remote: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """They fail one after the other in one thread, which has room for no call of a thousand others."""
     tensor = make_numbers(1 << 18)
 
@@ -173,9 +173,7 @@ def test_many_requests_that_cannot_be_sent_all_fail(remote: RemoteStore, monkeyp
 
 @pytest.mark.parametrize("kind", ["put", "get"])
 @pytest.mark.parametrize("order", [["short", "long"], ["short", "long", "longer"]], ids="-".join)
-def test_requests_that_travel_together_have_each_their_own_deadline(
-    remote: RemoteStore, kind: str, order: list[str]
-) -> None:
+def test_batched_requests_keep_own_deadlines(remote: RemoteStore, kind: str, order: list[str]) -> None:
     """They have the same timeout. The test changes it between the calls instead of waiting."""
     remote.writev({key: make_numbers(3) for key in ("first", *order)}).wait(timeout=PATIENCE)
     times = {"first": 0.0, "short": 1.0, "long": 10.0 * PATIENCE, "longer": 0.0}  # 0: no limit
@@ -205,7 +203,7 @@ def test_requests_that_travel_together_have_each_their_own_deadline(
 # ---- the end of a client
 
 
-def test_a_client_has_gone_when_it_is_closed(worker: rpc_ext.Session, tmp_path: Path) -> None:
+def test_closed_client_has_left_service(worker: rpc_ext.Session, tmp_path: Path) -> None:
     with serve_store(tmp_path / "served", clients=1) as service:
         for i in range(50):
             with RemoteStore(ME) as remote:
@@ -215,7 +213,7 @@ def test_a_client_has_gone_when_it_is_closed(worker: rpc_ext.Session, tmp_path: 
 
 
 @pytest.mark.parametrize("released", ["while it is closed", "after that"])
-def test_a_client_is_closed_while_rpc_has_no_room(
+def test_client_closes_while_rpc_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate, released: str
 ) -> None:
     refused = threading.Event()
@@ -264,7 +262,7 @@ class Holder:
 
 
 @pytest.mark.parametrize("kind", ["alone", "in a cycle"])
-def test_a_client_that_is_dropped_goes_in_the_end(service: StoreService, kind: str) -> None:
+def test_dropped_client_leaves_service(service: StoreService, kind: str) -> None:
     for _ in range(3):
         remote = RemoteStore(ME)
         remote.write("x", make_numbers(3)).wait(timeout=PATIENCE)
@@ -276,9 +274,7 @@ def test_a_client_that_is_dropped_goes_in_the_end(service: StoreService, kind: s
     wait_for(lambda: not len(service.store))
 
 
-def test_client_that_outlives_its_rpc_session_makes_no_call_in_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outdated_client_makes_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[bytes] = []
     end = services.end
 
@@ -301,7 +297,7 @@ def test_client_that_outlives_its_rpc_session_makes_no_call_in_another(
 
 
 @pytest.mark.parametrize("kind", ["destination", "services", "sessions", "session", "timer", "operations"])
-def test_garbage_is_collected_amid_anything(worker: rpc_ext.Session, service: StoreService, kind: str) -> None:
+def test_garbage_collection_causes_no_deadlock(worker: rpc_ext.Session, service: StoreService, kind: str) -> None:
     """A client that is dropped takes no lock that the thread may hold which collects it."""
     other = RemoteStore(ME)
     locks: dict[str, Any] = {
@@ -353,7 +349,7 @@ ANSWERS: dict[str, tuple[bytes, list[torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_every_request_ends_whatever_is_answered(remote: RemoteStore, answer: str) -> None:
+def test_invalid_answers_end_every_request(remote: RemoteStore, answer: str) -> None:
     for size, count in SIZES.items():
         remote.write(f"old {size}", make_numbers(count)).wait(timeout=PATIENCE)
     expect_idle(remote)
@@ -378,7 +374,7 @@ def test_every_request_ends_whatever_is_answered(remote: RemoteStore, answer: st
 # ---- other futures
 
 
-def test_futures_of_several_services_and_clients_are_one(worker: rpc_ext.Session, tmp_path: Path) -> None:
+def test_futures_of_several_services_combine(worker: rpc_ext.Session, tmp_path: Path) -> None:
     with (
         serve_store(tmp_path / "one", name="one"),
         serve_store(tmp_path / "other", name="other"),
@@ -399,7 +395,7 @@ def test_futures_of_several_services_and_clients_are_one(worker: rpc_ext.Session
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_an_offload_begins_with_what_another_future_gives(remote: RemoteStore, size: str) -> None:
+def test_write_continues_another_future(remote: RemoteStore, size: str) -> None:
     tensor = make_numbers(SIZES[size])
     called = rpc_async(ME, torch.neg, (tensor,))
     written = called.then_async(lambda done: remote.write("x", done.value()))

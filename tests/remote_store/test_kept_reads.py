@@ -44,9 +44,7 @@ def fetch(remote: RemoteStore, sequence: int, part: int) -> torch.Tensor:
     return answer.data
 
 
-def test_a_part_is_fetched_once_and_the_tensor_is_dropped_with_the_last(
-    service: StoreService, remote: RemoteStore
-) -> None:
+def test_last_fetched_part_drops_tensor(service: StoreService, remote: RemoteStore) -> None:
     entry = change_of("x")
     answer = send(remote, wire.GET, [entry]).wait(timeout=PATIENCE)
     assert torch.equal(answer.data, LARGE[:PIECE])
@@ -62,7 +60,7 @@ def test_a_part_is_fetched_once_and_the_tensor_is_dropped_with_the_last(
         fetch(remote, entry.sequence, 1)
 
 
-def test_a_read_that_the_client_gave_up_is_dropped(service: StoreService, remote: RemoteStore) -> None:
+def test_abandoned_read_is_dropped(service: StoreService, remote: RemoteStore) -> None:
     entry = change_of("x")
     send(remote, wire.GET, [entry]).wait(timeout=PATIENCE)
     send(remote, wire.ABANDON, [entry]).wait(timeout=PATIENCE)
@@ -70,7 +68,7 @@ def test_a_read_that_the_client_gave_up_is_dropped(service: StoreService, remote
         fetch(remote, entry.sequence, 1)
 
 
-def test_a_tensor_is_dropped_when_the_time_of_its_read_is_over(service: StoreService, remote: RemoteStore) -> None:
+def test_expired_read_is_dropped(service: StoreService, remote: RemoteStore) -> None:
     """A client that timed out thus keeps no old tensor on the disk."""
     remote.write("y", LARGE).wait(timeout=PATIENCE)
     long = change_of("x", expires=time.perf_counter() + 2 * PATIENCE)

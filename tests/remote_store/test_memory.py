@@ -77,7 +77,7 @@ def expect_refused(
 
 @SIZES
 @pytest.mark.parametrize("kind", ["nothing", "a part", "all but a byte", "what is before it"])
-def test_a_tensor_without_its_memory_is_refused_before_anything_is_sent(
+def test_truncated_tensor_is_refused_before_sending(
     remote: RemoteStore, service: StoreService, size: int, kind: str
 ) -> None:
     make_bad = {
@@ -103,7 +103,7 @@ def test_a_tensor_without_its_memory_is_refused_before_anything_is_sent(
     ],
     ids=["expanded", "empty", "of no rows", "of no rows at an offset", "a part", "strided", "permuted", "overlapping"],
 )
-def test_a_storage_has_what_its_elements_need_and_no_more(remote: RemoteStore, tensor: torch.Tensor) -> None:
+def test_minimal_storage_is_accepted(remote: RemoteStore, tensor: torch.Tensor) -> None:
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     last = int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in sizes)
     if tensor.numel():
@@ -115,7 +115,7 @@ def test_a_storage_has_what_its_elements_need_and_no_more(remote: RemoteStore, t
 
 
 @SIZES
-def test_a_fake_tensor_is_refused(remote: RemoteStore, service: StoreService, size: int) -> None:
+def test_fake_tensor_is_refused(remote: RemoteStore, service: StoreService, size: int) -> None:
     def make_fake() -> torch.Tensor:
         with FakeTensorMode():
             return torch.ones(size)
@@ -124,7 +124,7 @@ def test_a_fake_tensor_is_refused(remote: RemoteStore, service: StoreService, si
 
 
 @pytest.mark.parametrize("kind", ["fake", "cut off"])
-def test_a_tensor_that_is_refused_spoils_nothing_that_waits_with_it(tmp_path: Path, kind: str) -> None:
+def test_refused_tensor_spares_waiting_requests(tmp_path: Path, kind: str) -> None:
     if kind == "fake":
         with FakeTensorMode():
             bad = torch.ones(1000)
@@ -154,9 +154,7 @@ def test_a_tensor_that_is_refused_spoils_nothing_that_waits_with_it(tmp_path: Pa
 @SIZES
 @pytest.mark.parametrize("made", [False, True], ids=["made outside", "made inside"])
 @pytest.mark.parametrize("asked", [False, True], ids=["asked outside", "asked inside"])
-def test_tensors_are_filled_in_and_out_of_inference_mode(
-    remote: RemoteStore, size: int, made: bool, asked: bool
-) -> None:
+def test_inference_tensors_can_be_filled(remote: RemoteStore, size: int, made: bool, asked: bool) -> None:
     remote.write("x", make_numbers(size)).wait(timeout=PATIENCE)
     with torch.inference_mode(made):
         outs = [torch.zeros(size) for _ in range(8)]
@@ -173,7 +171,7 @@ def test_tensors_are_filled_in_and_out_of_inference_mode(
 
 
 @SIZES
-def test_what_is_written_in_inference_mode_is_there(remote: RemoteStore, size: int) -> None:
+def test_inference_mode_writes_are_stored(remote: RemoteStore, size: int) -> None:
     with torch.inference_mode():
         writes = [remote.write(f"{i}", make_numbers(size) + i) for i in range(3)]
     writes.append(remote.write("outside", make_numbers(size)))
@@ -186,7 +184,7 @@ def test_what_is_written_in_inference_mode_is_there(remote: RemoteStore, size: i
 
 
 @SIZES
-def test_new_tensors_are_normal_ones_where_they_were_asked_for_outside(remote: RemoteStore, size: int) -> None:
+def test_reads_outside_inference_mode_return_normal_tensors(remote: RemoteStore, size: int) -> None:
     """Also tensors in one request with reads that were started inside of inference mode."""
     filler = torch.zeros(250_000)  # four of it fill a request
     remote.writev({"x": make_numbers(size), "filler": filler}).wait(timeout=PATIENCE)
@@ -215,7 +213,7 @@ def test_new_tensors_are_normal_ones_where_they_were_asked_for_outside(remote: R
 
 
 @SIZES
-def test_a_tensor_that_changes_while_its_write_waits_is_not_written(tmp_path: Path, size: int) -> None:
+def test_tensor_changed_in_waiting_write_is_refused(tmp_path: Path, size: int) -> None:
     tensor, before = make_numbers(size), make_numbers(2 * PIECE // 4)
     with (
         serve_store(tmp_path / "store", name="narrow", memory=2 * PIECE, clients=1) as service,
@@ -238,9 +236,7 @@ def test_a_tensor_that_changes_while_its_write_waits_is_not_written(tmp_path: Pa
 
 
 @SIZES
-def test_a_tensor_that_changes_while_its_bytes_are_sent_is_written_as_it_was_or_not_at_all(
-    remote: RemoteStore, size: int
-) -> None:
+def test_tensor_changed_in_transit_is_never_torn(remote: RemoteStore, size: int) -> None:
     tensor = make_numbers(size)
     remote.write("x", make_numbers(5)).wait(timeout=PATIENCE)
     with Kept("put") as kept:
@@ -255,7 +251,7 @@ def test_a_tensor_that_changes_while_its_bytes_are_sent_is_written_as_it_was_or_
     assert torch.equal(remote.read("x").wait(timeout=PATIENCE), tensor if error is None else make_numbers(5))
 
 
-def test_a_tensor_that_changes_between_its_parts_is_not_written(tmp_path: Path) -> None:
+def test_tensor_changed_between_parts_is_refused(tmp_path: Path) -> None:
     tensor = make_numbers(2 * PIECE // 4 + 10)
     expected = digest(tensor)
     with (

@@ -34,7 +34,7 @@ def plan_of(seed: int, operations: int) -> Plan:
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_clients_that_are_killed_leave_a_store_that_is_right(tmp_path: Path) -> None:
+def test_killed_clients_leave_store_consistent(tmp_path: Path) -> None:
     operations = soak_count(OPERATIONS)
     plan = plan_of(1, operations)
     lost = [len(SERVERS) + client for client in plan.victims]

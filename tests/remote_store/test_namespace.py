@@ -30,9 +30,7 @@ def session(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def test_a_part_that_is_not_written_names_the_key_of_the_client(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_part_names_client_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put = MultipartWrite.put
 
     def put_aborted(write: MultipartWrite, at: int, tensor: torch.Tensor, *, digest: int | None = None) -> Any:
@@ -46,13 +44,13 @@ def test_a_part_that_is_not_written_names_the_key_of_the_client(
 
 
 @pytest.mark.parametrize("wrong", [{"namespace": 7}, {"namespace": b"n"}, {"name": None}, {"timeout": "5"}], ids=str)
-def test_an_argument_of_another_type_is_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_wrong_argument_type_is_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
     with serve_store(tmp_path / "store"), pytest.raises(TypeError, match=rf"{name} is .*{re.escape(repr(value))}"):
         RemoteStore(ME, **wrong)
 
 
-def test_keys_are_listed_in_the_order_of_writing_also_by_the_next_service(tmp_path: Path) -> None:
+def test_next_service_lists_keys_in_order(tmp_path: Path) -> None:
     with serve_store(tmp_path / "store", durable=True), RemoteStore(ME, namespace="n") as remote:
         remote.writev({"a": torch.ones(2), "b": torch.ones(3)}).wait(timeout=PATIENCE)
         remote.write("c", torch.empty(0)).wait(timeout=PATIENCE)
@@ -65,7 +63,7 @@ def test_keys_are_listed_in_the_order_of_writing_also_by_the_next_service(tmp_pa
             remote.stat("x")
 
 
-def test_namespaces_do_not_see_each_other(tmp_path: Path) -> None:
+def test_namespaces_are_isolated(tmp_path: Path) -> None:
     with serve_store(tmp_path / "store") as service:
         mine, other = RemoteStore(ME, namespace="mine"), RemoteStore(ME)
         wait_all([mine.write("x", torch.ones(1)), other.writev({"x": torch.zeros(1), "y": torch.zeros(1)})])
@@ -78,7 +76,7 @@ def test_namespaces_do_not_see_each_other(tmp_path: Path) -> None:
         mine.close()
 
 
-def test_a_store_with_keys_of_another_program_is_refused(tmp_path: Path) -> None:
+def test_store_with_foreign_keys_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="keys of another program, such as 'mine'"):
         names_by_prefix([f"{prefix_of('a namespace', is_private=False)}x", "mine"])
     with DiskStore(tmp_path / "store", durable=True) as store:
@@ -87,7 +85,7 @@ def test_a_store_with_keys_of_another_program_is_refused(tmp_path: Path) -> None
         serve_store(tmp_path / "store", durable=True)
 
 
-def test_private_keys_are_gone_with_the_service(tmp_path: Path) -> None:
+def test_private_keys_end_with_service(tmp_path: Path) -> None:
     with DiskStore(tmp_path / "store", durable=True) as store:  # as a service leaves them that was killed
         store.write(f"{prefix_of('a token', is_private=True)}x", torch.ones(1)).wait(timeout=PATIENCE)
     with serve_store(tmp_path / "store", durable=True) as service:
@@ -95,7 +93,7 @@ def test_private_keys_are_gone_with_the_service(tmp_path: Path) -> None:
         assert len(service.store) == 0
 
 
-def test_writes_that_end_after_a_private_namespace_was_deleted_are_deleted(tmp_path: Path) -> None:
+def test_late_private_writes_are_deleted(tmp_path: Path) -> None:
     with (
         Engine("threads", block_size=1 << 18, _faults={"held": True}) as engine,
         release_at_end(engine),
@@ -111,7 +109,7 @@ def test_writes_that_end_after_a_private_namespace_was_deleted_are_deleted(tmp_p
         wait_for(lambda: len(service.store) == 0 and service.store.statistics().pending == 0)
 
 
-def test_the_quota_counts_the_old_and_the_new_tensor_until_the_write_ends(tmp_path: Path) -> None:
+def test_quota_counts_both_tensors_during_replacement(tmp_path: Path) -> None:
     with (
         serve_store(tmp_path / "store", namespace_capacity=1000),
         RemoteStore(ME, namespace="n") as remote,
@@ -127,7 +125,7 @@ def test_the_quota_counts_the_old_and_the_new_tensor_until_the_write_ends(tmp_pa
         remote.write("y", torch.ones(250)).wait(timeout=PATIENCE)
 
 
-def test_the_tensors_of_an_earlier_service_count(tmp_path: Path) -> None:
+def test_quota_counts_earlier_tensors(tmp_path: Path) -> None:
     with serve_store(tmp_path / "store", durable=True), RemoteStore(ME, namespace="n") as remote:
         remote.write("x", torch.ones(100)).wait(timeout=PATIENCE)
     with (
@@ -138,7 +136,7 @@ def test_the_tensors_of_an_earlier_service_count(tmp_path: Path) -> None:
         assert "400 of 500" in str(error)
 
 
-def test_a_wrong_digest_fails_its_own_tensor_alone(tmp_path: Path) -> None:
+def test_wrong_digest_fails_its_key_alone(tmp_path: Path) -> None:
     with (
         serve_store(tmp_path / "store", namespace_capacity=1000) as service,
         RemoteStore(ME, namespace="n") as remote,
@@ -155,7 +153,7 @@ def test_a_wrong_digest_fails_its_own_tensor_alone(tmp_path: Path) -> None:
         assert "16 of 1000" in str(remote.write("3", torch.ones(250)).exception(timeout=PATIENCE))
 
 
-def test_a_write_that_fails_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_failed_write_changes_nothing(tmp_path: Path) -> None:
     with serve_store(tmp_path / "store", durable=True), RemoteStore(ME, namespace="n") as remote:
         remote.write("x", torch.ones(2)).wait(timeout=PATIENCE)
     with (

@@ -217,7 +217,7 @@ VERBS = pytest.mark.parametrize("verb", ["write", pytest.param("read", marks=in_
 
 
 @VERBS
-def test_a_cable_that_is_cut_amid_writes_and_reads_and_mended(tmp_path: Path, verb: str) -> None:
+def test_operations_continue_after_network_returns(tmp_path: Path, verb: str) -> None:
     with workers_with(Cable, tmp_path / "served") as (cable, workers):
         workers.do("begin")
         workers.begin(f"{verb}_until_it_fails")
@@ -233,7 +233,7 @@ def test_a_cable_that_is_cut_amid_writes_and_reads_and_mended(tmp_path: Path, ve
         workers.do("expect", len(versions), by=workers.server)
 
 
-def test_a_cable_that_is_cut_for_good_leaves_what_was_done(tmp_path: Path) -> None:
+def test_lost_network_keeps_acknowledged_writes(tmp_path: Path) -> None:
     with workers_with(Cable, tmp_path / "served") as (cable, workers):
         workers.do("begin")
         workers.begin("write_until_it_fails")
@@ -255,7 +255,7 @@ def look_again(rank: int, store: str, folder: str, versions: Versions) -> None:
 
 
 @VERBS
-def test_a_line_that_breaks_amid_the_bytes_of_a_piece(tmp_path: Path, verb: str) -> None:
+def test_connection_lost_within_piece_tears_nothing(tmp_path: Path, verb: str) -> None:
     skip_without_tun()
     with workers_with(partial(Relay, rate=64e6), tmp_path / "served") as (relay, workers):
         workers.do("begin")

@@ -32,14 +32,14 @@ def never() -> None:
 # ---- one client
 
 
-def test_an_earlier_change_of_a_key_is_superseded_once_a_later_one_has_arrived(order: _C.RequestOrder) -> None:
+def test_later_change_supersedes_earlier_one(order: _C.RequestOrder) -> None:
     until = time.perf_counter() + 60
     assert order.note_change("a", 2, until)
     assert not order.note_change("a", 1, until)
     assert order.note_change("b", 1, until)
 
 
-def test_an_operation_is_late_after_its_deadline_whatever_the_clocks_say() -> None:
+def test_deadline_ignores_clock_differences() -> None:
     ahead = 5e6  # seconds that the client's clock is ahead
     clients = time.perf_counter() + ahead
     order = _C.RequestOrder(clients - 100, None)  # the request to begin took 100 s
@@ -54,7 +54,7 @@ def test_an_operation_is_late_after_its_deadline_whatever_the_clocks_say() -> No
     assert order.left(clients + 50) == pytest.approx(50, abs=10)
 
 
-def test_an_operation_waits_for_the_one_before_it(order: _C.RequestOrder) -> None:
+def test_operation_waits_for_predecessor(order: _C.RequestOrder) -> None:
     begun: list[int] = []
 
     def begin(number: int) -> Callable[[], None]:
@@ -75,7 +75,7 @@ def test_an_operation_waits_for_the_one_before_it(order: _C.RequestOrder) -> Non
     assert begun == [2, 3, 5]
 
 
-def test_operations_that_arrive_in_any_order_begin_in_theirs() -> None:
+def test_reordered_operations_begin_in_order() -> None:
     numbers = random.Random(1)
     for _ in range(soak_count(200)):
         order = _C.RequestOrder(time.perf_counter(), None)
@@ -100,12 +100,12 @@ def test_operations_that_arrive_in_any_order_begin_in_theirs() -> None:
             assert [o for o in begun if o[2] == key] == [o for o in operations if o[2] == key]
 
 
-def test_an_operation_does_not_wait_for_one_that_is_done_at_the_client(order: _C.RequestOrder) -> None:
+def test_done_predecessor_delays_no_operation(order: _C.RequestOrder) -> None:
     order.note_arrival(time.perf_counter(), 5)
     assert order.arrive("a", 4, never, None)
 
 
-def test_operations_that_wait_begin_when_the_session_ends(order: _C.RequestOrder) -> None:
+def test_session_end_starts_waiting_operations(order: _C.RequestOrder) -> None:
     begun: list[int] = []
     for i in (7, 3):
         assert not order.arrive("a", i, lambda i=i: begun.append(i), None)  # type: ignore[misc]
@@ -115,7 +115,7 @@ def test_operations_that_wait_begin_when_the_session_ends(order: _C.RequestOrder
 
 
 @pytest.mark.parametrize("has_deadline", [True, False])
-def test_operations_are_forgotten_when_no_earlier_one_can_arrive(order: _C.RequestOrder, has_deadline: bool) -> None:
+def test_old_operations_are_forgotten(order: _C.RequestOrder, has_deadline: bool) -> None:
     now = time.perf_counter()
     for i in range(1, 10_000):
         order.note_arrival(now, i)
@@ -127,7 +127,7 @@ def test_operations_are_forgotten_when_no_earlier_one_can_arrive(order: _C.Reque
 # ---- one key
 
 
-def test_changes_of_a_key_have_their_turn_one_by_one(space: _C.Namespace) -> None:
+def test_changes_of_key_run_one_by_one(space: _C.Namespace) -> None:
     begun: list[int] = []
 
     def enter(key: str, is_change: bool, number: int = -1) -> bool:
@@ -149,7 +149,7 @@ def test_changes_of_a_key_have_their_turn_one_by_one(space: _C.Namespace) -> Non
     assert enter("a", True)
 
 
-def test_a_change_waits_until_the_reads_before_it_have_begun(space: _C.Namespace) -> None:
+def test_change_waits_for_earlier_reads(space: _C.Namespace) -> None:
     turns: list[object] = []
 
     def read() -> None:
@@ -162,7 +162,7 @@ def test_a_change_waits_until_the_reads_before_it_have_begun(space: _C.Namespace
     assert turns == [False, "read", "change"]
 
 
-def test_long_chains_of_operations_take_no_stack(order: _C.RequestOrder, space: _C.Namespace) -> None:
+def test_long_operation_chains_use_no_stack(order: _C.RequestOrder, space: _C.Namespace) -> None:
     begun = 0
 
     def begin(number: int) -> None:
@@ -182,7 +182,7 @@ def test_long_chains_of_operations_take_no_stack(order: _C.RequestOrder, space: 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_operation_that_cannot_begin_holds_up_no_other(space: _C.Namespace) -> None:
+def test_failed_start_blocks_no_operation(space: _C.Namespace) -> None:
     begun: list[int] = []
     assert space.enter("a", True, never)
 

@@ -56,7 +56,7 @@ def make_numbers(size: int, seed: int = 0) -> torch.Tensor:
     return torch.arange(size, dtype=torch.float32) + seed
 
 
-def test_many_come_back_in_few_requests(remote: RemoteStore, service: StoreService) -> None:
+def test_many_tensors_take_few_requests(remote: RemoteStore, service: StoreService) -> None:
     tensors = {f"{i}": make_numbers(4000 + i, i) for i in range(500)}
     assert remote.writev(tensors).wait(timeout=PATIENCE) == sum(t.nbytes for t in tensors.values())
     assert all(map(torch.equal, remote.readv(tensors).wait(timeout=PATIENCE), tensors.values()))
@@ -67,13 +67,13 @@ def test_many_come_back_in_few_requests(remote: RemoteStore, service: StoreServi
     assert service.statistics().requests < 60
 
 
-def test_what_does_not_fit_into_one_answer_comes_with_the_next(remote: RemoteStore) -> None:
+def test_large_batches_take_several_answers(remote: RemoteStore) -> None:
     tensors = {f"{i}": make_numbers(PIECE // 4 // 3, i) for i in range(8)}
     remote.writev(tensors).wait(timeout=PATIENCE)
     assert all(map(torch.equal, remote.readv(tensors).wait(timeout=PATIENCE), tensors.values()))
 
 
-def test_a_client_that_reads_while_another_replaces_a_key_gets_the_old_or_the_new_tensor(
+def test_read_during_replacement_sees_old_or_new(
     clients: tuple[RemoteStore, RemoteStore],
 ) -> None:
     remote, another = clients
@@ -104,7 +104,7 @@ def change_before_rest(
 
 @pytest.mark.parametrize("size", [3 * PIECE // 4 + 1000, PIECE // 4 + 1000], ids=["parts", "two parts"])
 @pytest.mark.parametrize("other", [PIECE // 4 + 1000, 500, None], ids=["by parts", "by a small one", "by nothing"])
-def test_a_tensor_that_is_replaced_or_deleted_while_it_is_read_is_read_as_it_was(
+def test_change_during_read_keeps_old_tensor(
     clients: tuple[RemoteStore, RemoteStore], size: int, other: int | None
 ) -> None:
     """Also its later parts, which the client asks for when the key has another tensor."""
@@ -147,7 +147,7 @@ ANSWERS: dict[str, tuple[bytes, list[torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=list(ANSWERS))
-def test_every_read_ends_whatever_is_answered(remote: RemoteStore, answer: tuple[bytes, list[torch.Tensor]]) -> None:
+def test_invalid_answers_end_every_read(remote: RemoteStore, answer: tuple[bytes, list[torch.Tensor]]) -> None:
     def give(_: RequestHandler, __: bytes, ___: list[torch.Tensor], reply: Reply) -> None:
         reply.send(*answer)
 
@@ -176,7 +176,7 @@ def test_errors_name_worker_and_key(remote: RemoteStore) -> None:
         assert any(f"read weights on worker '{ME}'" in note for note in error.__notes__)
 
 
-def test_private_keys_go_with_their_client_and_shared_ones_stay(service: StoreService) -> None:
+def test_only_shared_keys_outlive_client(service: StoreService) -> None:
     with RemoteStore(ME) as one, RemoteStore(ME) as other, RemoteStore(ME, namespace="shared") as shared:
         one.write("x", make_numbers(1, 1)).wait(timeout=PATIENCE)
         shared.write("x", make_numbers(1, 2)).wait(timeout=PATIENCE)
@@ -189,7 +189,7 @@ def test_private_keys_go_with_their_client_and_shared_ones_stay(service: StoreSe
             service.store.flush().wait(timeout=PATIENCE)
 
 
-def test_a_durable_service_has_its_keys_again(tmp_path: Path) -> None:
+def test_durable_service_restores_keys(tmp_path: Path) -> None:
     large = make_numbers(PIECE // 4 + 7)
     with serve_store(tmp_path, durable=True), RemoteStore(ME, namespace="states") as remote:
         assert remote.durable
@@ -202,7 +202,7 @@ def test_a_durable_service_has_its_keys_again(tmp_path: Path) -> None:
         assert len(service.store) == 2
 
 
-def test_the_quota_of_a_namespace_is_kept(tmp_path: Path) -> None:
+def test_namespace_keeps_within_quota(tmp_path: Path) -> None:
     with serve_store(tmp_path, namespace_capacity=1000), RemoteStore(ME) as remote:
         both = remote.write("a", make_numbers(200)), remote.write("b", make_numbers(100))
         errors = [future.exception(timeout=PATIENCE) for future in both]
@@ -214,7 +214,7 @@ def test_the_quota_of_a_namespace_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["x", "k" * LONGEST_KEY])
 @pytest.mark.parametrize("nbytes", [12 << 20, 50 << 20], ids=["whole", "in parts"])
-def test_a_full_store_names_the_tensor_and_its_size(tmp_path: Path, key: str, nbytes: int) -> None:
+def test_full_store_error_names_tensor_and_size(tmp_path: Path, key: str, nbytes: int) -> None:
     """The store behind the service has other names for its keys, and none of the parts alone is too large."""
     with serve_store(tmp_path / "full", name="full", capacity=10 << 20), RemoteStore(ME, name="full") as remote:
         error = remote.write(key, torch.zeros(nbytes, dtype=torch.uint8)).exception(timeout=PATIENCE)
@@ -225,7 +225,7 @@ def test_a_full_store_names_the_tensor_and_its_size(tmp_path: Path, key: str, nb
             assert error.__notes__ == [f"write {key} on worker 'me'", f"in CUDAFuture 'write {key}'"]
 
 
-def test_a_key_has_1_to_1000_bytes(remote: RemoteStore) -> None:
+def test_key_has_1_to_1000_bytes(remote: RemoteStore) -> None:
     longest = "\u00e4" * (LONGEST_KEY // 2)
     remote.write(longest, make_numbers(3)).wait(timeout=PATIENCE)
     assert remote.keys() == [longest]
@@ -244,12 +244,12 @@ def test_a_key_has_1_to_1000_bytes(remote: RemoteStore) -> None:
     assert remote.keys() == []
 
 
-def test_a_service_takes_so_many_clients(tmp_path: Path) -> None:
+def test_service_limits_clients(tmp_path: Path) -> None:
     with serve_store(tmp_path, clients=1), RemoteStore(ME), pytest.raises(BlockingIOError, match="1 clients"):
         RemoteStore(ME)
 
 
-def test_arguments(service: StoreService, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(service: StoreService, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="already"):
         serve_store(tmp_path / "another")
     for wrong in ({"clients": 0}, {"memory": PIECE}, {"name": ""}):
@@ -261,7 +261,7 @@ def test_arguments(service: StoreService, tmp_path: Path) -> None:
         remote.write("x", make_numbers(3)).wait(timeout=PATIENCE)
 
 
-def test_what_has_begun_cannot_be_cancelled_and_flush_and_close_wait_for_it(service: StoreService) -> None:
+def test_started_operation_cannot_be_cancelled(service: StoreService) -> None:
     with RemoteStore(ME, namespace="shared") as remote:
         write = remote.write("x", make_numbers(PIECE))
         assert not write.cancel()
@@ -276,7 +276,7 @@ def test_what_has_begun_cannot_be_cancelled_and_flush_and_close_wait_for_it(serv
         assert remote.keys() == ["x", "y"]
 
 
-def test_a_write_that_fails_releases_its_memory(service: StoreService, remote: RemoteStore) -> None:
+def test_failed_write_releases_memory(service: StoreService, remote: RemoteStore) -> None:
     remote._window.token = bytes(TOKEN)
     write = remote.write("x", make_numbers(PIECE))
     assert write.released is not None
@@ -284,7 +284,7 @@ def test_a_write_that_fails_releases_its_memory(service: StoreService, remote: R
     assert isinstance(write.exception(timeout=PATIENCE), AuthenticationError)
 
 
-def test_the_time_that_an_operation_waits_for_room_counts(tmp_path: Path) -> None:
+def test_waiting_for_room_counts_toward_timeout(tmp_path: Path) -> None:
     engine = Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
     with serve_store(tmp_path / "slow", name="slow", engine=engine, memory=2 * PIECE, clients=1):
         try:
@@ -303,7 +303,7 @@ def test_the_time_that_an_operation_waits_for_room_counts(tmp_path: Path) -> Non
             engine._native.release_held()
 
 
-def test_a_client_that_does_not_count_what_it_asks_for_is_refused(tmp_path: Path) -> None:
+def test_client_beyond_window_is_refused(tmp_path: Path) -> None:
     engine = Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
     with serve_store(tmp_path / "slow", name="slow", engine=engine, memory=2 * PIECE, clients=1) as service:
         try:
@@ -321,7 +321,7 @@ def test_a_client_that_does_not_count_what_it_asks_for_is_refused(tmp_path: Path
             engine._native.release_held()
 
 
-def test_a_client_says_what_it_has_done(remote: RemoteStore) -> None:
+def test_client_statistics_count_operations(remote: RemoteStore) -> None:
     none = remote.statistics()
     assert (none.pending, none.operations, none.failed, none.in_flight, none.waiting) == (0, 0, 0, 0, 0)
     assert none.window == (1 << 30) // 16
@@ -336,7 +336,7 @@ def test_a_client_says_what_it_has_done(remote: RemoteStore) -> None:
     assert 0 < some.latency_p50 <= some.latency_p99
 
 
-def test_errors_of_one_request_are_each_ones_own(remote: RemoteStore) -> None:
+def test_each_operation_has_own_error(remote: RemoteStore) -> None:
     remote._window.token = bytes(TOKEN)
     errors = [write.exception(timeout=PATIENCE) for write in [remote.write(f"{i}", make_numbers(1)) for i in range(50)]]
     assert all(isinstance(error, AuthenticationError) for error in errors)
@@ -345,7 +345,7 @@ def test_errors_of_one_request_are_each_ones_own(remote: RemoteStore) -> None:
         assert notes == [f"write {i} on worker '{ME}'"]
 
 
-def test_what_is_in_flight_keeps_within_the_window(tmp_path: Path) -> None:
+def test_window_bounds_bytes_in_flight(tmp_path: Path) -> None:
     with serve_store(tmp_path, memory=4 * PIECE, clients=2) as service, RemoteStore(ME) as remote:
         wait_all([remote.write(f"{i}", make_numbers(PIECE // 4)) for i in range(8)], timeout=PATIENCE)
         wait_all([remote.read(f"{i}") for i in range(8)], timeout=PATIENCE)
@@ -461,7 +461,7 @@ def make_hostile(numbers: random.Random, token: bytes, other: bytes, kept: int) 
     return request(*numbers.choice(wrong_entries))
 
 
-def test_hostile_requests_are_refused_and_change_nothing(service: StoreService, tmp_path: Path) -> None:
+def test_hostile_requests_change_nothing(service: StoreService, tmp_path: Path) -> None:
     numbers = random.Random(1)
     large = make_numbers(PIECE // 2)
     with RemoteStore(ME, namespace="mine") as mine, RemoteStore(ME, namespace="other") as other:
@@ -495,7 +495,7 @@ def test_hostile_requests_are_refused_and_change_nothing(service: StoreService, 
         assert "x" in mine
 
 
-def test_keys_are_found_and_files_trimmed_for_clients_only(remote: RemoteStore, service: StoreService) -> None:
+def test_only_clients_find_keys_and_trim(remote: RemoteStore, service: StoreService) -> None:
     token = remote._token
     refused = service.statistics().refused
     for stranger in (b"x" * len(token), b"", None):
@@ -510,7 +510,7 @@ def test_keys_are_found_and_files_trimmed_for_clients_only(remote: RemoteStore, 
     assert rpc_sync(ME, services.find, ("store", token, ["x"])) == [None]
 
 
-def test_bytes_that_were_changed_on_the_way_are_refused(remote: RemoteStore, service: StoreService) -> None:
+def test_corrupted_bytes_are_refused(remote: RemoteStore, service: StoreService) -> None:
     entry, data = put_of("x", torch.zeros(64, dtype=torch.uint8))
     answer = send(remote, wire.PUT, [entry], data + 1).wait(timeout=PATIENCE)
     with pytest.raises(ChecksumError, match=r"key 'x': the 64 bytes .* are not those that were sent"):

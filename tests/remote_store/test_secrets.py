@@ -146,7 +146,7 @@ def be_client(told: dict[str, Any], folder: str) -> Any:
 
 
 @pytest.mark.world(3)
-def test_requests_of_a_stranger_are_refused_though_it_knows_the_session(world: World, tmp_path: Path) -> None:
+def test_stranger_with_session_token_is_refused(world: World, tmp_path: Path) -> None:
     """Requests are unsigned, signed with another secret, or signed with the session's key on another connection."""
 
     def attack(addresses: dict[str, bytes], key: bytes, token: bytes) -> int:
@@ -184,7 +184,7 @@ def expect_refusal(call: Callable[[], Any], what: str) -> None:
 
 
 @pytest.mark.world(2)
-def test_requests_that_are_changed_or_exchanged_on_their_way_do_nothing(world: World, tmp_path: Path) -> None:
+def test_changed_or_exchanged_requests_do_nothing(world: World, tmp_path: Path) -> None:
     def run() -> Any:
         rank, seen = dist.get_rank(), dict[str, Any]()
         if rank == 1:
@@ -227,9 +227,7 @@ def test_requests_that_are_changed_or_exchanged_on_their_way_do_nothing(world: W
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("other", ["a secret that somebody else knows", None])
-def test_a_worker_with_another_secret_or_none_does_not_come_to_the_service(
-    world: World, tmp_path: Path, other: str | None
-) -> None:
+def test_worker_with_wrong_secret_is_refused(world: World, tmp_path: Path, other: str | None) -> None:
     def run() -> str:
         rank = dist.get_rank()
         os.environ["TP_SOCKET_IFNAME"] = "lo"

@@ -117,7 +117,7 @@ def expect_unused_quota(remote: RemoteStore) -> None:
 # ---- tokens
 
 
-def test_tokens_that_are_over_or_guessed_are_refused_and_counted(service: StoreService) -> None:
+def test_ended_or_guessed_tokens_are_refused(service: StoreService) -> None:
     small, small_data = put_of("small a", torch.zeros(100, dtype=torch.uint8))
     part, part_data = put_of("large a", LARGE)
     messages: list[tuple[int, Any, torch.Tensor | None]] = [
@@ -161,7 +161,7 @@ def test_tokens_that_are_over_or_guessed_are_refused_and_counted(service: StoreS
 # ---- keys
 
 
-def test_a_client_reaches_no_key_of_another_namespace(service: StoreService) -> None:
+def test_client_reaches_no_foreign_key(service: StoreService) -> None:
     tensors = {key: content_of(key, 1) for key in ("small a", "large a", LONG)}
     with (
         RemoteStore(ME, namespace="kept") as shared,
@@ -196,7 +196,7 @@ def test_a_client_reaches_no_key_of_another_namespace(service: StoreService) -> 
         assert everything_of(service) == before
 
 
-def test_a_client_reaches_no_upload_and_no_kept_read_of_another(service: StoreService) -> None:
+def test_client_reaches_no_foreign_upload_or_read(service: StoreService) -> None:
     """All clients count their operations from 1, so the numbers of others are no secret."""
     content = content_of("large a", 1)
     with (
@@ -230,7 +230,7 @@ def test_a_client_reaches_no_upload_and_no_kept_read_of_another(service: StoreSe
 # ---- uploads
 
 
-def test_parts_of_a_tensor_that_is_there_are_not_written_over(service: StoreService) -> None:
+def test_stored_parts_cannot_be_replaced(service: StoreService) -> None:
     """Neither the client that wrote the tensor nor another one of its namespace can replace its parts."""
     content = torch.full_like(LARGE, 7)
     with RemoteStore(ME, namespace="kept") as one, RemoteStore(ME, namespace="kept") as other:
@@ -244,7 +244,7 @@ def test_parts_of_a_tensor_that_is_there_are_not_written_over(service: StoreServ
                 assert torch.equal(one.read("large a").wait(timeout=PATIENCE), content)
 
 
-def test_parts_of_two_clients_are_not_put_together(service: StoreService) -> None:
+def test_parts_of_two_clients_stay_apart(service: StoreService) -> None:
     content = torch.full_like(LARGE, 7)
     with RemoteStore(ME, namespace="kept") as one, RemoteStore(ME, namespace="kept") as other:
         one.write("large a", content).wait(timeout=PATIENCE)
@@ -257,7 +257,7 @@ def test_parts_of_two_clients_are_not_put_together(service: StoreService) -> Non
         expect_names(service, 1)
 
 
-def test_a_part_that_comes_after_its_tensor_was_abandoned_leaves_nothing(service: StoreService) -> None:
+def test_late_part_of_abandoned_tensor_leaves_nothing(service: StoreService) -> None:
     """As when the requests of a client arrive after its timeout."""
     with RemoteStore(ME, namespace="kept") as remote:
         assert put_part(remote, 0) is None
@@ -273,7 +273,7 @@ def test_a_part_that_comes_after_its_tensor_was_abandoned_leaves_nothing(service
         expect_unused_quota(remote)
 
 
-def test_an_upload_whose_client_sends_no_more_frees_its_quota_at_its_deadline(service: StoreService) -> None:
+def test_silent_upload_frees_quota_at_deadline(service: StoreService) -> None:
     """As when the message that abandons it is lost."""
     with RemoteStore(ME, namespace="kept") as remote:
         for i, seconds in enumerate((0.2, 2.0, 20.0)):  # a busy machine may deliver the request after the shorter ones
@@ -292,7 +292,7 @@ def test_an_upload_whose_client_sends_no_more_frees_its_quota_at_its_deadline(se
 # ---- what a service keeps and looks through
 
 
-def test_namespaces_without_tensors_are_forgotten(service: StoreService) -> None:
+def test_empty_namespaces_are_forgotten(service: StoreService) -> None:
     with RemoteStore(ME, namespace="kept") as remote:
         remote.write("empty", torch.empty(0)).wait(timeout=PATIENCE)
     for i in range(300):
@@ -312,7 +312,7 @@ def end_session(token: bytes) -> None:
     rpc_sync(ME, services.end, ("store", token), timeout=PATIENCE)
 
 
-def test_a_client_makes_the_service_look_through_its_own_keys_only(service: StoreService) -> None:
+def test_service_scans_only_own_keys(service: StoreService) -> None:
     keys = ["b", "large", LONG, "a"]
     with RemoteStore(ME) as remote, mock.patch.object(DiskStore, "keys", side_effect=AssertionError):
         remote.writev({key: content_of("large a" if key == "large" else "small a", 1) for key in keys}).wait()
@@ -328,7 +328,7 @@ def test_a_client_makes_the_service_look_through_its_own_keys_only(service: Stor
 
 
 @pytest.mark.parametrize("bad", ["the only one", "the one in the middle"])
-def test_what_cannot_be_read_is_not_sent(service: StoreService, tmp_path: Path, bad: str) -> None:
+def test_unreadable_tensor_is_not_sent(service: StoreService, tmp_path: Path, bad: str) -> None:
     """The service sends neither the bytes nor zeros in their place."""
     keys = ["bad"] if bad == "the only one" else ["a", "bad", "b"]
     tensors = {key: torch.full((1 << 20 if key == "bad" else 1001,), i + 0.1) for i, key in enumerate(keys)}
@@ -353,7 +353,7 @@ def test_what_cannot_be_read_is_not_sent(service: StoreService, tmp_path: Path, 
     [("small a", wire.GET), ("meg", wire.GET), ("large a", wire.GET), ("large a", wire.FETCH)],
     ids=["small", "meg", "first part", "last part"],
 )
-def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: StoreService, key: str, verb: int) -> None:
+def test_corrupted_reply_returns_no_tensor(service: StoreService, key: str, verb: int) -> None:
     content = content_of(key, 1)
 
     def change(message: _C.StoreMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
@@ -369,7 +369,7 @@ def test_bytes_that_were_changed_on_their_way_back_are_no_tensor(service: StoreS
 
 @pytest.mark.parametrize("checksum", [True, False], ids=["kept", "not kept"])
 @pytest.mark.parametrize("needs_digest", [True, False], ids=["needed", "not needed"])
-def test_the_service_hashes_what_needs_a_digest(tmp_path: Path, checksum: bool, needs_digest: bool) -> None:
+def test_service_hashes_only_when_needed(tmp_path: Path, checksum: bool, needs_digest: bool) -> None:
     """It sends no digest of bytes that the client can verify by that of the store."""
     content, served = content_of("large a", 1), tmp_path / "served"
     with serve_store(served, durable=True), RemoteStore(ME, namespace="kept") as remote:
@@ -392,9 +392,7 @@ def test_the_service_hashes_what_needs_a_digest(tmp_path: Path, checksum: bool, 
     [("small a", wire.GET), ("meg", wire.GET), ("large a", wire.GET), ("large a", wire.FETCH)],
     ids=["small", "meg", "first part", "last part"],
 )
-def test_bytes_that_were_changed_once_on_their_way_back_are_read_again(
-    service: StoreService, key: str, verb: int
-) -> None:
+def test_corrupted_reply_is_read_again(service: StoreService, key: str, verb: int) -> None:
     content = content_of(key, 1)
     with RemoteStore(ME) as remote:
         remote.write(key, content).wait(timeout=PATIENCE)
@@ -432,7 +430,7 @@ assert refused and all(isinstance(error, InvalidStateError) for error in refused
 """
 
 
-def test_a_client_of_a_session_that_has_ended_does_not_block_the_next_session(tmp_path: Path) -> None:
+def test_client_of_ended_session_blocks_no_next(tmp_path: Path) -> None:
     """The ended session's agent joins its threads, which take the GIL, when its last user drops it."""
     done = run_script(ENDED, str(tmp_path), patience=2 * PATIENCE)
     assert done.returncode == 0, done.stderr
@@ -441,7 +439,7 @@ def test_a_client_of_a_session_that_has_ended_does_not_block_the_next_session(tm
 # ---- requests that come late, twice, or in another order
 
 
-def test_a_session_that_is_begun_twice_is_one(service: StoreService) -> None:
+def test_session_begun_twice_is_one(service: StoreService) -> None:
     """The answer to the first request was lost, so the client asks again."""
     token = secrets.token_bytes(TOKEN)
     terms = [begin_session(token) for _ in range(2)]
@@ -451,7 +449,7 @@ def test_a_session_that_is_begun_twice_is_one(service: StoreService) -> None:
     assert service.statistics().clients == 0
 
 
-def test_a_session_that_was_ended_before_it_is_begun_takes_no_place(service: StoreService) -> None:
+def test_session_ended_before_begin_takes_no_place(service: StoreService) -> None:
     token = secrets.token_bytes(TOKEN)
     end_session(token)
     with pytest.raises(InvalidStateError, match="has ended before: the client has ended it"):
@@ -459,7 +457,7 @@ def test_a_session_that_was_ended_before_it_is_begun_takes_no_place(service: Sto
     assert service.statistics().clients == 0
 
 
-def test_sessions_whose_begin_has_timed_out_are_given_back(tmp_path: Path) -> None:
+def test_timed_out_session_begin_frees_place(tmp_path: Path) -> None:
     with serve_store(tmp_path / "served", clients=2) as service, Lost("begin") as begins:
         for _ in range(3):
             with pytest.raises(TimeoutError):
@@ -471,7 +469,7 @@ def test_sessions_whose_begin_has_timed_out_are_given_back(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("change", ["write", "large write", "delete"])
-def test_a_change_that_comes_after_a_later_one_is_dropped(service: StoreService, change: str) -> None:
+def test_superseded_change_is_dropped(service: StoreService, change: str) -> None:
     key, kept = "x", torch.arange(5)
     with RemoteStore(ME, namespace="kept") as remote:
         remote.write("y", kept).wait(timeout=PATIENCE)  # the number of this one is used below
@@ -491,7 +489,7 @@ def test_a_change_that_comes_after_a_later_one_is_dropped(service: StoreService,
         assert (now.bytes, now.keys, now.writes) == (used.bytes, used.keys, used.writes)
 
 
-def test_requests_after_their_deadline_cost_the_disk_nothing(service: StoreService) -> None:
+def test_expired_requests_reach_no_disk(service: StoreService) -> None:
     with RemoteStore(ME, namespace="kept") as remote:
         remote.write("x", torch.zeros(8)).wait(timeout=PATIENCE)
         before = service.store.statistics()
@@ -512,7 +510,7 @@ def test_requests_after_their_deadline_cost_the_disk_nothing(service: StoreServi
         assert (now.reads, now.writes, now.keys) == (before.reads, before.writes, before.keys)
 
 
-def test_each_change_of_a_request_has_its_own_deadline(service: StoreService) -> None:
+def test_each_change_has_own_deadline(service: StoreService) -> None:
     """Small writes travel together, and the request lives as long as the last of them."""
     data = torch.arange(72, dtype=torch.uint8)  # each begins at a line of 64 bytes
 
@@ -539,7 +537,7 @@ def test_each_change_of_a_request_has_its_own_deadline(service: StoreService) ->
         assert service.statistics().refused == 2
 
 
-def test_a_request_that_waited_for_room_keeps_its_own_deadline(service: StoreService) -> None:
+def test_waiting_request_keeps_own_deadline(service: StoreService) -> None:
     """Two writes in one request, started at different times."""
     sent: dict[str, float] = {}
     handle = RequestHandler.handle
@@ -574,7 +572,7 @@ def close_kept() -> int:
 
 
 @pytest.mark.slow
-def test_a_client_that_is_closed_by_the_only_thread_ends_its_session_all_the_same(tmp_path: Path) -> None:
+def test_only_thread_can_close_client(tmp_path: Path) -> None:
     """The thread cannot receive an answer meanwhile, so the client ends its session later."""
     assert run_ranks(2, end_from_the_only_thread, str(tmp_path / "store"), str(tmp_path / "served")) == [0, 0]
 

@@ -29,9 +29,7 @@ BRIEF = 0.1  # seconds that an operation has which is to time out
 @pytest.mark.world(2)
 @pytest.mark.parametrize("second", ["the same client", "another client"])
 @pytest.mark.parametrize("first", ["write", "write of parts", "delete"])
-def test_a_change_that_has_timed_out_does_not_undo_a_later_one(
-    world: World, tmp_path: Path, first: str, second: str
-) -> None:
+def test_timed_out_change_undoes_no_later_one(world: World, tmp_path: Path, first: str, second: str) -> None:
     """The server is stopped while the first change is on its way, and runs again when that has timed out.
 
     The service knows that by the order of one client's requests, and by their deadlines.
@@ -77,7 +75,7 @@ def test_a_change_that_has_timed_out_does_not_undo_a_later_one(
 
 
 @pytest.mark.world(2)
-def test_a_callback_that_blocks_in_the_server_stalls_no_client(world: World, tmp_path: Path) -> None:
+def test_blocked_server_callback_stalls_no_client(world: World, tmp_path: Path) -> None:
     """The program of the server holds up the callback thread. The service has a thread of its own."""
     sizes = {"small": 10, "parts": 5_000_000, "k" * LONGEST_KEY: 10}
 

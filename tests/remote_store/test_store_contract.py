@@ -60,7 +60,7 @@ def failure(future: CUDAFuture[Any]) -> BaseException:
 SIZES = [0, 1, 7, 1023, 1024, 1025, 16384, 32767, 32768, 65536, LARGE + 1]  # float32s
 
 
-def test_tensors_of_every_size_come_back(any_store: Store) -> None:
+def test_tensors_of_every_size_round_trip(any_store: Store) -> None:
     store = any_store
     for size in SIZES:
         tensor = numbered(size, size)
@@ -72,7 +72,7 @@ def test_tensors_of_every_size_come_back(any_store: Store) -> None:
         assert store.stat("tensor") == Entry("tensor", torch.float32, torch.Size([size]), 4 * size)
 
 
-def test_tensors_of_16_mib_and_more_come_back(store: Store) -> None:
+def test_tensors_above_16_mib_round_trip(store: Store) -> None:
     for size in (FLOATS, 2 * FLOATS + 1):
         tensor = numbered(size, size)
         put(store, "tensor", tensor)
@@ -83,7 +83,7 @@ def test_tensors_of_16_mib_and_more_come_back(store: Store) -> None:
         assert store.stat("tensor") == Entry("tensor", torch.float32, torch.Size([size]), 4 * size)
 
 
-def test_many_tensors_of_all_sizes_come_back_in_any_order(any_store: Store) -> None:
+def test_many_tensors_round_trip_in_any_order(any_store: Store) -> None:
     store = any_store
     sizes = [1, 15, 16, 17, 1000, 1024, 5000, 20000, 32768, 40000, 100000, 0] * 8
     tensors = {f"tensor {i}": numbered(size, i) for i, size in enumerate(sizes)}
@@ -144,7 +144,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def test_views_are_stored_by_their_elements(any_store: Store) -> None:
+def test_views_are_stored_by_element(any_store: Store) -> None:
     store = any_store
     for (name, view), rows in itertools.product(VIEWS.items(), [16, 600]):
         tensor = view(numbered(rows * 300).reshape(rows, 300))
@@ -155,7 +155,7 @@ def test_views_are_stored_by_their_elements(any_store: Store) -> None:
         assert same(out, tensor), name
 
 
-def test_tensors_above_16_mib_are_read_into_and_written_from_strided_tensors(store: Store) -> None:
+def test_strided_tensors_above_16_mib_round_trip(store: Store) -> None:
     tensor = numbered(FLOATS + 8).reshape(8, -1).t()
     put(store, "tensor", tensor)
     out = torch.zeros(8, tensor.shape[0]).t()
@@ -163,7 +163,7 @@ def test_tensors_above_16_mib_are_read_into_and_written_from_strided_tensors(sto
     assert same(out, tensor)
 
 
-def test_a_key_is_replaced_by_tensors_of_other_sizes(store: Store) -> None:
+def test_replacement_may_change_size(store: Store) -> None:
     for size in (SMALL, LARGE, 0, LARGE + 5, SMALL, FLOATS + 5, 1):
         tensor = numbered(size, size)
         put(store, "tensor", tensor)
@@ -179,14 +179,14 @@ def test_calls_without_keys_do_nothing(store: Store) -> None:
     assert store.keys() == []
 
 
-def test_a_key_given_twice_is_read_twice(store: Store) -> None:
+def test_key_given_twice_is_read_twice(store: Store) -> None:
     tensors = {f"{i}": numbered(1000 + i, i) for i in range(6)}
     store.writev(tensors).wait(timeout=PATIENCE)
     got = store.readv([*tensors, *tensors]).wait(timeout=PATIENCE)
     assert all(map(same, got, [*tensors.values()] * 2))
 
 
-def test_futures_have_the_priority_of_the_call(store: Store) -> None:
+def test_futures_have_priority_of_call(store: Store) -> None:
     keys = [f"{i}" for i in range(4)]
     for priority in (0, -1, -5):
         asked: list[CUDAFuture[Any]] = [
@@ -200,7 +200,7 @@ def test_futures_have_the_priority_of_the_call(store: Store) -> None:
     assert same(get(store, "0"), numbered(3))
 
 
-def test_futures_name_the_operation_and_the_key(store: Store) -> None:
+def test_futures_name_operation_and_key(store: Store) -> None:
     keys = [f"{i}" for i in range(4)]
     put(store, "key", numbered(1))
     store.writev({key: numbered(3) for key in keys}).wait(timeout=PATIENCE)
@@ -214,7 +214,7 @@ def test_futures_name_the_operation_and_the_key(store: Store) -> None:
 # ---- the memory of tensors
 
 
-def test_a_tensor_may_change_when_its_write_has_released_it(store: Store) -> None:
+def test_released_tensor_may_change(store: Store) -> None:
     for size in (0, 3, LARGE, FLOATS + 1):
         tensor = numbered(size)
         write = store.write("tensor", tensor)
@@ -226,7 +226,7 @@ def test_a_tensor_may_change_when_its_write_has_released_it(store: Store) -> Non
         assert store.read("tensor").released is None
 
 
-def test_all_tensors_of_one_call_are_released_together(store: Store) -> None:
+def test_tensors_of_call_are_released_together(store: Store) -> None:
     tensors = {f"{i}": numbered(size, i) for i, size in enumerate([0, 10, 1000, LARGE, FLOATS + 3])}
     write = store.writev(tensors)
     assert write.released is not None
@@ -238,7 +238,7 @@ def test_all_tensors_of_one_call_are_released_together(store: Store) -> None:
     assert all(map(same, store.readv(expected).wait(timeout=PATIENCE), expected.values()))
 
 
-def test_tensors_are_read_into_tensors_made_in_inference_mode(store: Store) -> None:
+def test_reads_fill_inference_tensors(store: Store) -> None:
     put(store, "tensor", numbered(SMALL))
     with torch.inference_mode():
         out = torch.zeros(SMALL)
@@ -249,7 +249,7 @@ def test_tensors_are_read_into_tensors_made_in_inference_mode(store: Store) -> N
 # ---- digests and outcomes
 
 
-def test_a_write_with_the_right_digest_succeeds_and_one_with_a_wrong_digest_changes_nothing(any_store: Store) -> None:
+def test_write_verifies_digest(any_store: Store) -> None:
     store = any_store
     sizes = [0, 1, 1000, LARGE, FLOATS + 1, SMALL, 0, LARGE + 1, 5, 70_000]
     tensors = {f"{i}": numbered(size, i) for i, size in enumerate(sizes)}
@@ -270,7 +270,7 @@ def test_a_write_with_the_right_digest_succeeds_and_one_with_a_wrong_digest_chan
         assert same(get(store, key), tensor if key in wrong else others[key]), key
 
 
-def test_a_wrong_digest_is_a_checksum_error_that_names_the_key(store: Store) -> None:
+def test_wrong_digest_error_names_key(store: Store) -> None:
     for size in (0, 1, (1 << 14) - 1, 1 << 14, (1 << 14) + 1, LARGE, FLOATS + 1):
         put(store, "old", numbered(size))
         for key in ("old", "new"):
@@ -293,7 +293,7 @@ def test_reads_return_digests(any_store: Store) -> None:
         assert found.tolist() == [digest(tensor) for tensor in got] == [digest(tensors[key]) for key in keys]
 
 
-def test_digests_are_of_the_elements_in_order_whatever_the_strides(store: Store) -> None:
+def test_digests_ignore_strides(store: Store) -> None:
     tensor = numbered(6000).reshape(60, 100).t()
     store.writev({"tensor": tensor}, digests={"tensor": digest(tensor)}).wait(timeout=PATIENCE)
     found, out = torch.zeros(1, dtype=torch.uint64), torch.zeros(60, 100).t()
@@ -301,7 +301,7 @@ def test_digests_are_of_the_elements_in_order_whatever_the_strides(store: Store)
     assert found.tolist() == [digest(tensor)] == [digest(out)]
 
 
-def test_outcomes_are_false_for_tensors_that_were_not_written(store: Store) -> None:
+def test_outcomes_mark_unwritten_tensors(store: Store) -> None:
     tensors = {f"{i}": numbered(size, i) for i, size in enumerate([0, 5, SMALL, LARGE, 3, FLOATS + 1])}
     written = torch.ones(6, dtype=torch.bool)
     failed = store.writev(tensors, digests=dict.fromkeys(["0", "3", "5"], 7), written=written)
@@ -312,7 +312,7 @@ def test_outcomes_are_false_for_tensors_that_were_not_written(store: Store) -> N
     assert written.all()
 
 
-def test_outcomes_and_digests_go_into_inference_tensors(store: Store) -> None:
+def test_outcomes_and_digests_fill_inference_tensors(store: Store) -> None:
     tensors = {f"{i}": numbered(100 * i + 1, i) for i in range(6)} | {"large": numbered(LARGE)}
     with torch.inference_mode():
         written = torch.zeros(len(tensors), dtype=torch.bool)
@@ -323,7 +323,7 @@ def test_outcomes_and_digests_go_into_inference_tensors(store: Store) -> None:
     assert found.tolist() == [digest(tensor) for tensor in tensors.values()]
 
 
-def test_a_digest_that_is_no_unsigned_64_bit_number_is_refused(store: Store) -> None:
+def test_invalid_digest_is_refused(store: Store) -> None:
     tensors = {"a": numbered(3), "b": numbered(4)}
     wrong: Any
     for wrong in (None, -1, 1 << 64, 1.5, "7"):
@@ -332,7 +332,7 @@ def test_a_digest_that_is_no_unsigned_64_bit_number_is_refused(store: Store) -> 
     assert store.keys() == []
 
 
-def test_digests_of_keys_that_are_not_written_are_refused(store: Store) -> None:
+def test_digests_of_unwritten_keys_are_refused(store: Store) -> None:
     with pytest.raises(ValueError, match="not written: 'X', 'y'"):
         store.writev({"x": numbered(3)}, digests={"X": 7, "y": 8, "x": 9})
     assert store.keys() == []
@@ -349,7 +349,7 @@ PLACES: dict[str, Callable[[torch.dtype], Any]] = {
 }
 
 
-def test_tensors_for_outcomes_and_digests_have_one_element_for_each_key(store: Store) -> None:
+def test_outcome_tensors_need_one_element_per_key(store: Store) -> None:
     tensors = {"x": numbered(3), "y": numbered(4)}
     for place in PLACES.values():
         with pytest.raises((TypeError, ValueError), match=r"tensor"):
@@ -361,7 +361,7 @@ def test_tensors_for_outcomes_and_digests_have_one_element_for_each_key(store: S
             store.readv(["x", "y"], digests=place(torch.uint64))
 
 
-def test_reading_a_missing_key_returns_no_digest(store: Store) -> None:
+def test_missing_key_returns_no_digest(store: Store) -> None:
     found = torch.zeros(1, dtype=torch.uint64)
     assert isinstance(failure(store.readv(["missing"], digests=found)), NotFoundError)
     assert found.tolist() == [0]
@@ -372,7 +372,7 @@ def test_reading_a_missing_key_returns_no_digest(store: Store) -> None:
 NAMES = ["k", "a/../b", "../../x", "/etc/passwd", "key with spaces", "クダ", "\n", "x" * 1000, "é" * 500, "%", "."]
 
 
-def test_any_text_of_1_to_1000_bytes_is_a_key(store: Store, tmp_path: Path) -> None:
+def test_key_is_text_of_1_to_1000_bytes(store: Store, tmp_path: Path) -> None:
     def files() -> list[str]:
         return sorted(path.name for path in tmp_path.rglob("*") if not path.name.startswith("slab-"))
 
@@ -401,7 +401,7 @@ def calls_with_key(store: Store, key: Any) -> list[Callable[[], object]]:
     ]
 
 
-def test_other_texts_are_refused_before_anything_changes(store: Store) -> None:
+def test_invalid_text_changes_nothing(store: Store) -> None:
     for key in ("", "x" * 1025, "é" * 513, "a\0b", "\0", "\ud800"):
         for call in calls_with_key(store, key):
             with pytest.raises(ValueError, match=r"key|NUL|surrogates"):
@@ -409,7 +409,7 @@ def test_other_texts_are_refused_before_anything_changes(store: Store) -> None:
     assert len(store) == 0
 
 
-def test_keys_that_are_no_text_are_refused(store: Store) -> None:
+def test_non_string_keys_are_refused(store: Store) -> None:
     key: Any
     for key in (b"bytes", 3, None):
         for call in calls_with_key(store, key):
@@ -420,7 +420,7 @@ def test_keys_that_are_no_text_are_refused(store: Store) -> None:
     assert len(store) == 0
 
 
-def test_a_missing_key_is_a_not_found_error_with_its_name(store: Store) -> None:
+def test_missing_key_raises_not_found_error(store: Store) -> None:
     for key in ("missing", "a b", "クダ"):
         for future in (store.read(key), store.read(key, torch.zeros(3)), store.delete(key)):
             error = failure(future)
@@ -436,7 +436,7 @@ def test_a_missing_key_is_a_not_found_error_with_its_name(store: Store) -> None:
     assert store.find(["missing"]).wait(timeout=PATIENCE) == [None]
 
 
-def test_calls_with_many_keys_fail_for_a_missing_key_and_delete_the_others(store: Store) -> None:
+def test_missing_key_fails_call_for_many_keys(store: Store) -> None:
     keys = [f"{i}" for i in range(10)]
     store.writev({key: numbered(3) for key in keys}).wait(timeout=PATIENCE)
     for future in (store.readv([*keys, "missing"]), store.deletev([*keys[:5], "missing", *keys[5:]])):
@@ -446,13 +446,13 @@ def test_calls_with_many_keys_fail_for_a_missing_key_and_delete_the_others(store
     assert store.keys() == []
 
 
-def test_deleting_a_key_twice_in_one_call_fails_and_deletes_it(store: Store) -> None:
+def test_deleting_key_twice_fails_and_deletes(store: Store) -> None:
     put(store, "x", numbered(1))
     assert isinstance(failure(store.deletev(["x", "x"])), NotFoundError)
     assert "x" not in store
 
 
-def test_2000_keys_are_written_found_listed_read_and_deleted(store: Store) -> None:
+def test_store_handles_2000_keys(store: Store) -> None:
     keys = [f"{i}" for i in range(2000)]
     tensors = {key: torch.full((1 + i % 40, i % 3), i, dtype=torch.int16) for i, key in enumerate(keys)}
     entries = [Entry(key, torch.int16, tensor.shape, tensor.nbytes) for key, tensor in tensors.items()]
@@ -466,7 +466,7 @@ def test_2000_keys_are_written_found_listed_read_and_deleted(store: Store) -> No
     assert store.keys() == []
 
 
-def test_300_keys_are_written_read_and_deleted_by_as_many_calls(store: Store) -> None:
+def test_store_handles_300_calls(store: Store) -> None:
     tensors = {f"{i}": numbered(50 * i, i) for i in range(300)}
     wait_all([store.write(key, tensor) for key, tensor in tensors.items()], timeout=PATIENCE)
     assert all(map(same, wait_all([store.read(key) for key in tensors], timeout=PATIENCE), tensors.values()))
@@ -474,7 +474,7 @@ def test_300_keys_are_written_read_and_deleted_by_as_many_calls(store: Store) ->
     assert store.keys() == []
 
 
-def test_keys_are_listed_in_the_order_of_their_last_writes(store: Store) -> None:
+def test_keys_are_listed_in_write_order(store: Store) -> None:
     """A sharded store lists the keys of one shard after those of another."""
 
     def shard_by_shard(keys: str) -> list[str]:
@@ -490,7 +490,7 @@ def test_keys_are_listed_in_the_order_of_their_last_writes(store: Store) -> None
     assert store.keys() == shard_by_shard("efgbd")
 
 
-def test_trim_removes_files_without_tensors(store: Store, tmp_path: Path) -> None:
+def test_trim_removes_empty_files(store: Store, tmp_path: Path) -> None:
     put(store, "large", numbered(LARGE * 8))
     assert [*tmp_path.rglob("slab-*")]
     store.delete("large").wait(timeout=PATIENCE)
@@ -502,7 +502,7 @@ def test_trim_removes_files_without_tensors(store: Store, tmp_path: Path) -> Non
 # ---- bad input
 
 
-def test_tensors_to_fill_need_the_dtype_and_shape_of_the_stored_tensor(store: Store) -> None:
+def test_out_needs_stored_dtype_and_shape(store: Store) -> None:
     put(store, "tensor", numbered(6))
     for out in (torch.zeros(5), torch.zeros(2, 3), torch.zeros(6, dtype=torch.int32)):
         with pytest.raises(ValueError, match=r"tensor of .*loat.*\[6\]"):  # at the call, or from the future
@@ -520,7 +520,7 @@ def test_tensors_to_fill_need_the_dtype_and_shape_of_the_stored_tensor(store: St
     assert same(get(store, "tensor"), numbered(6))
 
 
-def test_priorities_above_0_or_no_integers_are_refused(store: Store) -> None:
+def test_invalid_priorities_are_refused(store: Store) -> None:
     wrong: list[tuple[Any, type[Exception]]] = [(1, ValueError), (5, ValueError), (1.5, TypeError), ("1", TypeError)]
     for priority, error in wrong:
         with pytest.raises(error, match="priority"):
@@ -539,7 +539,7 @@ NO_TENSORS: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_values_that_are_no_tensors_with_memory_are_refused(store: Store) -> None:
+def test_values_without_memory_are_refused(store: Store) -> None:
     for make in NO_TENSORS.values():
         with pytest.raises(TypeError, match=r"torch\.Tensor|memory|meta"):
             store.write("x", make())
@@ -560,7 +560,7 @@ def is_ordered(store: Store, key: str) -> bool:
     return isinstance(store, RemoteStore)
 
 
-def test_the_last_of_several_writes_in_flight_wins(store: Store) -> None:
+def test_last_write_in_flight_wins(store: Store) -> None:
     for number in range(soak_count(100)):
         sizes = [LARGE, SMALL] if number % 2 else [SMALL, LARGE]  # a small one may finish first
         wait_all([store.write("tensor", numbered(size, number)) for size in sizes], timeout=PATIENCE)
@@ -573,7 +573,7 @@ def test_the_last_of_several_writes_in_flight_wins(store: Store) -> None:
     assert same(get(store, "tensor"), numbered(5, 5))
 
 
-def test_operations_issued_back_to_back_take_effect_in_order(store: Store) -> None:
+def test_consecutive_operations_take_effect_in_order(store: Store) -> None:
     """A read in a remote store sees the write before it. In a local one it may also see an earlier tensor."""
     sizes = [10, FLOATS + 10, 300_000, 20]
     keys = [f"{i}" for i in range(3)]  # in the store of two shards both have some
@@ -600,7 +600,7 @@ def test_operations_issued_back_to_back_take_effect_in_order(store: Store) -> No
             assert isinstance(failure(store.read(key)), NotFoundError)
 
 
-def test_reads_while_a_key_is_replaced_see_the_old_or_the_new_tensor(store: Store) -> None:
+def test_read_during_replacement_sees_old_or_new(store: Store) -> None:
     for size in (SMALL, LARGE, FLOATS + 7):
         put(store, "tensor", torch.full((size,), 0.0))
         for turn in range(1, soak_count(30)):
@@ -614,7 +614,7 @@ def test_reads_while_a_key_is_replaced_see_the_old_or_the_new_tensor(store: Stor
             assert get(store, "tensor")[0] == turn
 
 
-def test_operations_can_be_started_by_callbacks(store: Store) -> None:
+def test_callbacks_can_start_operations(store: Store) -> None:
     keys = [f"{i}" for i in range(30)]
     store.writev({key: numbered(SMALL, i) for i, key in enumerate(keys)}).wait(timeout=PATIENCE)
 
@@ -679,7 +679,7 @@ class Model:
         assert (key in self._store) == (key in self._tensors)
 
 
-def test_threads_that_use_a_store_at_the_same_time_each_see_a_dictionary(store: Store) -> None:
+def test_store_is_dictionary_for_each_thread(store: Store) -> None:
     begin = threading.Barrier(4)
 
     def run(thread: int) -> None:
@@ -689,7 +689,7 @@ def test_threads_that_use_a_store_at_the_same_time_each_see_a_dictionary(store: 
     wait_all([submit(run, thread) for thread in range(4)], timeout=2 * PATIENCE)
 
 
-def test_threads_that_write_the_same_keys_never_mix_their_tensors(store: Store) -> None:
+def test_concurrent_writers_never_mix_tensors(store: Store) -> None:
     keys = ["small", "large", "above 16 MiB"]
     sizes = dict(zip(keys, (SMALL, LARGE, FLOATS + 3), strict=True))
 
@@ -707,7 +707,7 @@ def test_threads_that_write_the_same_keys_never_mix_their_tensors(store: Store) 
 # ---- flush and close
 
 
-def test_flush_completes_after_the_writes_and_deletions_before_it(store: Store) -> None:
+def test_flush_waits_for_earlier_changes(store: Store) -> None:
     put(store, "deleted", numbered(1))
     changes: list[CUDAFuture[Any]] = [store.write(f"{i}", numbered(LARGE, i)) for i in range(10)]
     changes.append(store.delete("deleted"))
@@ -733,7 +733,7 @@ def test_close_waits_for_operations_in_flight(store: Store) -> None:
     assert isinstance(asked[6].exception(), NotFoundError)
 
 
-def test_a_closed_store_refuses_calls(store: Store) -> None:
+def test_closed_store_refuses_calls(store: Store) -> None:
     write = store.write("tensor", numbered(LARGE))
     with store as entered:
         assert entered is store

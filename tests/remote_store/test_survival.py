@@ -33,7 +33,7 @@ def seed_of_run() -> int:
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_acknowledged_changes_survive_stopped_and_killed_clients_and_servers(tmp_path: Path) -> None:
+def test_acknowledged_changes_survive_kills_and_stops(tmp_path: Path) -> None:
     """Both servers are durable. The one that is killed is served again at the end, from its folder."""
     seed = seed_of_run()
     print(f"to repeat: CUDAFUTURE_SURVIVAL_SEED={seed}")

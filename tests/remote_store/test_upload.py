@@ -40,7 +40,7 @@ class Client:
         return end
 
 
-def test_a_tensor_is_there_when_its_last_part_ends(tmp_path: Path) -> None:
+def test_last_part_completes_tensor(tmp_path: Path) -> None:
     with DiskStore(tmp_path / "store") as store:
         client = Client(store)
         assert client.put(1).wait(timeout=PATIENCE) is None
@@ -50,7 +50,7 @@ def test_a_tensor_is_there_when_its_last_part_ends(tmp_path: Path) -> None:
         assert torch.equal(store.read(client.namespace.prefix + "x").wait(timeout=PATIENCE), LARGE)
 
 
-def test_no_part_of_an_aborted_upload_ends_well(tmp_path: Path) -> None:
+def test_aborted_upload_fails_all_parts(tmp_path: Path) -> None:
     with (
         Engine("threads", block_size=1 << 18, _faults={"held": True}) as engine,
         DiskStore(tmp_path / "store", engine=engine) as store,
@@ -67,7 +67,7 @@ def test_no_part_of_an_aborted_upload_ends_well(tmp_path: Path) -> None:
         assert store.statistics().used == 0
 
 
-def test_operations_behind_an_upload_that_fails_have_their_turn(tmp_path: Path) -> None:
+def test_failed_upload_unblocks_later_operations(tmp_path: Path) -> None:
     with DiskStore(tmp_path / "store") as store:
         client = Client(store, capacity=LARGE.nbytes - 1)
         with pytest.raises(QuotaError):
@@ -81,7 +81,7 @@ def test_operations_behind_an_upload_that_fails_have_their_turn(tmp_path: Path) 
         assert turns == [0]
 
 
-def test_an_upload_that_waits_for_an_earlier_operation_commits_after_it(tmp_path: Path) -> None:
+def test_upload_commits_after_earlier_operation(tmp_path: Path) -> None:
     with DiskStore(tmp_path / "store") as store:
         client = Client(store)
         assert client.put(0, sequence=2, after=1).wait(timeout=PATIENCE) is None
@@ -93,7 +93,7 @@ def test_an_upload_that_waits_for_an_earlier_operation_commits_after_it(tmp_path
         assert client.namespace.keys() == ["x"]
 
 
-def test_parts_after_the_end_of_the_session_are_refused(tmp_path: Path) -> None:
+def test_parts_after_session_end_are_refused(tmp_path: Path) -> None:
     with DiskStore(tmp_path / "store") as store:
         client = Client(store)
         client.put(0).wait(timeout=PATIENCE)

@@ -124,7 +124,7 @@ def client() -> Client:
     return Client()
 
 
-def test_small_requests_that_become_ready_while_a_batch_is_in_flight_go_together(client: Client) -> None:
+def test_small_requests_wait_and_share_batch(client: Client) -> None:
     first = client.write("a", torch.ones(1))
     rest = [client.write(key, torch.ones(1)) for key in "bcd"]
     reading = client.read("e")
@@ -138,14 +138,14 @@ def test_small_requests_that_become_ready_while_a_batch_is_in_flight_go_together
     assert reading.wait(timeout=PATIENCE)[0].tolist() == [0, 1, 2]
 
 
-def test_a_full_batch_does_not_wait_for_the_one_in_flight(client: Client) -> None:
+def test_full_batch_is_sent_at_once(client: Client) -> None:
     client.write("first", torch.ones(1))
     for i in range(wire.MOST_ENTRIES):
         client.write(f"{i}", torch.ones(1))
     assert [len(message.entries) for message in client.messages] == [1, wire.MOST_ENTRIES]
 
 
-def test_an_operation_names_the_one_before_it_on_its_key_and_does_not_wait_for_its_answer(client: Client) -> None:
+def test_operation_names_predecessor_without_waiting(client: Client) -> None:
     client.write("a", torch.ones(1))
     client.read("a")
     client.delete("a")
@@ -158,7 +158,7 @@ def test_an_operation_names_the_one_before_it_on_its_key_and_does_not_wait_for_i
     assert (client.messages[3].keys, client.messages[3].entries[0].after) == (["b"], 0)
 
 
-def test_an_operation_is_not_sent_before_the_one_before_it_on_its_key(client: Client) -> None:
+def test_operation_is_sent_after_predecessor(client: Client) -> None:
     client.write("x", torch.ones(1))
     client.write("a", torch.ones(1))  # waits for the batch in flight
     client.delete("a")
@@ -171,7 +171,7 @@ def test_an_operation_is_not_sent_before_the_one_before_it_on_its_key(client: Cl
     assert client.messages[2].entries[0].after == client.messages[1].entries[0].sequence
 
 
-def test_two_writes_of_one_key_travel_in_two_messages(client: Client) -> None:
+def test_writes_of_one_key_use_separate_messages(client: Client) -> None:
     client.write("x", torch.ones(1))
     client.write("a", torch.ones(1))
     client.write("a", torch.zeros(1))
@@ -182,7 +182,7 @@ def test_two_writes_of_one_key_travel_in_two_messages(client: Client) -> None:
     assert client.messages[2].request.data.view(torch.float32).tolist() == [0]
 
 
-def test_the_window_bounds_the_bytes_in_flight() -> None:
+def test_window_bounds_bytes_in_flight() -> None:
     client = Client(size=3 << 20)
     futures = [client.write(f"{i}", torch.zeros(2 << 20, dtype=torch.uint8)) for i in range(3)]
     large = client.write("large", torch.zeros(4 << 20, dtype=torch.uint8))
@@ -196,7 +196,7 @@ def test_the_window_bounds_the_bytes_in_flight() -> None:
     assert client.window.statistics()[:3] == (0, 0, 3 << 20)
 
 
-def test_a_message_that_rpc_has_no_room_for_is_sent_again(client: Client) -> None:
+def test_message_is_resent_after_full_rpc(client: Client) -> None:
     client.channel.refusals = 3
     writing = client.write("a", torch.ones(1))
     behind = client.read("b")
@@ -209,7 +209,7 @@ def test_a_message_that_rpc_has_no_room_for_is_sent_again(client: Client) -> Non
     behind.wait(timeout=PATIENCE)
 
 
-def test_a_timer_that_is_due_at_once_sends_the_message_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_immediate_timer_resends_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rpc_ext._timer.schedule", lambda window, due: window.look(due))
     client = Client()
     client.channel.refusals = 1
@@ -217,7 +217,7 @@ def test_a_timer_that_is_due_at_once_sends_the_message_again(monkeypatch: pytest
     assert [message.keys for message in client.messages] == [["a"]]
 
 
-def test_the_time_of_a_request_is_over_wherever_it_is() -> None:
+def test_deadline_fails_request_anywhere() -> None:
     client = Client(size=1 << 20, seconds=HOUR)
     in_flight = client.write("a", torch.zeros(1 << 20, dtype=torch.uint8))
     outgoing = client.write("b", torch.zeros(1 << 20, dtype=torch.uint8))
@@ -233,7 +233,7 @@ def test_the_time_of_a_request_is_over_wherever_it_is() -> None:
     assert client.window.statistics()[:2] == (0, 0)
 
 
-def test_a_request_that_follows_one_that_was_never_sent_does_not_name_it() -> None:
+def test_unsent_predecessor_is_not_named() -> None:
     client = Client(size=1 << 20, seconds=HOUR)
     client.write("x", torch.zeros(1 << 20, dtype=torch.uint8))
     dropped = client.write("a", torch.zeros(1 << 20, dtype=torch.uint8))
@@ -244,7 +244,7 @@ def test_a_request_that_follows_one_that_was_never_sent_does_not_name_it() -> No
     assert client.messages[-1].entries[0].after == 0
 
 
-def test_a_request_that_fails_before_it_is_sent_does_not_hide_the_one_before_it(client: Client) -> None:
+def test_unsent_failure_keeps_earlier_predecessor(client: Client) -> None:
     large = client.write("a", torch.zeros(2 << 20, dtype=torch.uint8))
     spoilt = client.write("a", torch.ones(1), digest=1)
     assert isinstance(spoilt.exception(timeout=PATIENCE), ChecksumError)
@@ -254,7 +254,7 @@ def test_a_request_that_fails_before_it_is_sent_does_not_hide_the_one_before_it(
     assert client.messages[1].entries[0].after == client.messages[0].entries[0].sequence
 
 
-def test_a_request_that_fails_in_flight_does_not_hide_the_one_before_it(client: Client) -> None:
+def test_failure_in_flight_keeps_earlier_predecessor(client: Client) -> None:
     client.write("a", torch.ones(1))
     lost = client.delete("a")
     client.messages[1].listener.failed(RuntimeError("it was refused"))
@@ -263,7 +263,7 @@ def test_a_request_that_fails_in_flight_does_not_hide_the_one_before_it(client: 
     assert (client.messages[-1].verb, client.messages[-1].entries[0].after) == (wire.GET, 1)
 
 
-def test_the_room_of_a_message_is_given_back_once(client: Client) -> None:
+def test_message_returns_room_once(client: Client) -> None:
     client.write("a", torch.ones(1))
     client.messages[0].listener.failed(RuntimeError("it was interrupted"))
     client.messages[0].answer()
@@ -272,7 +272,7 @@ def test_the_room_of_a_message_is_given_back_once(client: Client) -> None:
     assert client.messages[-1].keys == ["b"]
 
 
-def test_the_service_hears_of_a_request_that_failed_on_its_way_if_others_wait_for_it(client: Client) -> None:
+def test_service_learns_of_awaited_failed_request(client: Client) -> None:
     lost = client.write("a", torch.ones(1))
     client.read("a")
     client.messages[0].listener.failed(RuntimeError("it was refused"))
@@ -280,7 +280,7 @@ def test_the_service_hears_of_a_request_that_failed_on_its_way_if_others_wait_fo
     assert (client.messages[2].verb, client.messages[2].entries) == (wire.ABANDON, [wire.Operation(1, 0, 0.0, "a")])
 
 
-def test_a_part_that_failed_abandons_the_whole_tensor(client: Client) -> None:
+def test_failed_part_abandons_tensor(client: Client) -> None:
     tensor = torch.zeros(wire.PIECE + 1, dtype=torch.uint8)
     writing = client.write("a", tensor)
     assert [message.entries[0].part for message in client.messages] == [0, 1]
@@ -290,7 +290,7 @@ def test_a_part_that_failed_abandons_the_whole_tensor(client: Client) -> None:
     assert client.messages[2].verb == wire.ABANDON
 
 
-def test_all_fail_when_the_worker_is_lost(client: Client) -> None:
+def test_worker_loss_fails_all_requests(client: Client) -> None:
     client.channel.error = WorkerLostError("it is gone", worker="there")
     futures = [client.write("a", torch.ones(1)), client.read("b", "c"), client.delete("a")]
     for future in futures:
@@ -298,7 +298,7 @@ def test_all_fail_when_the_worker_is_lost(client: Client) -> None:
     assert client.window.statistics()[:2] == (0, 0)
 
 
-def test_one_read_that_fails_leaves_the_others_of_its_message(client: Client) -> None:
+def test_failed_read_spares_others_in_message(client: Client) -> None:
     first = client.read("x")
     wrong, good = client.read("a", outs=[torch.zeros(5)]), client.read("b")
     client.messages[0].give(torch.ones(1))
@@ -309,7 +309,7 @@ def test_one_read_that_fails_leaves_the_others_of_its_message(client: Client) ->
 
 
 @pytest.mark.parametrize("seed", [0, 9])
-def test_bytes_that_are_not_those_of_the_store_are_read_again_and_verified_there(seed: int) -> None:
+def test_corrupted_bytes_are_reread_and_verified(seed: int) -> None:
     client, tensor, out = Client(seconds=HOUR), torch.ones(3), torch.zeros(3)
     (kept,) = digests(tensor, [(0, 12)], [seed])
     reading = client.read("a", outs=[out])
@@ -328,7 +328,7 @@ def test_bytes_that_are_not_those_of_the_store_are_read_again_and_verified_there
     assert client.window.statistics()[:2] == (0, 0)
 
 
-def test_bytes_of_the_store_are_taken_at_once(client: Client) -> None:
+def test_matching_store_digest_ends_read(client: Client) -> None:
     (kept,) = digests(torch.ones(3), [(0, 12)], [9])
     reading = client.read("a")
     client.messages[0].give(torch.ones(3), kept=(kept, 9))
@@ -336,7 +336,7 @@ def test_bytes_of_the_store_are_taken_at_once(client: Client) -> None:
     assert len(client.messages) == 1
 
 
-def test_a_second_read_needs_a_digest_of_the_service(client: Client) -> None:
+def test_second_read_needs_service_digest(client: Client) -> None:
     """The second one is the last: it fails if the digest is missing, or is not that of the bytes."""
     missing, other = client.read("a"), client.read("b")
     client.messages[0].give(torch.ones(1), kept=(1, 1))
@@ -352,7 +352,7 @@ def test_a_second_read_needs_a_digest_of_the_service(client: Client) -> None:
     assert client.window.statistics() == (0, 0, 1 << 30, 2)
 
 
-def test_the_caller_has_digests_of_the_service_and_no_others(client: Client) -> None:
+def test_caller_gets_only_service_digests(client: Client) -> None:
     told = torch.zeros(1, dtype=torch.uint64)
     operation = Operation(client.operations, "read", ["a"], gives_list=True, digests=told)
     client.window.read(operation.native, ["a"], [None], True)
@@ -361,7 +361,7 @@ def test_the_caller_has_digests_of_the_service_and_no_others(client: Client) -> 
     assert isinstance(operation.future.exception(timeout=PATIENCE), ValueError)
 
 
-def test_a_second_read_has_the_error_of_the_service_or_the_deadline_of_the_first() -> None:
+def test_second_read_keeps_deadline_or_gets_error() -> None:
     client = Client(seconds=HOUR)
     begin = time.perf_counter()
     damaged, late = client.read("a"), client.read("b", outs=[torch.zeros(1)])
@@ -377,7 +377,7 @@ def test_a_second_read_has_the_error_of_the_service_or_the_deadline_of_the_first
     assert not younger.done()
 
 
-def test_a_read_that_ends_while_its_parts_are_verified_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_ended_during_verification_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Client(seconds=HOUR)
 
     class Expiring(Digest):
@@ -400,7 +400,7 @@ def test_a_read_that_ends_while_its_parts_are_verified_is_not_repeated(monkeypat
     assert [message.verb for message in client.messages] == [wire.GET, wire.FETCH]
 
 
-def test_a_read_is_not_repeated_behind_later_operations_on_its_key(client: Client) -> None:
+def test_read_behind_later_operation_is_not_repeated(client: Client) -> None:
     reading, writing = client.read("a"), client.write("a", torch.zeros(1))
     client.messages[1].answer()
     writing.wait(timeout=PATIENCE)
@@ -411,7 +411,7 @@ def test_a_read_is_not_repeated_behind_later_operations_on_its_key(client: Clien
     assert [message.verb for message in client.messages] == [wire.GET, wire.PUT, wire.ABANDON]
 
 
-def test_an_answer_that_comes_too_late_fills_nothing() -> None:
+def test_late_answer_fills_nothing() -> None:
     client, out = Client(seconds=HOUR), torch.zeros(3)
     reading = client.read("a", outs=[out])
     client.end_time()
@@ -420,7 +420,7 @@ def test_an_answer_that_comes_too_late_fills_nothing() -> None:
     assert out.tolist() == [0, 0, 0]
 
 
-def test_a_window_keeps_nothing_of_what_is_done(client: Client) -> None:
+def test_window_keeps_no_done_request(client: Client) -> None:
     stuck = client.delete("stuck")
     for key in "abc":
         tensor, out = torch.ones(3), torch.zeros(3)
@@ -435,7 +435,7 @@ def test_a_window_keeps_nothing_of_what_is_done(client: Client) -> None:
     assert not stuck.done()
 
 
-def test_a_finalizer_of_an_old_request_may_use_the_window() -> None:
+def test_finalizer_may_use_window() -> None:
     """The window drops the objects of a done request, whose finalizers may call the window again."""
     client = Client(seconds=HOUR)
     stuck = client.delete("stuck")
@@ -457,7 +457,7 @@ def test_a_finalizer_of_an_old_request_may_use_the_window() -> None:
     assert isinstance(later[0].exception(timeout=PATIENCE), TimeoutError)
 
 
-def test_the_error_of_a_write_is_that_of_the_disk_whatever_became_of_written(client: Client) -> None:
+def test_disk_error_survives_resized_outcome_tensor(client: Client) -> None:
     written = torch.zeros(1, dtype=torch.bool)
     operation = Operation(client.operations, "write", ["a"], nbytes=4, written=written)
     client.window.write(operation.native, ["a"], [source_of(torch.ones(1), 0)], [None])
@@ -466,7 +466,7 @@ def test_the_error_of_a_write_is_that_of_the_disk_whatever_became_of_written(cli
     assert isinstance(operation.future.exception(timeout=PATIENCE), StorageError)
 
 
-def test_an_answer_that_makes_no_sense_fails_its_requests(client: Client) -> None:
+def test_invalid_answer_fails_its_requests(client: Client) -> None:
     reading = client.read("a")
     client.messages[0].listener.answered(b"nonsense", [])
     assert isinstance(reading.exception(timeout=PATIENCE), ValueError)
@@ -482,14 +482,14 @@ class Sealed(Exception):
         raise TypeError("not to be copied")
 
 
-def test_an_error_that_takes_no_notes_ends_an_operation(client: Client) -> None:
+def test_error_without_notes_ends_operation(client: Client) -> None:
     error = Sealed("sealed")
     writing = client.write("a", torch.ones(1))
     client.messages[0].listener.failed(error)
     assert writing.exception(timeout=PATIENCE) is error
 
 
-def test_a_flush_waits_for_changes_and_has_their_error(client: Client) -> None:
+def test_flush_waits_and_raises_errors(client: Client) -> None:
     client.read("a")
     assert client.operations.flush(with_reads=False).done()
     client.write("b", torch.ones(1))

@@ -49,13 +49,13 @@ def request(verb: int, entries: list[Any], sent: torch.Tensor = NONE) -> wire.Re
     ],
     ids=["put", "puts", "part", "get", "delete", "abandon", "fetch"],
 )
-def test_a_request_comes_out_as_it_was(verb: int, entries: list[Any], sent: torch.Tensor) -> None:
+def test_parsing_restores_request(verb: int, entries: list[Any], sent: torch.Tensor) -> None:
     found = request(verb, entries, sent)
     assert found[:6] == (verb, TOKEN, 1.5, 4, "store", entries)
     assert torch.equal(found.data, sent)
 
 
-def test_an_answer_comes_out_as_it_was() -> None:
+def test_parsing_restores_answer() -> None:
     found = [
         Found(torch.float32, (6,), 24, 0, 24, None, (1, 2)),
         Found(torch.uint8, (40 << 20,), 40 << 20, 64, 0, 9, None),
@@ -71,13 +71,13 @@ def test_an_answer_comes_out_as_it_was() -> None:
     assert parse_answer(wire.PUT, 2, *pack_answer(wire.PUT, 2))[:2] == ({}, [])
 
 
-def test_an_entry_without_bytes_may_lie_anywhere() -> None:
+def test_empty_entry_may_have_any_offset() -> None:
     empty = SMALL._replace(shape=(0, 3), nbytes=0, length=0, at=7)
     found = request(wire.PUT, [SMALL, empty._replace(key="b")], data(24))
     assert wire.data_of(found.data, found.entries[1]).view(torch.float32).reshape(0, 3).numel() == 0
 
 
-def test_more_data_than_a_message_carries_itself_travels_as_a_tensor() -> None:
+def test_large_data_travels_as_tensor() -> None:
     for nbytes, count in ((wire.INLINE, 0), (wire.INLINE + 1, 1)):
         entry = SMALL._replace(dtype=torch.uint8, shape=(nbytes,), nbytes=nbytes, length=nbytes)
         body, tensors = pack_request(wire.PUT, TOKEN, 0.0, 0, "store", [entry], torch.zeros(nbytes, dtype=torch.uint8))
@@ -86,12 +86,12 @@ def test_more_data_than_a_message_carries_itself_travels_as_a_tensor() -> None:
 
 
 @pytest.mark.parametrize("dtype", wire.DTYPES, ids=str)
-def test_every_dtype_has_a_code(dtype: torch.dtype) -> None:
+def test_every_dtype_has_code(dtype: torch.dtype) -> None:
     entry = SMALL._replace(dtype=dtype, shape=(5,), nbytes=5 * dtype.itemsize, length=5 * dtype.itemsize)
     assert request(wire.PUT, [entry], data(5 * dtype.itemsize)).entries == [entry]
 
 
-def test_a_dtype_without_a_code_is_refused() -> None:
+def test_dtype_without_code_is_refused() -> None:
     with pytest.raises(TensorError, match="cannot be sent"):
         wire.expect_sendable(torch.quint8, 1)
     with pytest.raises(ValueError, match="at most 64 dimensions"):
@@ -104,7 +104,7 @@ def test_a_dtype_without_a_code_is_refused() -> None:
     ),
     st.lists(st.integers(0, 5), max_size=5),
 )
-def test_any_keys_and_shapes(keys: set[str], shape: list[int]) -> None:
+def test_parsing_restores_keys_and_shapes(keys: set[str], shape: list[int]) -> None:
     nbytes = torch.Size(shape).numel() * 8
     step = -(-nbytes // wire.LINE) * wire.LINE
     entries = [
@@ -115,7 +115,7 @@ def test_any_keys_and_shapes(keys: set[str], shape: list[int]) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "a\0b", "ü" * 501, "\ud800"], ids=["empty", "NUL", "too long", "no UTF-8"])
-def test_bad_keys_are_refused(key: str) -> None:
+def test_invalid_keys_are_refused(key: str) -> None:
     with pytest.raises(ValueError, match=r"key has|NUL|surrogates"):
         wire.expect_key(key)
 
@@ -140,7 +140,7 @@ def test_bad_keys_are_refused(key: str) -> None:
     ],
     ids=str,
 )
-def test_entries_that_make_no_sense_are_refused(changes: dict[str, Any], says: str) -> None:
+def test_invalid_entries_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         request(wire.PUT, [SMALL._replace(**changes)], data(24))
 
@@ -158,7 +158,7 @@ def test_entries_that_make_no_sense_are_refused(changes: dict[str, Any], says: s
     ],
     ids=["shared bytes", "a key twice", "whole and part", "part and whole", "none", "too many", "too much"],
 )
-def test_entries_that_do_not_go_together_are_refused(entries: list[Any], nbytes: int, says: str) -> None:
+def test_inconsistent_entries_are_refused(entries: list[Any], nbytes: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         request(wire.PUT, entries, torch.zeros(nbytes, dtype=torch.uint8))
 
@@ -173,18 +173,18 @@ def test_entries_that_do_not_go_together_are_refused(entries: list[Any], nbytes:
     ],
     ids=["floats", "two dimensions", "sparse", "no memory"],
 )
-def test_data_that_are_not_bytes_on_the_host_are_refused(tensor: torch.Tensor) -> None:
+def test_data_must_be_host_bytes(tensor: torch.Tensor) -> None:
     body, _ = pack_request(wire.PUT, TOKEN, 0.0, 0, "store", [SMALL], NONE)
     with pytest.raises(ValueError, match="the data of a message"):
         parse_request(body, [tensor])
 
 
-def test_data_of_a_request_without_any_are_refused() -> None:
+def test_unexpected_data_is_refused() -> None:
     with pytest.raises(ValueError, match="24 bytes travel with"):
         request(wire.GET, [Operation(1, 0, 0.0, "a")], data(24))
 
 
-def test_changed_messages_are_refused_or_make_sense() -> None:
+def test_corrupted_message_parses_or_is_refused() -> None:
     """Parsing raises only ValueError, and returns no entry beyond the data."""
     numbers = random.Random(1)
     sent = data(88)
@@ -216,7 +216,7 @@ def test_changed_messages_are_refused_or_make_sense() -> None:
                     assert torch.Size(entry.shape).numel() * entry.dtype.itemsize == entry.nbytes
 
 
-def test_errors_travel_with_their_class_and_numbers() -> None:
+def test_errors_keep_class_and_numbers() -> None:
     error = StorageError("the disk is full", errno=28, path="/a/slab", offset=4096, wanted=10, got=3)
     found = error_from(problem_of(error))
     assert type(found) is StorageError
@@ -236,7 +236,7 @@ def test_errors_travel_with_their_class_and_numbers() -> None:
     assert str(error_from(problem_of(ZeroDivisionError("1/0")))) == "ZeroDivisionError: 1/0"
 
 
-def test_changed_answers_are_refused_or_make_sense() -> None:
+def test_corrupted_answer_parses_or_is_refused() -> None:
     numbers = random.Random(2)
     found = [Found(torch.float32, (6,), 24, 0, 24, 9, (1, 2)), Found(torch.int8, (3,), 3, 64, 3, 1, None)]
     whole, _ = pack_answer(wire.GET, 3, [(1, problem_of(ValueError("no")))], found, data(67))
@@ -251,7 +251,7 @@ def test_changed_answers_are_refused_or_make_sense() -> None:
                 assert entry.length == 0 or entry.at + entry.length <= answer.data.numel()
 
 
-def test_answers_to_another_request_are_refused() -> None:
+def test_answer_to_another_request_is_refused() -> None:
     body, tensors = pack_answer(wire.FETCH, 2, [], [Part(0, 10, 1), Part(64, 3, 1)], data(67))
     for verb, count in ((wire.FETCH, 3), (wire.GET, 2), (wire.PUT, 2)):
         with pytest.raises(ValueError, match=r"no answer|cut off|no such tensor|does not have|has none"):
