@@ -46,7 +46,7 @@ def bytes_of(*tensors: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("backend", [None, "uring", "aio", "pthread"])
 @pytest.mark.parametrize("raw", [False, True])
-def test_a_checkpoint_with_a_header(backend: str | None, raw: bool, path: Path) -> None:
+def test_writer_stores_checkpoint_with_header(backend: str | None, raw: bool, path: Path) -> None:
     state = {f"layer{i}": torch.randn(100, i + 1) for i in range(20)}
     ends = torch.tensor([tensor.nbytes for tensor in state.values()]).cumsum(0).tolist()
     header = json.dumps(dict(zip(state, ends, strict=True))).encode()
@@ -70,7 +70,7 @@ def test_a_checkpoint_with_a_header(backend: str | None, raw: bool, path: Path) 
     assert path.read_bytes() == len(header).to_bytes(8, "little") + header + bytes_of(*copies)
 
 
-def test_it_serves_as_a_file(path: Path) -> None:
+def test_torch_save_accepts_writer(path: Path) -> None:
     state: dict[str, Any] = {"weights": torch.randn(1000, 100), "step": 7}
     with AsyncFileWriter(path) as writer:
         torch.save(state, writer)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_it_serves_as_a_file(path: Path) -> None:
     assert torch.equal(loaded["weights"], state["weights"])
 
 
-def test_an_open_file_is_gone_on_with(path: Path) -> None:
+def test_writer_continues_open_file(path: Path) -> None:
     with path.open("wb") as file:
         file.write(b"before ")
         writer = AsyncFileWriter(file)
@@ -98,7 +98,7 @@ def test_an_open_file_is_gone_on_with(path: Path) -> None:
 # ---- what can be written
 
 
-def test_bytes_of_any_kind(path: Path) -> None:
+def test_writer_accepts_any_bytes(path: Path) -> None:
     with AsyncFileWriter(path, 2) as writer:
         changing = bytearray(b"-bytearray")
         assert writer.write(b"bytes") == 5
@@ -113,7 +113,7 @@ def test_bytes_of_any_kind(path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.int64], ids=str)
-def test_tensors_of_any_kind(dtype: torch.dtype, path: Path) -> None:
+def test_writer_accepts_any_tensor(dtype: torch.dtype, path: Path) -> None:
     x = (torch.arange(60 * dtype.itemsize) % 2).to(torch.uint8).view(dtype).reshape(3, 4, 5)
     kinds = [x, x.transpose(0, 2), x[:, 1], x[0, 0, 0], x[:0], x.expand(2, 3, 4, 5)]
     with AsyncFileWriter(path) as writer:
@@ -122,7 +122,7 @@ def test_tensors_of_any_kind(dtype: torch.dtype, path: Path) -> None:
     assert path.read_bytes() == bytes_of(*kinds)
 
 
-def test_parameters_and_wrong_arguments(path: Path) -> None:
+def test_writer_refuses_wrong_arguments(path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     with AsyncFileWriter(path) as writer:
         writer.write_tensor(parameter, pinned=torch.empty(3))
@@ -142,7 +142,7 @@ def test_parameters_and_wrong_arguments(path: Path) -> None:
         AsyncFileWriter(path / "file")
 
 
-def test_raw_memory_is_kept_and_goes_where_it_is_told(idle_engine: Engine, path: Path) -> None:
+def test_raw_memory_is_kept_until_written(idle_engine: Engine, path: Path) -> None:
     with AsyncFileWriter(path, engine=idle_engine) as writer:
         for place, value in ((8, 2), (0, 1), (0, 3)):
             tensor = torch.full((8,), value, dtype=torch.uint8)
@@ -161,7 +161,7 @@ def test_raw_memory_is_kept_and_goes_where_it_is_told(idle_engine: Engine, path:
 # ---- when
 
 
-def test_a_source_that_was_copied_may_be_changed_before_it_is_written(idle_engine: Engine, path: Path) -> None:
+def test_copied_source_may_change(idle_engine: Engine, path: Path) -> None:
     with AsyncFileWriter(path, engine=idle_engine) as writer:
         source = torch.zeros(64, 64).t()  # gathered into the engine's buffers
         writer.write(b"bytes")
@@ -173,7 +173,7 @@ def test_a_source_that_was_copied_may_be_changed_before_it_is_written(idle_engin
     assert path.read_bytes() == b"bytes" + bytes(64 * 64 * 4)
 
 
-def test_one_more_than_may_be_pending_waits(idle_engine: Engine, path: Path) -> None:
+def test_full_queue_blocks_writer(idle_engine: Engine, path: Path) -> None:
     writer = AsyncFileWriter(path, 3, engine=idle_engine)
     futures = [writer.write_tensor(torch.full((10,), i)) for i in range(3)]
     begun, ended = threading.Event(), threading.Event()
@@ -194,7 +194,7 @@ def test_one_more_than_may_be_pending_waits(idle_engine: Engine, path: Path) -> 
     assert path.read_bytes() == bytes_of(torch.arange(4).repeat_interleave(10))
 
 
-def test_threads_write_behind_each_other(path: Path, frequent_switches: None) -> None:
+def test_threads_append_in_turn(path: Path, frequent_switches: None) -> None:
     barrier = threading.Barrier(4)
 
     def work(i: int) -> None:
@@ -216,7 +216,7 @@ def test_threads_write_behind_each_other(path: Path, frequent_switches: None) ->
 
 @pytest.mark.parametrize("given", ["nothing", "pinned", "stream", "both"])
 @pytest.mark.sim(devices=2, schedule="lazy")
-def test_tensors_on_devices_may_be_changed_once_they_are_copied(given: str, path: Path) -> None:
+def test_copied_device_tensors_may_change(given: str, path: Path) -> None:
     stream = torch.Stream("sim:0") if given in ("stream", "both") else None
     with AsyncFileWriter(path, 3, comm_stream=stream) as writer:
         tensors = [torch.full((100, 10), float(i), device=f"sim:{i % 2}") for i in range(6)]
@@ -240,7 +240,7 @@ def test_tensors_on_devices_may_be_changed_once_they_are_copied(given: str, path
 
 
 @pytest.mark.sim(schedule="lazy")
-def test_a_tensor_on_a_device_may_be_dropped_at_once(path: Path) -> None:
+def test_device_tensor_may_be_dropped(path: Path) -> None:
     with AsyncFileWriter(path) as writer:
         for i in range(20):
             writer.write_tensor(torch.full((1000,), float(i), device="sim"))
@@ -251,7 +251,7 @@ def test_a_tensor_on_a_device_may_be_dropped_at_once(path: Path) -> None:
 # ---- errors and the end
 
 
-def test_errors_come_out_when_it_is_synchronized(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_synchronize_raises_errors(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = AsyncFileWriter(path, 2, engine=failing(no_space=1.0))
     writer.write(b"bytes")
     future = writer.write_tensor(torch.ones(10))
@@ -273,7 +273,7 @@ def test_errors_come_out_when_it_is_synchronized(path: Path, caplog: pytest.LogC
     assert not caplog.records
 
 
-def test_a_writer_that_is_dropped_ends_what_it_was_given(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dropped_writer_finishes_writes(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = AsyncFileWriter(path, backend="pthread")
     for i in range(20):
         writer.write_tensor(torch.full((10_000,), i))
@@ -289,7 +289,7 @@ def test_a_writer_that_is_dropped_ends_what_it_was_given(path: Path, caplog: pyt
     assert "was freed before a call raised its error" in caplog.text
 
 
-def test_a_closed_writer_refuses(path: Path) -> None:
+def test_closed_writer_refuses_writes(path: Path) -> None:
     writer = AsyncFileWriter(path)
     assert opened(path) > 0
     writer.close()
@@ -302,7 +302,7 @@ def test_a_closed_writer_refuses(path: Path) -> None:
     assert path.read_bytes() == b""
 
 
-def test_a_write_that_is_cancelled_is_missed(path: Path) -> None:
+def test_synchronize_reports_cancelled_write(path: Path) -> None:
     one_at_a_time = Engine("threads", threads=1, queue_depth=1, _faults={"held": True})
     writer = AsyncFileWriter(path, engine=one_at_a_time)
     futures: list[CUDAFuture[int]] = [writer.write_tensor(torch.ones(10)) for _ in range(3)]
@@ -326,7 +326,7 @@ for i in range(50):
 
 
 @pytest.mark.slow
-def test_the_end_of_the_process_loses_nothing(path: Path) -> None:
+def test_process_exit_loses_nothing(path: Path) -> None:
     with Child(AT_EXIT, str(path)) as child:
         assert (child.end(), child.errors()) == (0, "")
     assert path.read_bytes() == b"".join(bytes([i]) * 8192 for i in range(50))
@@ -354,7 +354,7 @@ writer.close()
 
 
 @pytest.mark.slow
-def test_a_forked_child_is_refused(path: Path) -> None:
+def test_forked_child_is_refused(path: Path) -> None:
     with Child(IN_A_FORK, str(path)) as child:
         assert [child.hear() for _ in range(2)] == ["4", "0"]
         assert (child.end(), child.errors()) == (0, "")

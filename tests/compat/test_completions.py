@@ -42,7 +42,7 @@ def idle_engine() -> Iterator[Engine]:
 # ---- futures
 
 
-def test_every_asynchronous_call_has_a_future(offloader: DiskOffloader) -> None:
+def test_every_asynchronous_call_returns_future(offloader: DiskOffloader) -> None:
     (x, y), copies = numbered(2)
     written = offloader.async_writev([x, y])
     assert written.wait(timeout=PATIENCE) == 8000
@@ -60,7 +60,7 @@ def test_every_asynchronous_call_has_a_future(offloader: DiskOffloader) -> None:
     assert torch.equal(doubled, 2 * copies[0])
 
 
-def test_futures_are_done_when_who_synchronizes_returns(offloader: DiskOffloader) -> None:
+def test_synchronize_completes_futures(offloader: DiskOffloader) -> None:
     tensors, _ = numbered(4)
     for _ in range(50):
         futures = [*map(offloader.async_write, tensors)]
@@ -71,7 +71,7 @@ def test_futures_are_done_when_who_synchronizes_returns(offloader: DiskOffloader
         assert all(read.done() for read in reads)
 
 
-def test_what_the_engine_has_cannot_be_cancelled(idle_engine: Engine, tmp_path: Path) -> None:
+def test_submitted_operation_cannot_be_cancelled(idle_engine: Engine, tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, engine=idle_engine)
     (x,), copies = numbered(1)
     future = offloader.async_write(x)
@@ -87,7 +87,7 @@ def test_what_the_engine_has_cannot_be_cancelled(idle_engine: Engine, tmp_path: 
     assert equal([x], copies)
 
 
-def test_futures_overlap_up_to_the_limit(backend: str, tmp_path: Path) -> None:
+def test_futures_overlap_up_to_limit(backend: str, tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, 4, backend)
     tensors, copies = numbered(40)
     assert gather(*map(offloader.async_write, tensors)).wait(timeout=PATIENCE) == [4000] * 40
@@ -96,9 +96,7 @@ def test_futures_overlap_up_to_the_limit(backend: str, tmp_path: Path) -> None:
     assert equal(read, copies)
 
 
-def test_one_more_than_may_be_pending_waits_for_the_oldest(
-    idle_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_offloader_waits_for_oldest(idle_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offloader = DiskOffloader(tmp_path, 2, engine=idle_engine)
     tensors, _ = numbered(3)
     futures = [offloader.async_write(tensor) for tensor in tensors[:2]]
@@ -115,7 +113,7 @@ def test_one_more_than_may_be_pending_waits_for_the_oldest(
     assert wait_all(futures, timeout=PATIENCE) == [4000] * 3
 
 
-def test_what_is_done_is_held_no_longer(idle_engine: Engine, tmp_path: Path) -> None:
+def test_done_operation_is_released(idle_engine: Engine, tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, engine=idle_engine)
     (x,), _ = numbered(1)
     future = offloader.async_write(x)
@@ -125,7 +123,7 @@ def test_what_is_done_is_held_no_longer(idle_engine: Engine, tmp_path: Path) -> 
     assert not offloader._completions._pending
 
 
-def test_operations_on_one_tensor_follow_each_other(offloader: DiskOffloader) -> None:
+def test_operations_on_one_tensor_are_ordered(offloader: DiskOffloader) -> None:
     (x, y), copies = numbered(2)
     for _ in range(50):
         offloader.async_write(x)
@@ -135,7 +133,7 @@ def test_operations_on_one_tensor_follow_each_other(offloader: DiskOffloader) ->
     assert equal(future.wait(timeout=PATIENCE), copies[::-1])
 
 
-def test_the_callback_thread_may_wait_for_an_operation(offloader: DiskOffloader) -> None:
+def test_callback_thread_may_wait_for_operation(offloader: DiskOffloader) -> None:
     (x,), copies = numbered(1)
 
     def write_and_read(_: CUDAFuture[None]) -> bool:
@@ -149,7 +147,7 @@ def test_the_callback_thread_may_wait_for_an_operation(offloader: DiskOffloader)
     assert equal([x], copies)
 
 
-def test_a_tensor_may_be_dropped_while_it_is_written(idle_engine: Engine, tmp_path: Path) -> None:
+def test_tensor_may_be_dropped_during_write(idle_engine: Engine, tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, engine=idle_engine)
     view = torch.arange(1000)
     whole = view.untyped_storage()
@@ -168,7 +166,7 @@ def test_a_tensor_may_be_dropped_while_it_is_written(idle_engine: Engine, tmp_pa
 # ---- callbacks
 
 
-def test_a_callback_runs_before_the_call_returns_and_in_its_thread(offloader: DiskOffloader) -> None:
+def test_callback_runs_in_calling_thread(offloader: DiskOffloader) -> None:
     (x, y), copies = numbered(2)
     seen: list[object] = []
     offloader.async_write(x, lambda: seen.append((threading.get_ident(), size(x), offloader.statistics().keys)))
@@ -178,7 +176,7 @@ def test_a_callback_runs_before_the_call_returns_and_in_its_thread(offloader: Di
     assert seen == [(threading.get_ident(), 0, 1), (True, 0), (0, 0), True]
 
 
-def test_callbacks_use_the_offloader_while_it_is_full(backend: str, tmp_path: Path) -> None:
+def test_callbacks_use_full_offloader(backend: str, tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, 1, backend)
     tensors, copies = numbered(5)
     order: list[int] = []
@@ -202,7 +200,7 @@ def test_callbacks_use_the_offloader_while_it_is_full(backend: str, tmp_path: Pa
     assert equal(tensors, [copy + 1 for copy in copies])
 
 
-def test_a_callback_that_goes_on_and_on_does_not_run_out_of_stack(offloader: DiskOffloader) -> None:
+def test_endless_callbacks_use_no_stack(offloader: DiskOffloader) -> None:
     x, rounds = torch.zeros(1), itertools.count(1)
 
     def write_and_read_on() -> None:
@@ -216,7 +214,7 @@ def test_a_callback_that_goes_on_and_on_does_not_run_out_of_stack(offloader: Dis
     assert x.item() == 1000
 
 
-def test_an_exception_of_a_callback_comes_out_of_the_call_that_runs_it(offloader: DiskOffloader) -> None:
+def test_call_raises_callback_exception(offloader: DiskOffloader) -> None:
     (x,), copies = numbered(1)
     with pytest.raises(ZeroDivisionError):
         offloader.async_write(x, lambda: 1 // 0)
@@ -226,7 +224,7 @@ def test_an_exception_of_a_callback_comes_out_of_the_call_that_runs_it(offloader
     assert equal([x], copies)
 
 
-def test_who_synchronizes_ends_everything_before_it_raises(idle_engine: Engine, tmp_path: Path) -> None:
+def test_synchronize_finishes_all_before_raising(idle_engine: Engine, tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, engine=idle_engine)
     (x, y), _ = numbered(2)
     submitted, ran = threading.Event(), threading.Event()
@@ -247,7 +245,7 @@ def test_who_synchronizes_ends_everything_before_it_raises(idle_engine: Engine, 
     offloader.synchronize()
 
 
-def test_threads_share_an_offloader(tmp_path: Path, frequent_switches: None) -> None:
+def test_threads_share_offloader(tmp_path: Path, frequent_switches: None) -> None:
     offloader = DiskOffloader(tmp_path, 3)
     tensors, copies = numbered(8)
     callers, callees = set(), set()
@@ -278,7 +276,7 @@ def test_threads_share_an_offloader(tmp_path: Path, frequent_switches: None) -> 
     assert offloader.statistics().keys == 0
 
 
-def test_synchronize_waits_for_a_callback_that_another_thread_is_running(offloader: DiskOffloader) -> None:
+def test_synchronize_waits_for_other_threads_callback(offloader: DiskOffloader) -> None:
     (x, y), _ = numbered(2)
     running, go_on = threading.Event(), threading.Event()
 
@@ -308,9 +306,7 @@ class Noticed(threading.Event):
         return super().wait(timeout)
 
 
-def test_a_call_returns_when_another_thread_has_run_its_callback(
-    offloader: DiskOffloader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_thread_may_run_callback(offloader: DiskOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     (x,), _ = numbered(1)
     ended, waiting, taken = Noticed(), threading.Event(), threading.Event()
     end, here = offloader._completions.end, threading.get_ident()
@@ -344,7 +340,7 @@ def test_a_call_returns_when_another_thread_has_run_its_callback(
 
 
 @pytest.mark.sim(devices=2, schedule="lazy")
-def test_tensors_on_devices_are_ordered_by_their_streams(tmp_path: Path) -> None:
+def test_device_tensors_follow_stream_order(tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, 3)
     tensors = [torch.full((100_000,), float(i), device=f"sim:{i % 2}") for i in range(6)]
     assert gather(*map(offloader.async_write, tensors)).wait(timeout=PATIENCE) == [400_000] * 6
@@ -371,9 +367,7 @@ def test_tensors_on_devices_are_ordered_by_their_streams(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("called", [False, True], ids=["no callback", "callback"])
-def test_a_value_that_cannot_be_made_fails_the_future(
-    offloader: DiskOffloader, monkeypatch: pytest.MonkeyPatch, called: bool
-) -> None:
+def test_value_error_fails_future(offloader: DiskOffloader, monkeypatch: pytest.MonkeyPatch, called: bool) -> None:
     (x,), _ = numbered(1)
     offloader.sync_write(x)
     calls: list[int] = []

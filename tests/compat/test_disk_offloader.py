@@ -33,7 +33,7 @@ def offloader(tmp_path: Path) -> Iterator[DiskOffloader]:
 # ---- what TensorNVMe's users do
 
 
-def test_one_after_the_other(backend: str, tmp_path: Path) -> None:
+def test_synchronous_calls_run_in_turn(backend: str, tmp_path: Path) -> None:
     x, y = torch.rand(2, 2), torch.rand(4, 4, 4)
     copies = [x.clone(), y.clone()]
     offloader = DiskOffloader(str(tmp_path), backend=backend)
@@ -47,7 +47,7 @@ def test_one_after_the_other(backend: str, tmp_path: Path) -> None:
     assert equal([x, y], copies)
 
 
-def test_side_by_side(backend: str, tmp_path: Path) -> None:
+def test_asynchronous_calls_overlap(backend: str, tmp_path: Path) -> None:
     x, y = torch.rand(2, 2), torch.rand(4, 4, 4)
     copies = [x.clone(), y.clone()]
     offloader = DiskOffloader(str(tmp_path), backend=backend)
@@ -66,7 +66,7 @@ def test_side_by_side(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_entries", [1, 2, 16])
-def test_the_next_is_read_while_this_one_is_computed(backend: str, n_entries: int, tmp_path: Path) -> None:
+def test_next_read_overlaps_computation(backend: str, n_entries: int, tmp_path: Path) -> None:
     offloader = DiskOffloader(str(tmp_path), n_entries, backend)
     tensors, copies = numbered(10)
     for tensor in tensors:
@@ -87,9 +87,7 @@ def test_the_next_is_read_while_this_one_is_computed(backend: str, n_entries: in
 
 
 @pytest.mark.parametrize("n_entries", [1, 2, 16])
-def test_a_callback_computes_and_writes_whatever_the_loop_has_come_to(
-    backend: str, n_entries: int, tmp_path: Path
-) -> None:
+def test_read_callback_computes_and_writes(backend: str, n_entries: int, tmp_path: Path) -> None:
     offloader = DiskOffloader(str(tmp_path), n_entries, backend)
     tensors, copies = numbered(10)
     for tensor in tensors:
@@ -109,9 +107,7 @@ def test_a_callback_computes_and_writes_whatever_the_loop_has_come_to(
 
 @pytest.mark.parametrize("lists", [False, True])
 @pytest.mark.parametrize(("n_entries", "ahead"), [(1, 0), (1, 2), (8, 2)])
-def test_an_optimizer_with_its_state_on_disk_steps_as_one_without(
-    lists: bool, n_entries: int, ahead: int, tmp_path: Path
-) -> None:
+def test_offloaded_optimizer_steps_like_plain_one(lists: bool, n_entries: int, ahead: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     weights = [torch.randn(30, 7, requires_grad=True) for _ in range(8)]
     copies = [w.detach().clone().requires_grad_() for w in weights]
@@ -151,7 +147,7 @@ def test_an_optimizer_with_its_state_on_disk_steps_as_one_without(
 # ---- what is stored, and of what
 
 
-def test_what_is_not_stored_cannot_be_read(offloader: DiskOffloader) -> None:
+def test_unstored_tensor_cannot_be_read(offloader: DiskOffloader) -> None:
     (x, y), copies = numbered(2)
     for read in (offloader.sync_read, offloader.async_read):
         with pytest.raises(RuntimeError, match="nothing is stored"):
@@ -163,7 +159,7 @@ def test_what_is_not_stored_cannot_be_read(offloader: DiskOffloader) -> None:
     assert equal([x, y], copies)
 
 
-def test_a_tensor_is_read_once(offloader: DiskOffloader) -> None:
+def test_tensor_is_read_once(offloader: DiskOffloader) -> None:
     (x,), copies = numbered(1)
     offloader.sync_write(x)
     future = offloader.async_read(x)
@@ -177,7 +173,7 @@ def test_a_tensor_is_read_once(offloader: DiskOffloader) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_list_is_read_as_it_was_written(offloader: DiskOffloader, mode: str) -> None:
+def test_list_is_read_as_written(offloader: DiskOffloader, mode: str) -> None:
     (x, y, z), copies = numbered(3)
     getattr(offloader, f"{mode}_writev")([x, y])
     offloader.synchronize()
@@ -198,7 +194,7 @@ def test_a_list_is_read_as_it_was_written(offloader: DiskOffloader, mode: str) -
     assert equal([x, y, z], copies)
 
 
-def test_a_tensor_of_another_size_is_not_read(offloader: DiskOffloader) -> None:
+def test_tensor_of_other_size_is_refused(offloader: DiskOffloader) -> None:
     x = torch.arange(8)
     offloader.sync_write(x)
     x.resize_(16).fill_(7)
@@ -210,7 +206,7 @@ def test_a_tensor_of_another_size_is_not_read(offloader: DiskOffloader) -> None:
     assert torch.equal(x, torch.arange(8))
 
 
-def test_only_contiguous_tensors_are_taken(offloader: DiskOffloader) -> None:
+def test_non_contiguous_tensor_is_refused(offloader: DiskOffloader) -> None:
     x = torch.rand(4, 5)
     for bad in (x.t(), x[:, 1:], x[::2]):
         for move in (offloader.sync_write, offloader.async_write, offloader.sync_read, offloader.async_read):
@@ -249,13 +245,13 @@ def make_shrunk() -> torch.Tensor:
     ],
     ids=["freed", "shrunk", "meta", "sparse", "zero"],
 )
-def test_a_tensor_without_memory_is_refused(offloader: DiskOffloader, tensor: torch.Tensor, message: str) -> None:
+def test_tensor_without_memory_is_refused(offloader: DiskOffloader, tensor: torch.Tensor, message: str) -> None:
     for write in (offloader.sync_write, offloader.async_write, lambda t: offloader.sync_writev([t])):
         with pytest.raises(TensorError, match=message):
             write(tensor)
 
 
-def test_what_is_on_disk_already_cannot_be_written(offloader: DiskOffloader) -> None:
+def test_offloaded_tensor_cannot_be_written(offloader: DiskOffloader) -> None:
     (x, y), copies = numbered(2)
     offloader.async_write(x)
     for write in (offloader.sync_write, offloader.async_write):
@@ -268,7 +264,7 @@ def test_what_is_on_disk_already_cannot_be_written(offloader: DiskOffloader) -> 
     assert equal([x, y], copies)
 
 
-def test_a_tensor_that_is_written_again_replaces_what_was_stored(offloader: DiskOffloader) -> None:
+def test_second_write_replaces_first(offloader: DiskOffloader) -> None:
     x = torch.zeros(1000)
     for i in range(20):
         x.untyped_storage().resize_(4000)
@@ -286,7 +282,7 @@ def test_a_tensor_that_is_written_again_replaces_what_was_stored(offloader: Disk
     ids=str,
 )
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (33, 5)], ids=str)
-def test_any_dtype_and_shape(offloader: DiskOffloader, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_any_dtype_and_shape_round_trips(offloader: DiskOffloader, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     count = int(torch.tensor(shape).prod())
     x = (torch.arange(count * dtype.itemsize) % 2).to(torch.uint8).view(dtype).reshape(shape)
     bits = x.clone().reshape(-1).view(torch.uint8)
@@ -302,7 +298,7 @@ def test_any_dtype_and_shape(offloader: DiskOffloader, dtype: torch.dtype, shape
     assert y.eq(1).all()
 
 
-def test_lists_may_be_empty_and_name_a_tensor_twice(offloader: DiskOffloader) -> None:
+def test_lists_may_be_empty_or_repeat_tensors(offloader: DiskOffloader) -> None:
     offloader.sync_writev([])
     offloader.sync_readv([])
     (x,), copies = numbered(1)
@@ -312,7 +308,7 @@ def test_lists_may_be_empty_and_name_a_tensor_twice(offloader: DiskOffloader) ->
     assert equal([x], copies)
 
 
-def test_a_part_of_a_storage_is_stored_and_the_rest_is_left_alone(offloader: DiskOffloader) -> None:
+def test_view_write_leaves_other_elements(offloader: DiskOffloader) -> None:
     whole = torch.arange(100)
     part, other = whole[10:20], whole[20:40]
     offloader.sync_write(part)
@@ -330,7 +326,7 @@ def test_a_part_of_a_storage_is_stored_and_the_rest_is_left_alone(offloader: Dis
     assert whole.eq(-1).sum() == 70
 
 
-def test_a_part_can_be_read_while_the_whole_is_on_disk(offloader: DiskOffloader) -> None:
+def test_part_can_be_read_alone(offloader: DiskOffloader) -> None:
     whole = torch.arange(100)
     part = whole[10:20]
     offloader.sync_write(part)
@@ -341,7 +337,7 @@ def test_a_part_can_be_read_while_the_whole_is_on_disk(offloader: DiskOffloader)
     assert torch.equal(whole, torch.arange(100))
 
 
-def test_memory_that_is_not_torch_s_own_is_stored_and_stays(offloader: DiskOffloader) -> None:
+def test_foreign_memory_is_stored_and_kept(offloader: DiskOffloader) -> None:
     memory = bytearray(range(16))
     x = torch.frombuffer(memory, dtype=torch.uint8)
     offloader.sync_write(x)
@@ -354,7 +350,7 @@ def test_memory_that_is_not_torch_s_own_is_stored_and_stays(offloader: DiskOfflo
 # ---- whose it is
 
 
-def test_what_is_stored_belongs_to_the_memory(offloader: DiskOffloader) -> None:
+def test_stored_content_belongs_to_memory(offloader: DiskOffloader) -> None:
     parameter = torch.nn.Parameter(torch.arange(6.0))
     version = parameter._version
     offloader.sync_write(parameter.data)
@@ -370,7 +366,7 @@ def test_what_is_stored_belongs_to_the_memory(offloader: DiskOffloader) -> None:
     assert parameter.tolist() == [7, 1, 2, 3, 4, 5]
 
 
-def test_what_nobody_can_read_any_more_is_deleted(offloader: DiskOffloader) -> None:
+def test_unreachable_tensors_are_deleted(offloader: DiskOffloader) -> None:
     tensors, copies = numbered(6)
     gone = [threading.Event() for _ in tensors]
     for tensor, event in zip(tensors, gone, strict=True):  # before the offloader's: the first registered runs last
@@ -391,7 +387,7 @@ def test_what_nobody_can_read_any_more_is_deleted(offloader: DiskOffloader) -> N
     assert equal(tensors[:2], copies[1:3])
 
 
-def test_a_new_tensor_is_not_mistaken_for_one_that_is_gone(offloader: DiskOffloader) -> None:
+def test_new_tensor_reuses_no_old_content(offloader: DiskOffloader) -> None:
     for i in range(200):
         x = torch.full((10,), float(i))
         with pytest.raises(RuntimeError, match="nothing is stored"):
