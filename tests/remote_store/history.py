@@ -120,8 +120,8 @@ class History:
         """Check that each read returned a version that a sequential order of all operations allows.
 
         Raises:
-            AssertionError: nobody wrote the version before the end of the read, its write failed, or a later change had
-                replaced it before the read began.
+            AssertionError: no client wrote the version before the end of the read, its write failed, or a later change
+                had replaced it before the read began.
         """
         changes: defaultdict[str, list[Change]] = defaultdict(list)
         for change in self.changes:
@@ -148,7 +148,7 @@ def _expect_one_key(changes: list[Change], sights: list[Sight]) -> None:
     for sight in sights:
         of_this_version = of_version[sight.version]
         sources = of_this_version[: bisect.bisect_left(of_this_version, sight.end, key=lambda each: each.begin)]
-        assert sources, f"{sight}: nobody has written that"
+        assert sources, f"{sight}: no client has written that version"
         is_current = any(not replacements.is_replaced(each, sight.begin) for each in reversed(sources))
         assert is_current, f"{sight}: it was replaced already, of {sources[-9:]}"
 
@@ -172,7 +172,7 @@ class _Replacements:
                 self._acknowledged_numbers[change.client].add(effect, change.number)
 
     def is_replaced(self, change: Change, at: float) -> bool:
-        """Return True if a change that had taken effect at a time cannot have come before this one."""
+        """Return True if a change that had taken effect at a time cannot precede this one."""
         return (
             self._effects[change] < self._begins.before(at)
             or change.limit + CLOCKS < self._acknowledged_begins.before(at)

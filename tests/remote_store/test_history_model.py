@@ -60,9 +60,9 @@ ALLOWED = {
 }
 
 FORBIDDEN = {
-    "a version that nobody wrote": ([FIRST], [read(9, 25, 35)], "nobody"),
-    "a version before its write begins": ([FIRST], [read(1, 0, 5)], "nobody"),
-    "a version of a failed write": ([FAILED], [read(4, 25, 35)], "nobody"),
+    "a version that no client wrote": ([FIRST], [read(9, 25, 35)], "no client"),
+    "a version before its write begins": ([FIRST], [read(1, 0, 5)], "no client"),
+    "a version of a failed write": ([FAILED], [read(4, 25, 35)], "no client"),
     "nothing after an acknowledged write": ([FIRST], [read(None, 21, 25)], "replaced"),
     "an acknowledged write is lost": ([FIRST, SECOND], [read(1, 41, 45)], "replaced"),
     "an acknowledged deletion is undone": ([SECOND, DELETION], [read(2, 71, 75)], "replaced"),
@@ -114,7 +114,7 @@ def test_violations_are_found(changes: list[Change], sights: list[Sight], why: s
 
 def test_keys_are_checked_separately() -> None:
     other = Sight("y", 1, 25, 35)
-    with pytest.raises(AssertionError, match="nobody"):
+    with pytest.raises(AssertionError, match="no client"):
         History([FIRST], [other]).expect_one_store()
     History([FIRST, SECOND, FIRST._replace(key="y")], [other, read(2, 41, 45)]).expect_one_store()
 

@@ -30,8 +30,8 @@ from support.rpc_callees import working
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store-secrets")]
 
-SECRET = "a secret that nobody else knows"
-ANOTHER = b"a secret that somebody else knows"
+SECRET = "the secret of the workers"
+ANOTHER = b"the secret of a stranger"
 STRANGER = 2  # the rank of the process that is no worker
 NAMESPACE = "kept"
 KEYS = ["small a", "large a"]
@@ -226,7 +226,7 @@ def test_changed_or_exchanged_requests_do_nothing(world: World, tmp_path: Path) 
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("other", ["a secret that somebody else knows", None])
+@pytest.mark.parametrize("other", ["the secret of a stranger", None])
 def test_worker_with_wrong_secret_is_refused(world: World, tmp_path: Path, other: str | None) -> None:
     def run() -> str:
         rank = dist.get_rank()
