@@ -1,7 +1,7 @@
-"""How long after the device has finished the host hears of it, on CUDA.
+"""Delay between the end of work on a CUDA device and the moment at which the host notices it.
 
-That moment is known on the host's clock: an event is seen to be reached by a loop that does nothing else, and the
-device says how long after that event the last one was reached.
+The end of the work is known on the host's clock: a loop that does nothing else notes when a first event is reached, and
+the device measures the time between that event and the last one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Kernel:
         self.end.record()
 
     def late(self, at: int) -> float:
-        """How many nanoseconds lay between the end of the work and that moment."""
+        """Return the nanoseconds between the end of the work and `at`."""
         self.end.synchronize()
         return float(at - self.seen - 1e6 * self.begin.elapsed_time(self.end))
 

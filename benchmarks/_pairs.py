@@ -28,14 +28,14 @@ Measure = Callable[[Any], float]  # takes what a variant makes of a process; wha
 
 
 class Variant(Protocol):
-    """What a process of a variant is while it is measured; can be pickled."""
+    """Context of a process that is measured; can be pickled."""
 
     @property
     def name(self) -> str: ...
     @property
     def ranks(self) -> int: ...
     def __call__(self, rank: int, folder: Path) -> AbstractContextManager[Any]:
-        """Be it; the folder is the variant's own."""
+        """Enter the context on a rank; the folder is the variant's own."""
         ...
 
 
@@ -53,7 +53,7 @@ def _be(variant: Variant, rank: int, folder: Path, requests: Connection) -> None
     torch.set_num_threads(1)
     with variant(rank, folder) as thing:
         gc.collect()
-        gc.freeze()  # what torch has made at import is not to be looked through in the middle of a round
+        gc.freeze()  # keeps the collector from scanning torch's own objects in the middle of a round
         requests.send(None)
         while (measure := requests.recv()) is not None:
             requests.send(measure(thing))
@@ -113,7 +113,7 @@ class Group:
 
 
 class Groups:
-    """Those that were needed so far."""
+    """Groups of processes, started when they are first needed."""
 
     def __init__(self) -> None:
         where = os.environ.get("CUDAFUTURE_BENCH_DIR", ".")

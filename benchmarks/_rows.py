@@ -1,4 +1,4 @@
-"""What every benchmark here shares: rows with limits, measuring by turns, the table, the JSON.
+"""Rows of the benchmarks with their limits, measurement by turns, the table, the JSON.
 
 The JSON is written after each row, so that a run that is cut leaves those that it has measured. A row that raises is
 reported as failed, and the next one follows. A row raises Skipped where the machine lacks what it needs.
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Whether the limit is kept."""
+        """The comparison with the limit: "ok", "noise" or "over"."""
         if self.measured <= self.limit:
             return "ok"
         return "noise" if self.measured - self.error <= self.limit else "over"

@@ -1,7 +1,7 @@
-"""What offloading is measured beside: DeepSpeed's aio_handle, NIXL, TensorNVMe, and threads on the page cache; fio.
+"""Peers of the storage benchmark: DeepSpeed's aio_handle, NIXL, TensorNVMe, threads on the page cache, and fio.
 
-Each peer is used as its own project uses it, from memory that it need not copy, and is asked for what it wrote before
-it is measured. Those that are not installed are skipped. To have them all, in an environment with cudafuture and torch:
+Each peer is used as its own project uses it, from memory that it need not copy, and its data are read back before it
+is measured. Peers that are not installed are skipped. To have them all, in an environment with cudafuture and torch:
 
     apt-get install fio libaio-dev liburing-dev ninja-build
     pip install deepspeed==0.19.8 nixl==1.5.1 setuptools wheel
@@ -79,7 +79,7 @@ def value(index: int) -> int:
 
 
 class Contender:
-    """Who writes all tensors of a shape, and reads them back into the same memory."""
+    """Contender that writes all tensors of a shape, and reads them back into the same memory."""
 
     label: str
 
@@ -97,7 +97,7 @@ class Contender:
         return self.label
 
     def ready(self, direction: str) -> None:
-        """What is not measured: whatever has to be so before `direction`."""
+        """Prepare a transfer in `direction`, without being measured."""
 
     def close(self) -> None:
         """Give back what is not memory."""
@@ -315,7 +315,7 @@ class TensorNVMe(Contender):
         self.written = False
 
     def ready(self, direction: str) -> None:
-        """Who is read is gone; who is written twice leaves its space behind."""
+        """Write the tensors again before a read, which removes them, and remove them before a write."""
         if direction == "write" and self.written:
             self.read()
         elif direction == "read" and not self.written:

@@ -74,7 +74,7 @@ def all_reduces(length: int, calls: int, rounds: int) -> list[list[float]]:
 
 
 def single(name: str, length: int, calls: int, limit: float | None, rounds: int) -> Row:
-    """What ours adds to one call. Without a limit: no more than the control differs from itself."""
+    """Measure the time that ours adds to one call. Without a limit, the limit is the error of the control."""
     ours, raw, again = on_two_ranks(partial(all_reduces, length, calls), rounds)
     added = statistics.median(a - b for a, b in zip(ours, raw, strict=True))
     same = [a - b for a, b in zip(again, raw, strict=True)]

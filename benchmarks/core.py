@@ -1,4 +1,4 @@
-"""How fast the core is beside its peers, every limit a row.
+"""Benchmark of the core beside its peers, every limit a row.
 
     python benchmarks/core.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 
@@ -159,7 +159,7 @@ def latency(name: str, where: str, cores: tuple[int, int], rounds: int) -> Row:
 
 
 class Bare:
-    """What the interpreter itself loses by switching threads: an object with a method, and nothing in it."""
+    """Peer that does nothing: its loss is that of the interpreter when it switches threads."""
 
     def set_result(self, value: object) -> None:
         self.value = value
@@ -254,7 +254,7 @@ def gloo_rank(rank: int, store: str, rounds: int, results: str) -> None:
 
 
 def gloo(rounds: int) -> Row:
-    """What from_torch adds to all_reduce + wait on Gloo, two processes, 1 KiB; the control is raw against raw."""
+    """Measure from_torch beside raw all_reduce + wait on Gloo, two processes, 1 KiB; the control is raw against raw."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results")
         arguments = (f"{folder}/store", rounds, str(results))

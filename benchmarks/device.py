@@ -1,4 +1,4 @@
-"""What the device half of a future costs beside torch's own, every limit a row.
+"""Benchmark of the device half of a future beside torch's own, every limit a row.
 
     python benchmarks/device.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 
@@ -33,23 +33,23 @@ PARTS = 64
 
 
 class Device:
-    """Where the tensors live, by its type's name."""
+    """Device of the tensors, by its type's name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def device(self) -> torch.device:
-        """The device itself; the simulated one is made when it is first asked for, after those that are real."""
+        """Return the device; the simulated one is made at its first use, after the real ones."""
         if self.name == "sim" and not sim.is_enabled():
             sim.enable(detect=False, poison=False)
         return torch.device(self.name, 0)
 
     def devices(self) -> list[int | str | torch.device]:
-        """What torch's futures want to know."""
+        """Return the devices that torch's futures need."""
         return [self.device()]
 
     def value(self, tensors: int) -> Any:
-        """One tensor, or a list of more."""
+        """Return one tensor, or a list of more."""
         made = [torch.zeros(8, device=self.device()) for _ in range(tensors)]
         return made[0] if tensors == 1 else made
 
@@ -184,7 +184,7 @@ def gathering(on: Device, limit: float, rounds: int) -> Row:
 
 
 def blocking(on: Device, limit: float, rounds: int) -> Row:
-    """What a blocking wait costs the host when the device has finished already, against an event of torch's."""
+    """Measure the host time of a blocking wait when the device has finished already, against an event of torch's."""
     future: CUDAFuture[Any] = CUDAFuture.completed(on.value(1))
     event = torch.Event(on.device())
     event.record()

@@ -1,11 +1,11 @@
-"""How soon Ctrl-C gets through to a main thread that waits: at most 100 ms, in every kind of wait.
+"""Delay of Ctrl-C in a main thread that waits: at most 100 ms, in every kind of wait.
 
     python benchmarks/interrupt.py [--count N] [--json [PATH]] [--check]
 
-A child process waits for what nobody completes. Once its main thread has given up the GIL, which it does nowhere but in
-the wait, this process sends SIGINT after a pause of 0 to 100 ms and notes the time; the child notes when it catches
-KeyboardInterrupt. Both read CLOCK_MONOTONIC, which is one clock for all processes. The peers wait in the same way;
-torch's own future does not hear Ctrl-C at all.
+A child process waits for a future that is never completed. Once its main thread has released the GIL, which it does
+only in the wait, this process sends SIGINT after a pause of 0 to 100 ms and notes the time; the child notes when it
+catches KeyboardInterrupt. Both read CLOCK_MONOTONIC, which is one clock for all processes. The peers wait in the same
+way; torch's own future ignores Ctrl-C.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ for _ in range(int(sys.argv[1])):
 
 @dataclass(frozen=True)
 class Row:
-    """How long Ctrl-C took in one kind of wait, in milliseconds; None where it never came."""
+    """Delays of Ctrl-C in one kind of wait, in milliseconds; None where it had no effect."""
 
     wait: str
     count: int

@@ -1,11 +1,11 @@
-"""What offloading to another worker costs beside its parts and its peers: two processes on loopback, each limit a row.
+"""Benchmark of stores on another worker, beside their parts and peers: two processes on loopback, each limit a row.
 
     python benchmarks/remote.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 
-The folder is CUDAFUTURE_BENCH_DIR, or the current one; it needs 3 GiB and a file system with O_DIRECT. Who takes part
-has processes of its own, which run by turns: ours; a local DiskStore; and bare torch.distributed.rpc, where the callee
-drops the tensors that it gets, keeps some to give away, or, as the peer for small tensors, writes and reads each with
-DeepSpeed's aio_handle, or as a plain file where that is not installed. All write over what they have written before.
+The folder is CUDAFUTURE_BENCH_DIR, or the current one; it needs 3 GiB and a file system with O_DIRECT. Each
+contender has processes of its own, which run by turns: ours; a local DiskStore; and bare torch.distributed.rpc, where
+the callee drops the tensors that it gets, returns tensors that it keeps, or, as the peer for small tensors, writes and
+reads each with DeepSpeed's aio_handle, or as a plain file where that is not installed. All overwrite their own files.
 
 Large tensors cannot go faster than the disk nor than TensorPipe: the slower of the two is the peer. Processor time is
 that of all processes of a variant, and compared with the sum of both. TensorPipe's shared memory is polled, so there it
@@ -51,7 +51,7 @@ LATENCIES = 300  # one after the other
 
 @cache
 def tensors(count: int, size: int) -> list[torch.Tensor]:
-    """What is written, and filled again by reads."""
+    """Return the tensors that are written, and filled again by reads."""
     return [torch.full((size,), i % 251 + 1, dtype=torch.uint8) for i in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""What calls that return futures cost beside bare torch.distributed.rpc: two processes on loopback, every limit a row.
+"""Benchmark of calls that return futures, beside bare torch.distributed.rpc: two processes on loopback, limits as rows.
 
     python benchmarks/rpc.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 

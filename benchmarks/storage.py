@@ -1,12 +1,12 @@
-"""What offloading tensors costs beside the disk's own limit, and beside others who do it; every limit a row.
+"""Benchmark of stores on disk beside the disk's own limit and beside their peers; every limit a row.
 
     python benchmarks/storage.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 
 The folder is CUDAFUTURE_BENCH_DIR, or the current one; it needs 12 GiB and a file system with O_DIRECT. Peers that are
-not installed are skipped; ``benchmarks/_storage_peers.py`` says how to have them.
+not installed are skipped; ``benchmarks/_storage_peers.py`` says how to install them.
 
-All who take part in a shape move the same tensors, by turns, and write over what they have written before. Ours does it
-with a call for each tensor ("each") and with one for all of them ("all"); the better one counts. fio (3.30 or newer)
+All contenders of a shape move the same tensors, by turns, and overwrite their own files. Ours does it with a call for
+each tensor ("each") and with one for all of them ("all"); the better one counts. fio (3.30 or newer)
 runs with io_uring at the block size and queue depth that are best here, which is tried out first; its second run in
 each round is the control; "huge" is fio with huge pages. DeepSpeed, too, runs with what is best of a few (queue depth /
 threads).
@@ -14,9 +14,9 @@ threads).
 Tensors are where torch puts them, which is not where a disk can fetch them: past the page cache ours has to copy, but
 not those of io.empty(). The
 memory of DeepSpeed and NIXL is aligned to pages, as they want it; "aligned" is ours with DeepSpeed's. Processor time is
-compared for that memory, which nobody has to copy; "copied" and "summed" are ours for torch's, without and with
+compared for that memory, which needs no copy; "copied" and "summed" are ours for torch's, without and with
 checksums. How fast a disk is depends on how its memory lies: scattered pages are slower than huge ones.
-Through the page cache everybody reads what still is in it; where TensorNVMe is not installed, the peer is a plain pool
+Reads through the page cache find pages that it still has; where TensorNVMe is not installed, the peer is a plain pool
 of threads.
 """
 
@@ -199,7 +199,7 @@ def better(took: Mapping[str, Took], *names: str) -> Took:
 
 
 def told(took: Mapping[str, Took], **names: str) -> str:
-    """What else was measured, for the words of a row."""
+    """Return the other figures, for the words of a row."""
     return ", ".join(f"{word} {took[name].wall:,.0f}" for word, name in names.items() if name in took)
 
 

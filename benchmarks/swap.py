@@ -1,4 +1,4 @@
-"""What a step costs whose optimizer state is on a disk, beside its own bounds and DeepSpeed's pipelined swapper.
+"""Benchmark of a step with optimizer state on a disk, beside its own bounds and DeepSpeed's pipelined swapper.
 
     python benchmarks/swap.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 

@@ -1,4 +1,4 @@
-"""What the examples on scikit-learn's handwritten digits share: the images, a small CNN, and its layers in groups."""
+"""Images, a small CNN and its groups of layers for the examples on scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Digits:
 
 
 def same_on_every_rank(model: nn.Module) -> bool:
-    """Whether every rank holds the same parameters, to the last bit."""
+    """Return True if every rank holds the same parameters, to the last bit."""
     mine = nn.utils.parameters_to_vector(model.parameters()).detach()
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, mine)

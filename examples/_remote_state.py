@@ -24,11 +24,11 @@ from cudafuture import CUDAFuture, gather, wait_all
 from cudafuture.config import config
 
 MIB = 1 << 20
-MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of each number, beside its counter of steps
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's state of each number, beside its counter of steps
 
 
 class Bucket(Protocol):
-    """What is needed of a bucket: its parameters in one flat tensor, and Adam for that."""
+    """Bucket of parameters: one flat tensor, and Adam for that."""
 
     index: int
     layers: Mapping[str, nn.Module]
@@ -86,7 +86,7 @@ class RemoteState:
         if not 1 <= ahead <= len(buckets):
             raise ValueError(f"ahead={ahead}: from 1 to {len(buckets)}, the number of buckets")
         self.store, self.timeline, self.ahead, self.count = store, timeline, ahead, len(buckets)
-        self._turns = cycle(buckets)  # who reads next
+        self._turns = cycle(buckets)  # the bucket that reads next
         self._reads: deque[CUDAFuture[Tensor]] = deque()  # for the turns to come
         self._updated: dict[int, Tensor] = {}  # to be written, by bucket
         self._written: list[CUDAFuture[int]] = []  # by bucket, the last one
@@ -145,7 +145,7 @@ class Disk:
     service: rpc_ext.StoreService
 
     def statistics(self) -> dict[str, Any]:
-        """What this worker's disk has done for the other, and how many messages were refused here."""
+        """Return the work of this worker's disk for the other, and the number of messages refused here."""
         served = self.service.statistics()
         refused = served.refused + sum(rpc_ext.statistics().refused.values())
         return {
@@ -182,7 +182,7 @@ def shared_secret() -> bytes | None:
 
 
 def read_states(store: rpc_ext.RemoteStore, buckets: Sequence[Bucket]) -> list[Tensor]:
-    """What the store has of each bucket."""
+    """Read the moments of each bucket from the store."""
     return store.readv([key(bucket) for bucket in buckets]).wait()
 
 

@@ -32,28 +32,28 @@ COLORS = {
 
 @dataclass
 class Span:
-    """Something that went on in one training step, for one bucket or for none, between two nanoseconds."""
+    """One activity of a training step, for one bucket or for none, between two times in nanoseconds."""
 
     step: int
     what: str
     bucket: int
     start: int
-    end: int  # where a future ends it: when that was last seen pending
+    end: int  # if a future ends it, the time at which that was last seen pending
     where: str = ""
-    heard: int = 0  # where a future ends it: when its callback ran
+    heard: int = 0  # if a future ends it, the time at which its callback ran
 
     @property
     def until(self) -> int:
-        """When whoever needs it could go on."""
+        """The time at which the consumer could continue."""
         return max(self.end, self.heard)
 
 
 class Timeline:
-    """What went on when. Any thread may record; ask for results when they are done.
+    """Record of the spans of training steps. Any thread may record; ask for results when the spans have ended.
 
-    Nobody can note the moment at which a future completes without being late: whoever is told of it has to be woken
-    first. So a span that a future ends has two ends. It lasts until the future was last seen pending, and every overlap
-    that comes out of this is a lower bound. In the picture of a step it lasts until a callback was told.
+    A thread can note the completion of a future only late, because it has to wake up first. So a span that a future
+    ends has two ends. It lasts until the future was last seen pending, and every overlap computed from that is a lower
+    bound. In the picture of a step it lasts until a callback ran.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ def _thread() -> str:
 
 
 def common(some: Sequence[Span], others: Sequence[Span]) -> float:
-    """How long, in microseconds, spans of the one kind ran while spans of the other did."""
+    """Return the microseconds in which spans of both kinds ran."""
     return sum(max(0, min(a.end, b.end) - max(a.start, b.start)) for a in some for b in others) / 1000
 
 

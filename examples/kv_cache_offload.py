@@ -60,13 +60,13 @@ STORAGE = "storage"
 
 
 def blocks_of(tokens: int) -> int:
-    """How many blocks they take."""
+    """Return the number of blocks that so many tokens take."""
     return -(-tokens // TOKENS)
 
 
 @dataclass
 class Turn:
-    """What a chat says, and the answer."""
+    """Prompt of a chat, and its answer."""
 
     table: tuple[int, ...]  # the chat's blocks, with those that the turn adds
     before: int  # tokens that are there already
@@ -148,7 +148,7 @@ class Memory:
 
 @dataclass
 class Counts:
-    """What a pool has done: blocks, and seconds."""
+    """Counts of a pool: blocks, and seconds."""
 
     in_pool: int = 0  # wanted by a turn, and not gone since the last one that wanted them
     in_time: int = 0  # of those that were read: there when they were wanted
@@ -296,7 +296,7 @@ def decode(turns: Sequence[Turn], cache: Memory | Pool, model: Model, ahead: int
 
 @dataclass
 class Run:
-    """What came out of decoding with one size of blocks, and one store."""
+    """Results of decoding with one size of blocks, and one store."""
 
     block_kib: int
     store: str

@@ -36,7 +36,7 @@ M_MMAP_THRESHOLD = -3
 
 @dataclass(frozen=True)
 class Saved:
-    """What autograd keeps in place of an activation."""
+    """Handle that autograd keeps in place of an activation."""
 
     number: int
     key: str

@@ -137,7 +137,7 @@ class Part:
 
 @dataclass
 class Trained:
-    """What a trainer reports."""
+    """Report of a trainer."""
 
     loss: float  # the mean of the last steps
     seconds: float
@@ -181,10 +181,10 @@ def batches(digits: Digits, trainer: int, args: argparse.Namespace) -> Iterator[
 
 @dataclass
 class Results:
-    """What the program reports."""
+    """Report of the program."""
 
     accuracy: float
-    staleness: dict[int, int]  # how many gradients were applied to values so many updates newer than their own
+    staleness: dict[int, int]  # gradients by the number of updates between their values and those they were applied to
     bound: int
     signed: bool
     trainers: dict[str, Trained]

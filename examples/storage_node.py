@@ -1,4 +1,4 @@
-"""Give a training job a worker that only stores: the trainers keep their optimizer's state there between two steps.
+"""A training job with a worker that only stores: the trainers keep their optimizer's state there between two steps.
 
     torchrun --standalone --nproc-per-node 3 examples/storage_node.py --folder /mnt/nvme
 
@@ -49,7 +49,7 @@ from cudafuture import CUDAFuture, wait_all
 from cudafuture.config import config
 
 STORAGE = "storage"
-STATES = ("exp_avg", "exp_avg_sq")  # what Adam has of each parameter
+STATES = ("exp_avg", "exp_avg_sq")  # Adam's state of each parameter
 LEARNING_RATE = 4e-3
 WANTED_ACCURACY = 0.9
 
@@ -69,7 +69,7 @@ class Stop:
 
 
 class Memory:
-    """What a RemoteStore does here, without leaving this process."""
+    """Store in the memory of this process, with the methods of RemoteStore that this program needs."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -175,7 +175,7 @@ class Training:
 
 @dataclass
 class Trained:
-    """What a trainer reports."""
+    """Report of a trainer."""
 
     steps: int
     state_bytes: int

@@ -1,4 +1,4 @@
-"""Find the bugs of a prefetcher without a GPU: the simulated accelerator as a test fixture.
+"""Tests that find the bugs of a prefetcher without a GPU: the simulated accelerator as a test fixture.
 
     pip install --no-build-isolation ".[testing]"
     pytest examples/test_prefetcher.py

@@ -94,7 +94,7 @@ class Bucket:
 
 
 class Overlap:
-    """Sends each bucket when backward has filled it, updates it when it comes back; its layers wait for that."""
+    """Training loop that sends each bucket when backward has filled it; layers wait for the update on its arrival."""
 
     def __init__(self, buckets: Sequence[Bucket], disk: Disk | None = None, ahead: int = 3) -> None:
         self.buckets = buckets
@@ -177,7 +177,7 @@ def make_buckets(model: nn.Sequential, bucket_kib: int) -> list[Bucket]:
 
 @dataclass
 class Run:
-    """What came out of one training."""
+    """Results of one training."""
 
     name: str  # of the loop, in LOOPS
     model: nn.Module
@@ -305,7 +305,7 @@ def main() -> int:
         show(results)
         if args.json:
             args.json.write_text(json.dumps(results, indent=2) + "\n")
-    dist.barrier()  # whoever fails first must not take the others' report with it
+    dist.barrier()  # a rank that fails first must not end the others before their report
     dist.destroy_process_group()
     return list(results["checks"].values()).count(False)
 

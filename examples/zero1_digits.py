@@ -92,7 +92,7 @@ class Bucket:
 
 @dataclass
 class Run:
-    """What came out of one training."""
+    """Results of one training."""
 
     model: nn.Module
     loss: float  # of the last step, on this rank
@@ -132,7 +132,7 @@ def train_plain(args: argparse.Namespace, digits: Digits) -> Run:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """How much memory an optimizer's state takes, beside the counters of steps."""
+    """Return the bytes of an optimizer's state, without the counters of steps."""
     tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim() > 0]
     return sum(t.nbytes for t in tensors)
 
@@ -145,7 +145,7 @@ def largest_difference(ours: nn.Module, theirs: nn.Module) -> float:
 
 @dataclass
 class Results:
-    """What the program reports."""
+    """Report of the program."""
 
     loss: float
     accuracy: float
@@ -220,7 +220,7 @@ def main() -> int:
         print(results, flush=True)
         if args.json:
             args.json.write_text(json.dumps(asdict(results), indent=2) + "\n")
-    dist.barrier()  # whoever fails first must not take the others' report with it
+    dist.barrier()  # a rank that fails first must not end the others before their report
     dist.destroy_process_group()
     return list(results.checks.values()).count(False)
 

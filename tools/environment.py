@@ -1,4 +1,4 @@
-"""Put what cudafuture needs into the Python that runs this file; do nothing where it is there already.
+"""Installer of the packages that cudafuture needs, for the Python that runs this file. It skips those already there.
 
     python tools/environment.py build       torch, the build requirements, a compiler
     python tools/environment.py test lint   the extras of those names in pyproject.toml

@@ -15,7 +15,7 @@ site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 "$python" -m pip install --quiet --no-index --no-deps --target "$site" .whl/cudafuture-*.whl || exit 1
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHON="$python" LIMIT="${LIMIT:-3600}"
-# What a caller's own run of the tests sets would reach these: `make soak` asks for the long form.
+# Variables that a caller's own run of the tests sets would reach these: `make soak` asks for the long form.
 unset CUDAFUTURE_SOAK
 failed=0
 for part in tests figures; do

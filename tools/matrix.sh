@@ -100,7 +100,7 @@ if [ -z "$dry" ]; then
   mkdir -p "$folder" || exit 2
   folder=$(cd "$folder" && pwd)
 fi
-# What a caller's own run of the tests sets would reach these: `make soak` asks for the long form.
+# Variables that a caller's own run of the tests sets would reach these: `make soak` asks for the long form.
 unset CUDAFUTURE_SOAK PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}

@@ -25,7 +25,7 @@ Wrap = Callable[[nn.Sequential], nn.Module]
 
 
 class Traffic:
-    """Collectives of ours, issued between those of whoever trains, and checked when training is over."""
+    """Collectives of ours, issued between those of the training, and checked when it is over."""
 
     def __init__(self, group: Any = None) -> None:
         self.pg = cfd.ProcessGroup(group)
@@ -34,7 +34,7 @@ class Traffic:
         self.gathered: list[tuple[int, CUDAFuture[Tensor]]] = []
 
     def issue(self) -> None:
-        """One that is on its way, and one whose second step is issued by a callback, whenever that comes to run."""
+        """Issue one collective, and one whose callback issues a second step."""
         self.count += 1
         mine = torch.full((1000,), float(self.count * (1 + self.pg.rank())))
         self.reduced.append((self.count, self.pg.all_reduce(mine.clone())))
@@ -45,7 +45,7 @@ class Traffic:
         self.gathered.append((self.count, chained))
 
     def check(self) -> None:
-        """Every one of them has its own data."""
+        """Compare each result with its own data."""
         size = self.pg.size()
         total = size * (size + 1) // 2
         for count, reduced in self.reduced:
@@ -83,7 +83,7 @@ def fsdp2(layers: nn.Sequential) -> nn.Module:
 
 
 def train(wrap: Wrap, traffic: Traffic | None = None) -> list[Tensor]:
-    """Train; return what this rank has of the gradients and of the parameters after each step."""
+    """Train; return this rank's gradients and parameters after each step."""
     layers = make_layers()
     model = wrap(layers)
     optimizer = torch.optim.Adam(layers.parameters(), lr=0.01)

@@ -195,13 +195,13 @@ def test_register_comm_hook_takes_it_whatever_the_function_looks_like(world: Wor
 def test_as_a_decorator_it_keeps_name_and_docstring() -> None:
     @cfd.ddp_comm_hook
     def documented(state: None, bucket: dist.GradBucket) -> CUDAFuture[Tensor]:
-        """What it says."""
+        """Return a future."""
         raise NotImplementedError
 
     assert (documented.__name__, documented.__qualname__, documented.__doc__) == (
         "documented",
         "documented",
-        "What it says.",
+        "Return a future.",
     )
 
 

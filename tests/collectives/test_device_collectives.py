@@ -267,7 +267,7 @@ def test_an_output_is_written_after_what_was_enqueued_on_it(ranks: World, schedu
                 ready = torch.Stream("sim")
                 with ready:
                     mine = torch.full((64,), float(rank), device="sim")
-                # What is written, the collective needs only at the end: it goes on without it.
+                # The collective needs the written values only at its end: it continues without them.
                 source = torch.full((64,), 9.0, device="sim:1") if rank == 0 else None
                 future = cfd.broadcast(output if source is None else source, src=0)
                 with ready:
@@ -341,7 +341,7 @@ def delayed_chain(turns: int, held: Callable[[int], bool]) -> None:
             staged.append(cfd.all_reduce(filled(10.0 * turn + rank)))
             chained.append(staged[-1].then_async(lambda f: cfd.broadcast(f.value() + rank, src=1)))
         direct.append(cfd.all_reduce(torch.full((8,), 100.0 * turn + rank)))
-    for turn, future in enumerate(direct):  # what is on the host does not wait for the others
+    for turn, future in enumerate(direct):  # tensors on the host do not wait for the others
         assert future.wait(timeout=LONG).unique().tolist() == [200.0 * turn + 1]
     for hold in reversed(holds):
         hold.open()
@@ -666,7 +666,7 @@ def test_from_a_thread_of_an_executor(ranks: World) -> None:
 
 
 class ThroughTheHost(dist.ProcessGroup):
-    """Gives DDP, which hands its own messages to the backend as they are, a group that takes tensors of a device."""
+    """Group that takes tensors of a device, for DDP, which passes its own messages to the backend unchanged."""
 
     def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""What becomes of futures when a rank dies, stops, stays away, or issues something else."""
+"""Futures of collectives when a rank dies, stops, stays away, or issues another collective."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def drop_unseen(rank: int) -> str:
     if rank == 0:
         future = group.all_reduce(ones(4))
         cudafuture.wait([future], timeout=LONG)
-        del future  # whoever completed it may hold it for a moment longer
+        del future  # the thread that completed it may hold it for a moment longer
         assert logged.wait(LONG)
     dist.barrier()
     return "".join(str(record.exc_info[1]) for record in records if record.exc_info)

@@ -1,4 +1,4 @@
-"""Where callbacks have no order that every rank shares, and what helps."""
+"""Refusals of collectives in callbacks that have no order shared by all ranks, and the remedies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only CUDA can show. Without a GPU every test here is skipped; what all accelerators share is in tests/device."""
+"""Fixtures of the tests that need CUDA. Without a GPU every test here is skipped. All devices share tests/device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device reports after completion, each in a process of its own: a broken context stays broken."""
+"""Errors that a device reports after completion, each in a process of its own: a broken context stays broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices a future has: taken from its value, or given beforehand as a bound that is kept."""
+"""Devices of a future: taken from its value, or given beforehand as a bound."""
 
 from __future__ import annotations
 

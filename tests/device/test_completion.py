@@ -1,4 +1,4 @@
-"""Who completes a future, from which thread, and on which streams its work is."""
+"""Completion of futures, from any thread, with work on any stream."""
 
 from __future__ import annotations
 

@@ -349,7 +349,7 @@ MEMORY = 8 << 20
 def test_too_little_memory_fails_the_future_in_order_and_leaks_nothing(target: str) -> None:
     from cudafuture.testing import sim
 
-    gc.collect()  # what tests before this one left on the devices
+    gc.collect()  # memory of earlier tests on the devices
     sources = [torch.full((MEMORY // 16,), 1.0, device="sim:0") for _ in range(2)]
     host = torch.ones(MEMORY // 4)
     before = sim.statistics().allocated_bytes

@@ -24,7 +24,7 @@ from support.patience import PATIENCE
 
 
 class CuFile:
-    """What KvikIO's class of that name does, as far as it is used: it moves bytes when it is asked, on a thread."""
+    """Stand-in for KvikIO's class of that name: it moves bytes on a thread, when the test asks for it."""
 
     threads = ThreadPoolExecutor(2)
     moved = 0

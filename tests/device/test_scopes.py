@@ -1,4 +1,4 @@
-"""What is current: in a callback that changes the device or the stream, and after it."""
+"""The current device and stream in a callback that changes them, and after it."""
 
 from __future__ import annotations
 

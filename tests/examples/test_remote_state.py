@@ -1,4 +1,4 @@
-"""Where the main job keeps Adam's state: what is in memory when, and in which order, whatever is done first."""
+"""Adam's state in the memory of another worker: its order of reads and writes, and the buckets in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class Store:
-    """Takes writes and reads, which are done when the test says so."""
+    """Store whose writes and reads end when the test says so."""
 
     worker = "other"
 

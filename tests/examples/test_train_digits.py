@@ -146,7 +146,7 @@ def test_what_overlap_gains_is_a_comparison_on_the_same_disk(example: ModuleType
 
 
 def assert_in_order(step: dict[str, Any]) -> None:
-    """What has to come one after the other in a bucket's chain does, as far as the step shows it."""
+    """Assert that the spans of each bucket follow each other in the order of its chain."""
     spans = step["spans"]
     assert [span["begin_us"] for span in spans] == sorted(span["begin_us"] for span in spans)
     assert {"forward", "backward", "all_reduce", "read", "update", "write"} <= {span["what"] for span in spans}

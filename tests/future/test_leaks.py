@@ -1,4 +1,4 @@
-"""Whatever futures go through, nothing is left of them: no object, no reference, no memory."""
+"""Leaks of futures: no life of a future leaves an object, a reference or memory behind."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_copy_to_a_device_that_is_none_is_refused() -> None:
 
 
 class Refusing(Executor):
-    """Takes a call, and fails it without having called it, as executors do that cannot send it where it would run."""
+    """Executor that fails each call without making it, like one that cannot send the call to its worker."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error = error
@@ -137,7 +137,7 @@ def test_a_callable_with_an_odd_name_is_submitted() -> None:
 
 
 class Handle:
-    """What an executor's submit() returns; tells its callbacks what the test says."""
+    """Handle that an executor's submit() returns; the test completes it."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[Handle], object]] = []

@@ -1,4 +1,4 @@
-"""What is a million long or deep, and what many threads do at once."""
+"""Chains and values a million long or deep, and many threads at once."""
 
 from __future__ import annotations
 

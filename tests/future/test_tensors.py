@@ -1,4 +1,4 @@
-"""Finding the tensors of a value, wherever they hide."""
+"""The search for the tensors of a value, at any depth."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_a_callback_that_waits_for_a_device_without_a_watcher_fails_and_the_next
             future = CUDAFuture()
             future.set_result(torch.ones(2, device="sim") + 1)
             return future
-        pending().wait()  # whatever a first operator starts is there
+        pending().wait()  # the threads of a first operator have started
         with no_threads():
             held = sim.hold()
             refused = pending().then(lambda f: f.value(), non_blocking=False)

@@ -1,4 +1,4 @@
-"""Which thread runs a callback, in which order, and what becomes of callbacks that wait or interrupt."""
+"""Threads and order of callbacks, and callbacks that wait or interrupt."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What PyTorch's own tests of CUDA futures check, as far as it needs no device.
+"""Behaviour that PyTorch's own tests of CUDA futures check, as far as it needs no device.
 
-What needs one stands in the last table of docs/coming-from-torch.md.
+The last table of docs/coming-from-torch.md lists the tests that need one.
 """
 
 from __future__ import annotations

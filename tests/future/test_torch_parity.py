@@ -1,4 +1,4 @@
-"""What PyTorch's own tests of its futures check, asked of CUDAFuture.
+"""Behaviour that PyTorch's own tests of its futures check, asked of CUDAFuture.
 
 A test names those that it answers. The differences are in docs/coming-from-torch.md.
 """

@@ -27,7 +27,7 @@ from layout.tree import (
     sim_files,
 )
 
-# Which folders a folder may include from, besides itself; in rpc_ext, which headers.
+# The folders that a folder may include from, besides itself; in rpc_ext, the headers.
 LAYERS = {
     NATIVE: {"core": set(), "io": {"core"}, "store": {"core", "io"}, "bind": {"core", "io", "store"}},
     SIM: {"runtime": set(), "device": {"runtime"}, "ops": {"device", "runtime"}, "bind": {"ops", "device", "runtime"}},

@@ -18,7 +18,7 @@ def checkout(tmp_path: Path) -> Path:
     ignored = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
     for package in (PACKAGE, RPC):
         shutil.copytree(package, tmp_path / package.name, ignore=ignored)
-    # Whoever writes the front door imports the guard first; what comes after it needs more than a fake torch.
+    # `cudafuture/__init__.py` imports the guard first; later imports need more than a fake torch.
     (tmp_path / "torch.py").write_text('__version__ = "2.13.0+cpu"\n')
     return tmp_path
 

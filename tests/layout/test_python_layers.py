@@ -49,7 +49,7 @@ RPC_EXT = (
 PACKAGES = {"cudafuture": CUDAFUTURE, "rpc_ext": RPC_EXT}
 ROW_OF = {f"{p}.{name}": row for p, rows in PACKAGES.items() for row, names in enumerate(rows) for name in names}
 
-# What the native module imports by name while it runs. No arrow, as long as these know nothing of what is above.
+# Modules that the native module imports by name while it runs. No arrow, as long as they import nothing from above.
 CALLED_BY_NATIVE = {"errors", "_arguments", "_frames", "_log", "_tensors", "_await", "_work"}
 
 FILES = python_files(*PACKAGES)

@@ -1,4 +1,4 @@
-"""What the layout tests know of the checkout: its files, and what they import and include. Nothing is executed."""
+"""Files of the checkout, with their imports and includes, for the layout tests. Nothing is executed."""
 
 from __future__ import annotations
 

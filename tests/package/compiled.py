@@ -35,7 +35,7 @@ def _function(name: str, source: str) -> ast.Module:
 
 
 class _Shown(ast.NodeTransformer):
-    """Appends the values of expressions to the list that the function returns."""
+    """Transformer that appends the values of expressions to the list that the function returns."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         append = ast.parse("shown.append(None)").body[0]

@@ -1,4 +1,4 @@
-"""What can be going on in a process when it ends, one function each; see test_exit."""
+"""Work that goes on in a process when it ends, one function each; see test_exit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from cudafuture import (
     wait,
 )
 
-keep: list[Any] = []  # what lives until Python takes modules apart
+keep: list[Any] = []  # objects that live until Python takes modules apart
 late: list[Callable[[], None]] = []  # called when the library has joined its threads already
 
 

@@ -1,4 +1,4 @@
-"""What a stub file says a native module offers, what the module itself says, and where the two differ.
+"""Differences between the stub of a native module and the module itself.
 
 nanobind keeps a function's signature as text, in ``__nb_signature__``, and pybind11 in a line of its docstring; both
 sides are therefore read as Python source.
@@ -121,7 +121,7 @@ def _stub_scope(body: list[ast.stmt]) -> Scope:
     for node in body:
         name = getattr(node, "name", "")
         if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases):
-            continue  # what a function takes has no class in the module
+            continue  # parameters of functions have no class in the module
         if isinstance(node, ast.ClassDef) and not name.startswith("_"):
             inner = _stub_scope(node.body)
             inner.others["(class)"] = "final class" if _decorators(node) & {"final"} else "derivable class"

@@ -38,7 +38,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 sim.prepare()  # before an example computes a gradient
 
-# What the examples of a page take for granted.
+# Names that the examples of a page expect.
 GIVEN: dict[str, dict[str, Any]] = {
     "README.md": {"buckets": [torch.ones(2), torch.ones(3)], "apply": lambda bucket: None},
 }
@@ -49,7 +49,7 @@ FOR_TWO = {"batch_isend_irecv", "recv", "recv_object_list", "send", "send_object
 # One worker, which calls itself, is enough for the examples of RPC; these begin and end it themselves.
 WITHOUT_A_SESSION = {"call_at_end", "init_rpc", "shutdown"}
 
-# What the modules of rpc_ext need of each other's public classes: no example shows it, and neither does the reference.
+# Public names for other modules of rpc_ext only: neither an example nor the reference shows them.
 INTERNAL = {
     "rpc_ext.batch.add",
     "rpc_ext.batch.answered",

@@ -12,7 +12,7 @@ from support.soak import soak_count
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fork"), pytest.mark.usefixtures("on_the_host")]
 
-# What is refused is called in one forked child, what is allowed in another. Each then ends as any process does.
+# One forked child makes the refused calls, another the allowed ones. Each then ends as any process does.
 FORK_EACH = """
 import asyncio, faulthandler, gc, json, os
 from concurrent.futures import ThreadPoolExecutor
@@ -167,7 +167,7 @@ def wait():
 
 threads = [threading.Thread(target=t, daemon=True) for t in (complete, complete, hand_over, wait, wait, wait)]
 for t in threads: t.start()
-gc.freeze()  # what torch has made need not be searched
+gc.freeze()  # torch's own objects need not be searched
 for i in range(int(sys.argv[1])):
     pid = os.fork()
     if pid == 0:

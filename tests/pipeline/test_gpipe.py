@@ -37,7 +37,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """It stashes what depends on a parameter, so that the order of backward passes shows in its gradient."""
+    """Module that stashes a product of its parameter, whose gradient then shows the order of backward passes."""
 
     def __init__(self, features: int) -> None:
         super().__init__()

@@ -183,7 +183,7 @@ def test_calling_it_fills_and_loss_backward_drains(simulated: str, checkpoint: A
 
 
 class Split(nn.Module):
-    """Gives a nested value, with a tensor that has no gradient, and something that is no tensor."""
+    """Module with a nested output: tensors with and without a gradient, and a value that is no tensor."""
 
     def forward(self, x: Tensor) -> Any:
         return {"halves": (x[:, :3] * 2, x[:, 3:]), "rows": torch.arange(len(x)), "note": "text", "none": None}
@@ -297,7 +297,7 @@ class Hooked(nn.Module):
 
 
 class Tied(nn.Module):
-    """Uses one parameter twice, and a custom function that keeps an attribute named as those of leaves are."""
+    """Module that uses one parameter twice, and a custom function with an attribute named like that of leaves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -705,7 +705,7 @@ def test_no_cell_begins_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
 
     class Weight(torch.autograd.Function):
-        """Counts weight gradients."""
+        """Counter of weight gradients."""
 
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Skip connections: what modules stash and pop, the mistakes that are found, and the layout over partitions."""
+"""Tests of skip connections: stash and pop, mistakes that are found, the layout over partitions."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from rpc_ext import rpc_async, rpc_sync
 from support.rpc_workers import begin, hold, release, same
 
 ME = "caller"
-keep: list[Any] = []  # what lives until Python takes modules apart
+keep: list[Any] = []  # objects that live until Python takes modules apart
 running = threading.Event()
 
 

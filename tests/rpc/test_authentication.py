@@ -60,7 +60,7 @@ def work_until(store: Any, key: str) -> int:
 
 @dataclass
 class Seen:
-    """What a worker has seen of an attack."""
+    """Traces of an attack in a worker."""
 
     rounds: int
     refused: dict[str, int]

@@ -1,4 +1,4 @@
-"""How RPC begins: with whom, again after a start that failed, beside torch's own; and what else may go on meanwhile."""
+"""Start of RPC: its workers, a start after a failed one, beside torch's own RPC, or while other threads work."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_a_function_that_is_called_cannot_end_rpc(tmp_path: Path) -> None:
 
 
 class SlowStore:
-    """Does not answer before it is released."""
+    """Store that answers only after its release."""
 
     def __init__(self) -> None:
         self.uses, self.is_asked, self.may_answer = 0, threading.Event(), threading.Event()
@@ -329,7 +329,7 @@ def test_a_store_that_answers_after_the_end_is_left_alone(monkeypatch: pytest.Mo
     store.may_answer.set()
     thread.join(LONG)
     assert not thread.is_alive()
-    assert store.uses <= 2  # what it was asked, and what that was for
+    assert store.uses <= 2  # the requests that it got
     assert not agent.mock_calls
 
 

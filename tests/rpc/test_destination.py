@@ -1,4 +1,4 @@
-"""Who is admitted to a worker, and when: without any RPC."""
+"""Admission of calls to a worker, without any RPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device here is which device there: what workers work out from what each has shown of itself."""
+"""Device maps that workers derive from the device lists of each other."""
 
 from __future__ import annotations
 

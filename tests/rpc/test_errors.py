@@ -1,4 +1,4 @@
-"""What a call fails with: the error of the function, with its type, message, remote traceback and worker."""
+"""Errors of calls: the error of the function, with its type, message, remote traceback and worker."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OfKeyword(Exception):
 
 
 class OfItsNumber(Exception):
-    """Makes its message of its argument, and again of the message when it is unpickled."""
+    """Error that makes its message of its argument, and when unpickled a second one of the first."""
 
     def __init__(self, number: object) -> None:
         super().__init__(f"number {number}")

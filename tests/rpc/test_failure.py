@@ -27,7 +27,7 @@ class OfItsMessage(Exception):
 
 
 class AboutItself(Exception):
-    """Shows what only its constructor sets."""
+    """Error whose text has an attribute that only the constructor sets."""
 
     def __init__(self, code: int, lock: object) -> None:
         super().__init__(lock)

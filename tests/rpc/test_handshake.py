@@ -150,7 +150,7 @@ def test_names_are_given_once_they_are_known(store: MemoryStore) -> None:
 
 
 class Bomb:
-    """Makes a folder when it is unpickled."""
+    """Object that makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)

@@ -38,7 +38,7 @@ def test_buckets_hold_all_in_order_and_no_empty_ones(durations: list[int]) -> No
     assert all(count for _, count in buckets)
     uppers = [upper for upper, _ in buckets]
     assert uppers == sorted(set(uppers))
-    for upper, _ in buckets:  # whatever is below a bucket's end is in it or in an earlier one
+    for upper, _ in buckets:  # a value below a bucket's end is in it or in an earlier one
         below = sum(count for end, count in buckets if end <= upper)
         assert below == sum(ns < round(upper * 1e9) for ns in durations)
 

@@ -1,4 +1,4 @@
-"""Closing the sockets on which the engine listens, without its knowing."""
+"""Closed listeners: the sockets of the engine, closed without its knowledge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has which secret, what becomes of a start with different ones, and what goes on working under one."""
+"""Secrets: their distribution, a start with different ones, and calls under one."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_a_missing_edge_between_an_object_and_its_method_is_found(meeting: Path,
 
 
 def test_a_message_that_is_sent_before_the_host_may_read_it_has_wrong_values(meeting: Path) -> None:
-    """What TensorPipe reads the detector does not see: under this schedule it reads what nobody has written yet."""
+    """Show the missing edge by wrong values: the detector does not see the reads of TensorPipe."""
     assert findings(device_calls.arguments_and_results, "host.query", meeting)[1]
 
 

@@ -67,7 +67,7 @@ def test_a_callee_is_lost_in_the_midst_of_a_thousand_calls(tmp_path: Path, sent:
     ended = run_ranks(2, call_the_lost, str(tmp_path / "store"), sent, lost=[1])[0]
     assert set(ended) <= {"answered", error}
     assert ended.total() == CALLS
-    assert ended[error] >= CALLS // 4  # what was held, and what was not begun
+    assert ended[error] >= CALLS // 4  # the held calls, and those not begun
 
 
 def batch_to_the_lost(rank: int, store: str, sent: int) -> Counter[str]:

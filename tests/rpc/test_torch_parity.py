@@ -1,4 +1,4 @@
-"""What PyTorch's RPC suite checks of the futures of calls, asked of CUDAFuture: one worker that calls itself."""
+"""Behaviour of calls that PyTorch's RPC suite checks, asked of CUDAFuture: one worker that calls itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels with calls and their answers: values and tensors of every kind. One worker that calls itself."""
+"""Values and tensors of every kind in calls and replies. One worker that calls itself."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_tensors_arrive_wherever_they_stand() -> None:
     assert torch.equal(got["a"][1][1]["b"], one * 2)
     assert np.array_equal(got["p"].y, array)
     assert torch.equal(got["box"].tensor, one)
-    # What was one object is one object there, and another one than here.
+    # An object that occurs twice is one object there, and another one than here.
     assert got["a"][0] is got["p"].x is got["box"].tensor
     got["a"][0].zero_()
     assert one.any()

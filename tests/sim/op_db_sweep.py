@@ -1,4 +1,4 @@
-"""Run torch's own samples of its operators, forward and backward, on the simulated device and on the CPU.
+"""A run of torch's own samples of its operators, forward and backward, on the simulated device and on the CPU.
 
 A program of its own, since the import of torch's test code changes settings of the process that imports it.
 Prints, as JSON, how many operators were run and what is different for which.
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from cudafuture.testing import sim
 
-# What they return was never written.
+# Their results were never written.
 UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 # A tensor argument that has to be on the host, whatever the device.
 HOST_ARGUMENTS = {"tensor_split"}
@@ -121,7 +121,7 @@ def difference(op: Any, samples: int | None) -> str | None:
         try:
             compare(op, run(op, sample, "sim"), expected)
             sim.synchronize()
-        except Exception as error:  # whatever it is, it is not what the CPU does
+        except Exception as error:  # any error here is a difference from the CPU
             sim.clear_error()
             return f"sample {number}: {type(error).__name__}: {error}"
         if found := sim.races():

@@ -1,4 +1,4 @@
-"""What operators do on a simulated device: when they run, what they refuse, what they copy, what they draw."""
+"""Operators on a simulated device: the time at which they run, refusals, copies, random numbers."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_a_copy_from_pinned_memory_reads_it_when_it_runs() -> None:
     assert x.cpu().abs().sum() == 0
 
 
-NOT_BYTE_FOR_BYTE: dict[str, tuple[torch.Tensor, torch.Tensor]] = {  # what is copied, and the like of where it goes
+NOT_BYTE_FOR_BYTE: dict[str, tuple[torch.Tensor, torch.Tensor]] = {  # the source, and a tensor like the destination
     "converts": (X, X.double()),
     "truncates": (X, X.to(torch.uint8)),
     "to every other column": (X, torch.zeros(3, 8)[:, ::2]),
@@ -248,7 +248,7 @@ def test_a_copy_from_pinned_memory_that_converts_or_rearranges_reads_it_when_it_
     targets[1].copy_(pinned, non_blocking=True)
     pinned.fill_(0)
     assert [report.kind for report in sim.races()] == ["host_race"]
-    assert targets[1].cpu().abs().sum() == 0  # what the bug does
+    assert targets[1].cpu().abs().sum() == 0  # the effect of the bug
 
 
 @pytest.mark.parametrize("name", NOT_BYTE_FOR_BYTE)

@@ -22,7 +22,7 @@ def race():
 
 
 class Run:
-    """Runs pytest over a file with a head and the given tests."""
+    """Run of pytest over a file with a head and the given tests."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "test_it.py"

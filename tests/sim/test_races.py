@@ -1,4 +1,4 @@
-"""What the race detector finds, and what it must not find."""
+"""Races that the detector finds, and programs in which it must find none."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_filling_pinned_memory_that_a_copy_still_reads() -> None:
     assert report.kind == "host_race"
     assert report.later is not None
     assert "fill_" in report.later.operation
-    assert x.sum().item() == 512  # what the bug does
+    assert x.sum().item() == 512  # the effect of the bug
 
 
 def test_reading_pinned_memory_that_a_copy_still_writes() -> None:

@@ -106,7 +106,7 @@ def fetched(reference: Any) -> Any:
 
 
 class Bomb:
-    """Makes a folder when it is unpickled."""
+    """Object that makes a folder when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self._path = path

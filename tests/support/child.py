@@ -161,7 +161,7 @@ RUN_PYTEST = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))"
 
 
 class Child:
-    """Runs a script in another process. Leaving the scope kills it if it is still there.
+    """Script in another process. Leaving the scope kills it if it is still there.
 
     Args:
         code: the script. It finds `say(line)` and `hear()` defined, which speak to the test over pipes; its stdout

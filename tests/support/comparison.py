@@ -21,7 +21,7 @@ COMMON = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torc
 TIMEOUT = 40  # seconds, of a test that hangs
 
 Tensor = torch.Tensor
-# What torch raises for wrong arguments, and for what the backend refuses.
+# Errors of torch for wrong arguments, and for refusals of the backend.
 REFUSED = (TypeError, ValueError, RuntimeError)
 
 
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 class Place:
-    """Where a case is to be issued: this rank, its group, and how the root is named."""
+    """Place at which a case is issued: this rank, its group, and the parameter that names the root."""
 
     def __init__(self, group: Any = None, root: int = 0, by_global_rank: bool = False) -> None:
         self.group = group
@@ -169,12 +169,12 @@ MOVING: tuple[Make, ...] = (
     all_to_all_single_uneven,
 )
 ALL = REDUCING + MOVING
-# Which of these Gloo has depends on the version of torch.
+# The version of torch decides which of these Gloo has.
 NEWER: tuple[Make, ...] = (reduce_scatter, reduce_scatter_tensor, all_to_all, all_gather_stacked)
 
 
 class WrongArguments(Exception):
-    """It was raised at the call, and not by the future."""
+    """Error of wrong arguments, raised at the call and not by the future."""
 
 
 def by_torch(case: Case, **more: Any) -> Exception | None:

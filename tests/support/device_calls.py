@@ -266,7 +266,7 @@ def dropped_at_once(to: str) -> None:
 
 
 def changed_by_who_waits(to: str) -> None:
-    """Who waits for the answer may write the arguments, and the answer."""
+    """Write to the arguments, and to the answer, after a wait for the answer."""
     x = filled(2.0)
     future = rpc_async(to, doubled, (x,))
     with torch.Stream("sim:0"):
@@ -320,7 +320,7 @@ def several_devices(to: str) -> None:
 
 
 def layouts(to: str) -> None:
-    """What is not all of its memory arrives as what it shows; views of one tensor as tensors of their own."""
+    """Send views: each arrives with its own values only, and two views of one tensor arrive as two tensors."""
     x = torch.arange(24.0, device="sim:0").view(4, 6)
     views = [x, x.t(), x[:, ::2], x[1], x[0, 0], x[:0], x[:1].expand(3, -1), x.to(torch.int16), x > 3, x.detach()]
     found = rpc_sync(to, placed, (views,))
@@ -395,7 +395,7 @@ def messages_of_a_batch(to: str) -> None:
 
 
 def references(to: str) -> None:
-    """What an RRef refers to stays on its owner's device, where all that use it are ordered after its making."""
+    """Use the object of an RRef, which stays on its owner's device: each use is ordered after its creation."""
     with torch.Stream("sim:0"):
         rref = remote(to, doubled_there, (2.0,))
     later = remote(to, doubled_there_later, (5.0, 1))
@@ -458,7 +458,7 @@ def what_is_current(to: str) -> None:
 
 
 def failures(to: str) -> None:
-    """What is raised arrives, whatever the tensors were about."""
+    """Raise errors in calls with tensors."""
     error = rpc_async(to, refused, (filled(1.0, 1),)).exception(timeout=LONG)
     assert isinstance(error, LookupError)
     assert "sim:1" in str(error)

@@ -1,4 +1,4 @@
-"""What a graph of futures does, in plain Python: the oracle of test_property.
+"""Model of a graph of futures, in plain Python: the oracle of test_property.
 
 A node is a future. When it is done, its consumers go into one queue, first in, first out, which the outermost
 completion works off. Values are numbers, lists and tuples of them. Errors are tuples of a type's name and arguments.
@@ -15,7 +15,7 @@ State = Literal["pending", "completed", "failed", "cancelled"]
 Outcome = tuple[State, Any]  # the value, or the error, or None
 Error = tuple[Any, ...]
 Kind = Literal["root", "then", "then_async", "gather", "collect_all", "collect_any"]
-Transform = Literal["add", "recover", "raise"]  # what a callback of then() does
+Transform = Literal["add", "recover", "raise"]  # the action of a callback of then()
 
 CANCELLED: Error = ("CancelledError",)
 DROPPED: Error = ("InvalidStateError",)  # of those that wait for a future which was dropped
@@ -36,7 +36,7 @@ class Node:
     state: State = "pending"
     outcome: Any = None
     consumers: list[Callable[[], object]] = field(default_factory=list)
-    children: list[Node] = field(default_factory=list)  # what it keeps alive, and leaves orphaned, while it is pending
+    children: list[Node] = field(default_factory=list)  # nodes that it keeps alive while it is pending
 
     @property
     def done(self) -> bool:
@@ -52,7 +52,7 @@ class Node:
 
     @property
     def keeps(self) -> Sequence[Node]:
-        """What it keeps alive while it is pending."""
+        """The nodes that a pending node keeps alive."""
         return (*self.children, *(self.parents if self.is_whole else ())) if not self.done else ()
 
 

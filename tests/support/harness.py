@@ -1,4 +1,4 @@
-"""What the device suite runs on, so that a test reads the same on the host, on the simulated accelerator and on CUDA.
+"""Devices of the device suite, so that a test reads the same on the host, on the simulated accelerator and on CUDA.
 
 The host has no streams: there `stream()` is None, `on(None)` changes nothing, and nothing is ever pending on a device.
 """

@@ -1,4 +1,4 @@
-"""What futures go through, one function for each kind of life; see test_leaks."""
+"""Lives of futures, one function for each kind; see test_leaks."""
 
 from __future__ import annotations
 

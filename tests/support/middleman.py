@@ -1,4 +1,4 @@
-"""One who stands between two workers of a job with a secret, and changes what they send to each other."""
+"""Attacker between two workers of a job with a secret, which changes their messages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Relay:
 
     @property
     def address(self) -> str:
-        """Where it listens, as TensorPipe writes it."""
+        """The address at which the relay listens, in the form of TensorPipe."""
         host, port = self._listener.getsockname()
         return f"uv://{host}:{port}"
 
@@ -125,7 +125,7 @@ class Relay:
             target.shutdown(socket.SHUT_WR)
 
     def _edit(self, way: int, data: bytearray) -> None:
-        if way == FROM:  # where the other listens, for further connections
+        if way == FROM:  # the address of the other worker, for further connections
             host, port = self._find()
             real, mine = f"{host}:{port}".encode(), self.address.removeprefix("uv://").encode()
             assert len(real) == len(mine)

@@ -28,7 +28,7 @@ _TUN = "/dev/net/tun"
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # <linux/if_tun.h>
 _CLONE_NEWNET, _CLONE_NEWUSER = 0x40000000, 0x10000000  # <sched.h>
 
-# What a process does first of all to be a host; it goes on when it is connected. It has users of its own as well: else
+# The first lines of a process that plays a host; they wait for its connection. It has users of its own as well: else
 # TensorPipe would copy tensors from one process's memory to the other's.
 BE_A_HOST = f"""
 import ctypes, os, pathlib

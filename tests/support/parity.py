@@ -1,4 +1,4 @@
-"""Which of PyTorch's own tests a test of ours answers: written on it, read back without running anything."""
+"""Marks that name PyTorch's own tests which a test of ours answers, read back without running anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of stores have in common: contents that are known, engines, and looking at all that a store has."""
+"""Helpers of the tests of stores: known contents, engines, and a comparison of all keys of a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a type checker makes of many futures. Read by mypy, never run."""
+"""Types that a type checker infers for many futures. Read by mypy, never run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a type checker makes of CUDAFuture itself. Read by mypy, never run: ``# R:`` is the type that it reveals."""
+"""Types that a type checker infers for CUDAFuture itself. Read by mypy, never run: ``# R:`` has the type revealed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a type checker makes of calls to other workers. Read by mypy, never run."""
+"""Types that a type checker infers for calls to other workers. Read by mypy, never run."""
 
 from __future__ import annotations
 

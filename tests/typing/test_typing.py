@@ -24,7 +24,7 @@ EXPECTED = re.compile(r"# (R|E): (.+)$")
 REVEALED = re.compile(r'(?P<file>[^:]+):(?P<line>\d+): note: Revealed type is "(?P<text>.*)"')
 ERROR = re.compile(r"(?P<file>[^:]+):(?P<line>\d+): error: .*\[(?P<text>[\w-]+)\]")
 
-Lines = dict[int, list[str]]  # what is said of each line, or expected
+Lines = dict[int, list[str]]  # messages of each line, found or expected
 
 
 def plain(revealed: str) -> str:

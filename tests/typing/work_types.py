@@ -1,4 +1,4 @@
-"""What a type checker makes of where futures come from. Read by mypy, never run."""
+"""Types that a type checker infers for the sources of futures. Read by mypy, never run."""
 
 from __future__ import annotations
 
