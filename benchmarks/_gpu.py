@@ -27,14 +27,14 @@ sync: Callable[[], None] = torch.cuda.synchronize
 def to_the_end(call: Callable[[], Any]) -> Timed:
     """Return a function that returns the nanoseconds from a call until the device has finished its work."""
 
-    def timed() -> float:
+    def time_call() -> float:
         sync()
         start = now()
         call()
         sync()
         return now() - start
 
-    return timed
+    return time_call
 
 
 def medians(rounds: int, **calls: Callable[[], Any]) -> Medians:

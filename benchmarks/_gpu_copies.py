@@ -110,7 +110,7 @@ class Epochs:
         self.matrix = torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16)
         self.mean, self.deviation = (torch.full((1, 3, 1, 1), v, device="cuda") for v in (127.0, 58.0))
 
-    def normalised(self, batch: Any) -> Any:
+    def normalise(self, batch: Any) -> Any:
         return batch[0].float().sub_(self.mean).div_(self.deviation), batch[1]
 
     def compute(self) -> None:
@@ -126,10 +126,10 @@ class Epochs:
 
     def plain(self) -> torch.Tensor:
         there = ((x.to("cuda", non_blocking=True), y.to("cuda")) for x, y in self.images)
-        return self.consume(map(self.normalised, there))
+        return self.consume(map(self.normalise, there))
 
     def ours(self, depth: int = 2) -> torch.Tensor:
-        return self.consume(prefetch(self.images, "cuda", transform=self.normalised, depth=depth))
+        return self.consume(prefetch(self.images, "cuda", transform=self.normalise, depth=depth))
 
     def timm(self) -> torch.Tensor:
         """Consume the batches of PrefetchLoader.__iter__, of timm's data/loader.py after its pull request 2784."""
@@ -140,7 +140,7 @@ class Epochs:
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
                     copied = x.to("cuda", non_blocking=True), y.to("cuda", non_blocking=True)
-                    copied = self.normalised(copied)
+                    copied = self.normalise(copied)
                 if batch is not None:
                     yield batch
                 torch.cuda.current_stream().wait_stream(stream)

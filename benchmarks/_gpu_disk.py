@@ -78,7 +78,7 @@ def swapping(rounds: int) -> tuple[Medians, dict[str, int]]:
     gradients = [wave(shape, 100 + i) for i, shape in enumerate(SHAPES)]
     with folder() as place, ExitStack() as stack:
 
-        def offloaded(name: str, **options: Any) -> Callable[[list[torch.nn.Parameter]], Any]:
+        def make_offload(name: str, **options: Any) -> Callable[[list[torch.nn.Parameter]], Any]:
             def make(parameters: list[torch.nn.Parameter]) -> Any:
                 adam = torch.optim.Adam(parameters, foreach=False)
                 return stack.enter_context(offload(adam, place / name, **OPTIONS, **options))
@@ -88,9 +88,9 @@ def swapping(rounds: int) -> tuple[Medians, dict[str, int]]:
         kinds: dict[str, Callable[[list[torch.nn.Parameter]], Any]] = {
             "gpu": partial(torch.optim.Adam, foreach=False),
             "gpu_fused": partial(torch.optim.Adam, fused=not IS_FAKE),
-            "disk": offloaded("disk"),
-            "disk_cpu": offloaded("disk_cpu", compute="cpu"),
-            "host": offloaded("host", memory=1 << 40),
+            "disk": make_offload("disk"),
+            "disk_cpu": make_offload("disk_cpu", compute="cpu"),
+            "host": make_offload("host", memory=1 << 40),
         }
         trainings = {name: Training(make, gradients) for name, make in kinds.items()}
         for name in ("disk", "host"):
@@ -154,7 +154,7 @@ class ByHand:
 
 
 @contextmanager
-def opened(backend: str, path: Path, *, direct: bool) -> Iterator[File]:
+def open_backend(backend: str, path: Path, *, direct: bool) -> Iterator[File]:
     """Give a file of a backend, or raise Skipped with the reason why there is none."""
     if reason := BACKEND[backend].why_not():
         raise Skipped(reason)
@@ -173,7 +173,7 @@ def moving(backend: str, direct: bool, rounds: int) -> Medians:
     """Write a tensor of the device to a file and read it, beside the peers of the same file."""
     source = torch.randint(0, 256, (BYTES,), dtype=torch.uint8, device="cuda")
     target, host = torch.zeros_like(source), torch.zeros(BYTES, dtype=torch.uint8, pin_memory=True)
-    with folder() as place, opened(backend, place / "file", direct=direct) as file:
+    with folder() as place, open_backend(backend, place / "file", direct=direct) as file:
         file.write(source).wait()
         file.read(target).wait()
         expect_equal(target, source, "what a file returned to the device")
@@ -211,7 +211,7 @@ def gds(rounds: int) -> Row:
         raise Skipped(reason)
     source = torch.randint(0, 256, (BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.zeros_like(source)
-    with folder() as place, opened("threads", place / "file", direct=False) as threads:
+    with folder() as place, open_backend("threads", place / "file", direct=False) as threads:
         threads.write(source).wait()
         threads.sync().wait()
         with BACKEND["gds"].open(place / "file", "r") as file:

@@ -98,7 +98,7 @@ class Noticing:
 
 
 @cache
-def noticed(microseconds: int, rounds: int) -> Medians:
+def measure_notice(microseconds: int, rounds: int) -> Medians:
     """Return the nanoseconds from the launch of a kernel until each contender notices its end."""
     ways = Noticing(microseconds)
     each = {"wait": ways.wait, "callback": ways.callback, "await": ways.await_}
@@ -113,7 +113,7 @@ WAYS = {"wait": 15_000, "callback": 200_000, "await": 200_000}  # nanoseconds mo
 
 def noticing(way: str, microseconds: int, rounds: int) -> Row:
     """From the launch of a kernel until its end is noticed, less the same for event.synchronize()."""
-    took = noticed(microseconds, rounds)
+    took = measure_notice(microseconds, rounds)
     us, them = took[way], took["event.synchronize"]
     what = f"{way}: from the launch of {microseconds:,} us of work until its end is noticed"
     what += f" (cuda.synchronize {took['synchronize']:,.0f})"
@@ -127,7 +127,7 @@ CALLBACKS = 64
 LIMIT_MIB = 64
 
 
-def reserved(make: Callable[[], torch.Tensor], wanted: torch.Tensor) -> int:
+def measure_reserved(make: Callable[[], torch.Tensor], wanted: torch.Tensor) -> int:
     """Return the bytes that the allocator reserves for results that are made and dropped one after another."""
     sync()
     torch.cuda.empty_cache()
@@ -158,7 +158,7 @@ def memory(kind: str, _rounds: int) -> Row:
         "pack": (lambda: copy([host], "cuda", pack=True).wait()[0], lambda: host.cuda(), "cuda()"),
     }
     ours, theirs, peer = kinds[kind]
-    us, them = (reserved(make, host) / MIB for make in (ours, theirs))
+    us, them = (measure_reserved(make, host) / MIB for make in (ours, theirs))
     what = f"reserved by {CALLBACKS} results of {mib} MiB of {kind}, each dropped at once"
     return Row(f"memory-{kind}", what, "MiB", us, them, peer, "MiB", us, LIMIT_MIB)
 

@@ -92,7 +92,7 @@ class Contender:
     def read(self) -> None:
         raise NotImplementedError
 
-    def named(self, _direction: str) -> str:
+    def label_for(self, _direction: str) -> str:
         """The label, and what was found to be best."""
         return self.label
 
@@ -210,7 +210,7 @@ class DeepSpeed(Contender):
             self.settings[direction] = min(self.TRIED, key=lambda tried: self.trial(direction, tried, some))
             self.handles[direction] = self.handle(*self.settings[direction])
 
-    def named(self, direction: str) -> str:
+    def label_for(self, direction: str) -> str:
         depth, parallel = self.settings[direction]
         return f"{self.label} x{depth}/{parallel}"
 

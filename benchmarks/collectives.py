@@ -166,7 +166,7 @@ class Bucketed:
             for parameter, values, gradient in parts:
                 parameter.data = values.view_as(parameter)
                 parameter.grad = gradient.view_as(parameter)
-                parameter.register_post_accumulate_grad_hook(partial(self.arrived, index))
+                parameter.register_post_accumulate_grad_hook(partial(self.count_gradient, index))
             self.flat.append(whole)
         self.optimizer = make_optimizer(self.flat)
         self.optimizers = [make_optimizer([whole]) for whole in self.flat]
@@ -176,13 +176,13 @@ class Bucketed:
         assert gradient is not None
         return gradient
 
-    def arrived(self, index: int, _parameter: torch.Tensor) -> None:
+    def count_gradient(self, index: int, _parameter: torch.Tensor) -> None:
         self.missing[index] -= 1
         if self.missing[index] == 0:
             self.missing[index] = len(self.buckets[index])
-            self.futures.append(cfd.all_reduce(self.gradient(index)).then(partial(self.reduced, index)))
+            self.futures.append(cfd.all_reduce(self.gradient(index)).then(partial(self.step_bucket, index)))
 
-    def reduced(self, index: int, future: CUDAFuture[torch.Tensor]) -> None:
+    def step_bucket(self, index: int, future: CUDAFuture[torch.Tensor]) -> None:
         future.value().div_(2)
         if self.overlap:
             self.optimizers[index].step()
@@ -221,7 +221,7 @@ def training(adam: bool, rounds: int) -> list[list[float]]:
         optimizer.zero_grad(set_to_none=False)
         return now() - start
 
-    def bucketed(overlap: bool) -> Callable[[], float]:
+    def make_bucketed_step(overlap: bool) -> Callable[[], float]:
         model = model_of(width)
         buckets = Bucketed(model, make, overlap)
 
@@ -233,7 +233,7 @@ def training(adam: bool, rounds: int) -> list[list[float]]:
 
         return step
 
-    return by_turns(10 * rounds, bucketed(False), step_ddp, step_ddp, bucketed(True))
+    return by_turns(10 * rounds, make_bucketed_step(False), step_ddp, step_ddp, make_bucketed_step(True))
 
 
 def steps(name: str, adam: bool, overlap: bool, rounds: int) -> Row:

@@ -109,13 +109,13 @@ def awaiting(rounds: int) -> Row:
                 await future
         return (now() - start) / len(repeats) / len(parts)
 
-    def completed(make: Make) -> Timed:
+    def complete_all(make: Make) -> Timed:
         futures = [make() for _ in parts]
         for future in futures:
             future.set_result(None)
         return lambda: loop.run_until_complete(awaits(futures))
 
-    ours, peer = map(statistics.median, by_turns(rounds, completed(CUDAFuture), completed(loop.create_future)))
+    ours, peer = map(statistics.median, by_turns(rounds, complete_all(CUDAFuture), complete_all(loop.create_future)))
     loop.close()
     return Row("await", "await of a completed future", "ns", ours, peer, "asyncio", "x", ours / peer, 1.5)
 

@@ -230,7 +230,7 @@ def watching(on: Device, rounds: int) -> Row:
         time.sleep(1)
         return 100 * (time.process_time() - cpu) / (time.perf_counter() - start)
 
-    def watched() -> float:
+    def watch() -> float:
         value = on.value(1)
         with busy(on):
             child = CUDAFuture.completed(value).then(value_of, non_blocking=False)
@@ -239,7 +239,7 @@ def watching(on: Device, rounds: int) -> Row:
         child.wait()
         return took
 
-    ours, idle = by_turns(min(rounds, 3), watched, second)
+    ours, idle = by_turns(min(rounds, 3), watch, second)
     share, nothing = statistics.median(ours), statistics.median(idle)
     what = f"{on.name}: the watcher's share of a core while a future is watched, thousandths of a per cent"
     return Row(f"{on.name}-watcher", what, "", 1000 * share, 1000 * nothing, "idle", "%", share, 1.0)

@@ -52,7 +52,7 @@ class LooseFiles(Dataset[tuple[torch.Tensor, int]]):
         return torch.from_numpy(pixels).permute(2, 0, 1), label
 
 
-def encoded(numbers: torch.Generator) -> bytes:
+def encode(numbers: torch.Generator) -> bytes:
     """Return a JPEG file with large and small structure, as a photograph has."""
     coarse = torch.rand(1, 3, 14, 14, generator=numbers)
     pixels = torch.nn.functional.interpolate(coarse, size=(SIDE, SIDE), mode="bicubic")[0]
@@ -63,7 +63,7 @@ def encoded(numbers: torch.Generator) -> bytes:
 
 
 @contextmanager
-def prepared() -> Iterator[Path]:
+def prepare() -> Iterator[Path]:
     """Give a folder with the images in loose files, in a .tgz and in a .tar."""
     numbers = torch.Generator().manual_seed(0)
     with tempfile.TemporaryDirectory(dir=os.environ.get("CUDAFUTURE_BENCH_DIR")) as name:
@@ -71,7 +71,7 @@ def prepared() -> Iterator[Path]:
         for i in range(IMAGES):
             path = folder / "loose" / f"class{i % 10}" / f"{i:05}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(encoded(numbers))
+            path.write_bytes(encode(numbers))
         with tarfile.open(folder / "images.tgz", "w:gz") as packed, tarfile.open(folder / "images.tar", "w") as plain:
             packed.add(folder / "loose", "images")
             plain.add(folder / "loose", "images")
@@ -99,7 +99,7 @@ def beside_loose_files(
     name: str, file: str, index: Literal["auto"] | bool, shuffle: int, limit: float, rounds: int
 ) -> Row:
     """The time of an epoch against that of loose files."""
-    with prepared() as folder:
+    with prepare() as folder:
         loose = LooseFiles(folder / "loose")
 
         def files() -> DataLoader[Any]:

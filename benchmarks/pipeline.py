@@ -143,7 +143,7 @@ def _theirs(module: Any, queues: tuple[Any, Any]) -> int:
 
 
 @contextmanager
-def pinned(to: dict[threading.Thread, int]) -> Iterator[None]:
+def pin(to: dict[threading.Thread, int]) -> Iterator[None]:
     """Keep threads on cores: where the kernel puts them decides more than what they do."""
     before = os.sched_getaffinity(0)
     for thread, core in to.items():
@@ -163,7 +163,7 @@ def submit(cores: int, rounds: int) -> Row:
         ours: list[int] = []
         theirs: list[int] = []
         again: list[int] = []
-        with pinned({program: 0} | dict.fromkeys(others, cores - 1)):
+        with pin({program: 0} | dict.fromkeys(others, cores - 1)):
             for _ in range(TASKS * rounds):
                 timed = [
                     (ours, partial(_ours, workers)),

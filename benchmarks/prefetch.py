@@ -177,7 +177,7 @@ def many(rounds: int) -> Row:
     pinned = [tensor.pin_memory() for tensor in tensors]
     stream = own_stream("sim")
 
-    def timed(copies: Callable[[], Any]) -> float:
+    def time_copies(copies: Callable[[], Any]) -> float:
         start = now()
         copies()
         took = now() - start
@@ -188,10 +188,12 @@ def many(rounds: int) -> Row:
         with stream:
             return [tensor.to("sim", non_blocking=True) for tensor in pinned]
 
-    def packed() -> Any:
+    def pack() -> Any:
         return copy(tensors, "sim", pack=True, stream=stream)
 
-    us, them, again = by_turns(20 * rounds, lambda: timed(packed), lambda: timed(each), lambda: timed(each))
+    us, them, again = by_turns(
+        20 * rounds, lambda: time_copies(pack), lambda: time_copies(each), lambda: time_copies(each)
+    )
     sim.disable()
     ns, others = statistics.median(us), statistics.median(them)
     same = control("each / each", [a / b for a, b in zip(again, them, strict=True)])

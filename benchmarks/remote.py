@@ -148,7 +148,7 @@ def drop(_i: int, _tensor: torch.Tensor) -> None:
 
 
 @cache
-def kept(i: int, size: int) -> torch.Tensor:
+def make_kept(i: int, size: int) -> torch.Tensor:
     return torch.full((size,), i % 251 + 1, dtype=torch.uint8)
 
 
@@ -278,7 +278,10 @@ def pieces(direction: str, rounds: int, who: tuple[Ours, Torch, Torch]) -> Took:
     if direction == "write":
         store, bare = partial(write_store, count=count, size=PIECE), partial(send, fn=drop, count=count, size=PIECE)
     else:
-        store, bare = partial(read_store, count=count, size=PIECE), partial(receive, fn=kept, count=count, size=PIECE)
+        store, bare = (
+            partial(read_store, count=count, size=PIECE),
+            partial(receive, fn=make_kept, count=count, size=PIECE),
+        )
         for variant in (ours, LOCAL):
             groups().of(variant).time(partial(write_store, count=count, size=PIECE))
     measures: dict[Variant, Measure] = {ours: store, LOCAL: store, **dict.fromkeys(others, bare)}

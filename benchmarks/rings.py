@@ -78,7 +78,7 @@ def rings(direction: str, size: str) -> Callable[[int], Row]:
     return lambda n: compare(name, direction, BLOCKS[size], ONE, FOUR, "one ring", 1 / 0.95, n)
 
 
-def registered(n: int) -> Row:
+def beside_unregistered(n: int) -> Row:
     return compare(
         "registered", "randread", "4k", ONE, REGISTERED, "files and buffers that are not registered", 1.05, n
     )
@@ -86,7 +86,7 @@ def registered(n: int) -> Row:
 
 LIMITS = {
     **{f"{d}-{size}": rings(d, size) for d in ("randread", "randwrite") for size in BLOCKS},
-    "registered": registered,
+    "registered": beside_unregistered,
 }
 
 if __name__ == "__main__":

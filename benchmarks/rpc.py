@@ -51,16 +51,16 @@ def one_by_one(call: Callable[..., Any], calls: int) -> float:
     return (now() - start) / calls
 
 
-def pipelined(call: Callable[..., Any], calls: int) -> float:
+def pipeline_calls(call: Callable[..., Any], calls: int) -> float:
     start = now()
     for future in [call(CALLEE, empty) for _ in range(calls)]:
         future.wait()
     return (now() - start) / calls
 
 
-def batched(call: Callable[..., Any], calls: int) -> float:
+def batch_calls(call: Callable[..., Any], calls: int) -> float:
     if call is not rpc_ext.rpc_async:
-        return pipelined(call, calls)
+        return pipeline_calls(call, calls)
     start = now()
     with rpc_ext.batch(CALLEE):
         futures = [call(CALLEE, empty) for _ in range(calls)]
@@ -119,8 +119,8 @@ def row(
 
 
 EMPTY = "an empty call", partial(one_by_one, calls=200)
-PIPELINED = "1,000 empty calls in flight, for one", partial(pipelined, calls=1000)
-BATCHED = "1,000 empty calls in a batch, for one", partial(batched, calls=1000)
+PIPELINED = "1,000 empty calls in flight, for one", partial(pipeline_calls, calls=1000)
+BATCHED = "1,000 empty calls in a batch, for one", partial(batch_calls, calls=1000)
 
 SIXTEEN = "a tensor of 16 MiB", partial(tensors, calls=5, mebibytes=16)
 

@@ -130,7 +130,7 @@ def race(contenders: Mapping[str, Contender], shape: Shape, rounds: int, where: 
         jobs: dict[str, Timed] = {} if fio is None else {"fio": fio, "fio again": fio, "fio huge": fio.with_huge_pages}
         figures = by_turns(rounds, *turns, *jobs.values())
         for name, turn, walls in zip(contenders, turns, figures[: len(turns)], strict=True):
-            label, cpu = turn.contender.named(direction), statistics.median(turn.cpu[1:])
+            label, cpu = turn.contender.label_for(direction), statistics.median(turn.cpu[1:])
             took[f"{direction} {name}"] = Took(statistics.median(walls) / 1e6, cpu / 1e6, walls, label)
         for name, walls in zip(jobs, figures[len(turns) :], strict=True):
             took[f"{direction} {name}"] = Took(statistics.median(walls) / 1e6, 0.0, walls, fio.label if fio else "")
@@ -198,7 +198,7 @@ def better(took: Mapping[str, Took], *names: str) -> Took:
     return min((took[name] for name in names), key=lambda one: one.wall)
 
 
-def told(took: Mapping[str, Took], **names: str) -> str:
+def other_figures(took: Mapping[str, Took], **names: str) -> str:
     """Return the other figures, for the words of a row."""
     return ", ".join(f"{word} {took[name].wall:,.0f}" for word, name in names.items() if name in took)
 
@@ -209,7 +209,7 @@ def beside_fio(kind: str, least: float, direction: str, name: str, rounds: int) 
     us = better(took, each, all_)
     same = [a / b for a, b in zip(took[f"{direction} fio again"].rounds, fio.rounds, strict=True)]
     names = {"each": each, "all": all_, "aligned": f"{direction} aligned all", "NIXL": f"{direction} NIXL"}
-    others = told(took, **names, huge=f"{direction} fio huge")
+    others = other_figures(took, **names, huge=f"{direction} fio huge")
     words = {"plain": ("", ""), "summed": ("-checksum", ", checksums"), "empty": ("-empty", ", io.empty()")}
     row, how = words[kind]
     what = f"{direction} {name}{how} ({others})"
@@ -221,7 +221,7 @@ def beside_deepspeed(least: float, direction: str, name: str, rounds: int) -> Ro
     took = past_the_cache(name, rounds)
     each, all_, them = f"{direction} plain each", f"{direction} plain all", took[f"{direction} DeepSpeed"]
     us = better(took, each, all_)
-    what = f"{direction} {name} ({told(took, each=each, all=all_, NIXL=f'{direction} NIXL')})"
+    what = f"{direction} {name} ({other_figures(took, each=each, all=all_, NIXL=f'{direction} NIXL')})"
     compared = (us.wall, them.wall, them.label, "x", us.wall / them.wall, 1 / least)
     return Row(f"{direction}-{name}-deepspeed", what, "ms", *compared)
 
@@ -238,12 +238,12 @@ def processor(direction: str, name: str, rounds: int) -> Row:
     return Row(f"cpu-{direction}-{name}", what, "ms/GiB", *compared)
 
 
-def cached(direction: str, name: str, rounds: int) -> Row:
+def beside_threads(direction: str, name: str, rounds: int) -> Row:
     took = through_the_cache(name, rounds)
     each, all_ = f"{direction} each", f"{direction} all"
     threads = f"{direction} {Threads.label}"
     us, them = better(took, each, all_), took.get(f"{direction} {TensorNVMe.label}", took[threads])
-    others = told(took, each=each, all=all_, threads=threads)
+    others = other_figures(took, each=each, all=all_, threads=threads)
     what = f"{direction} {name}, cached ({others})"
     return Row(f"cached-{direction}-{name}", what, "ms", us.wall, them.wall, them.label, "x", us.wall / them.wall, 1.0)
 
@@ -365,7 +365,7 @@ def limits() -> dict[str, Callable[[int], Row]]:
             for name, at in DEEPSPEED.items():
                 rows[f"{direction}-{name}-deepspeed"] = partial(beside_deepspeed, at, direction, name)
             rows |= {f"cpu-{direction}-{name}": partial(processor, direction, name) for name in SHAPES}
-        rows |= {f"cached-{direction}-{name}": partial(cached, direction, name) for name in SHAPES}
+        rows |= {f"cached-{direction}-{name}": partial(beside_threads, direction, name) for name in SHAPES}
     return (
         rows
         | {"latency": read_latency, "urgent": urgent, "link": links, "atomic": atomic}

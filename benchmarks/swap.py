@@ -55,15 +55,15 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def timed(call: Callable[[], Any], clock: Callable[[], int] = now) -> Callable[[], float]:
+def timer(call: Callable[[], Any], clock: Callable[[], int] = now) -> Callable[[], float]:
     """Return a function that returns the nanoseconds of a call."""
 
-    def measured() -> float:
+    def measure() -> float:
         start = clock()
         call()
         return clock() - start
 
-    return measured
+    return measure
 
 
 class Updates:
@@ -112,7 +112,7 @@ class Transfers:
         wait_all(pending)
 
 
-def prepared(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def prepare(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return parameters and gradients."""
     numbers = torch.Generator().manual_seed(0)
     halves = [torch.nn.Parameter(torch.randn(size, generator=numbers).bfloat16()) for size in SETS[name]]
@@ -122,7 +122,7 @@ def prepared(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 @contextmanager
 def ours(name: str, place: Path, **options: Any) -> Iterator[Callable[[], Any]]:
     """Give a function that makes a step of an offloaded optimizer."""
-    halves, gradients = prepared(name)
+    halves, gradients = prepare(name)
     optimizer = torch.optim.Adam(halves)
     with offload(optimizer, place, master_weights=True, **options) as offloaded:
 
@@ -139,9 +139,14 @@ def ours(name: str, place: Path, **options: Any) -> Iterator[Callable[[], Any]]:
 def beside_bound(name: str, rounds: int) -> Row:
     """A step, against the larger of its updates and its reads and writes."""
     with folder() as place, ours(name, place / "ours") as step, DiskStore(place / "alone", direct=True) as store:
-        halves, gradients = prepared(name)
+        halves, gradients = prepare(name)
         updates, transfers = Updates([half.detach() for half in halves]), Transfers(store, SETS[name])
-        each = [timed(step), timed(partial(updates.step, gradients)), timed(transfers.step), timed(transfers.step)]
+        each = [
+            timer(step),
+            timer(partial(updates.step, gradients)),
+            timer(transfers.step),
+            timer(transfers.step),
+        ]
         steps, computing, moving, again = by_turns(rounds, *each)
     taken, compute, io = map(statistics.median, (steps, computing, moving))
     bound, what = max((compute, "updates"), (io, "reads and writes"))
@@ -154,10 +159,10 @@ def beside_deepspeed(name: str, rounds: int) -> Row:
     with ExitStack() as stack:
         place = stack.enter_context(folder())
         step = stack.enter_context(ours(name, place / "ours"))
-        halves, gradients = prepared(name)
+        halves, gradients = prepare(name)
         theirs = DeepSpeedSwapper(place / "deepspeed", [half.detach() for half in halves])
-        peer = timed(partial(theirs.step, gradients))
-        steps, others, again = by_turns(rounds, timed(step), peer, peer)
+        peer = timer(partial(theirs.step, gradients))
+        steps, others, again = by_turns(rounds, timer(step), peer, peer)
     taken, their = statistics.median(steps), statistics.median(others)
     same = control("DeepSpeed / DeepSpeed", [a / b for a, b in zip(again, others, strict=True)])
     what, limit = f"step, {name}", 1 / FASTER[name]
@@ -178,7 +183,7 @@ def saving(rounds: int) -> Row:
             def write() -> None:
                 store.writev(state).wait()
 
-            saved, written = by_turns(rounds, timed(partial(optimizer.save, "latest")), timed(write))
+            saved, written = by_turns(rounds, timer(partial(optimizer.save, "latest")), timer(write))
     taken, whole = statistics.median(saved), statistics.median(written)
     return Row("save", "save 2 GiB of state", "ms", taken / 1e6, whole / 1e6, "writing it", "x", taken / whole, 0.01)
 
@@ -197,7 +202,7 @@ def during_backward(rounds: int) -> Row:
         def train() -> None:
             model(inputs).square().mean().backward()
 
-        moving, computing = by_turns(3, timed(transfers.step), timed(train))
+        moving, computing = by_turns(3, timer(transfers.step), timer(train))
         longer = 1.2 * statistics.median(moving) / statistics.median(computing)
         inputs = torch.randn(max(64, int(64 * longer)), width)
         model.zero_grad()
@@ -212,9 +217,9 @@ def during_backward(rounds: int) -> Row:
                 exposed.append(1e9 * optimizer.statistics(last_step=True).exposed_io_seconds / (now() - start))
 
             step()
-            steps, moving = by_turns(rounds, timed(step), timed(transfers.step))
+            steps, moving = by_turns(rounds, timer(step), timer(transfers.step))
         model.zero_grad()
-        (computing,) = by_turns(rounds, timed(train))
+        (computing,) = by_turns(rounds, timer(train))
     taken, io, compute = map(statistics.median, (steps, moving, computing))
     what = f'I/O exposed, when="backward" ({io / compute:.2f} of forward and backward)'
     measured = statistics.median(exposed[-rounds:])
@@ -237,7 +242,7 @@ def small(place: str, rounds: int) -> Row:
             optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters, foreach=False)
             if not plain:
                 optimizer = stack.enter_context(offload(optimizer, stack.enter_context(folder()), **options))
-            steps.append(timed(optimizer.step, time.process_time_ns))
+            steps.append(timer(optimizer.step, time.process_time_ns))
         ours, peer, again = by_turns(rounds, *steps)
     taken, their = statistics.median(ours), statistics.median(peer)
     same = control("plain / plain", [a / b for a, b in zip(again, peer, strict=True)])

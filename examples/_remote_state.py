@@ -161,7 +161,7 @@ def next_workers_disk(folder: Path | None) -> Iterator[Disk]:
     """Serve a folder to the worker before this one, and use that of the next one, by signed calls."""
     with (
         nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory(prefix="states-") as own,
-        rpc_ext.init_rpc(secret=shared_secret(), transports=["uv"]) as session,  # which leaves the cores to training
+        rpc_ext.init_rpc(secret=share_secret(), transports=["uv"]) as session,  # which leaves the cores to training
     ):
         service = rpc_ext.serve_store(own)  # until RPC ends, which is when all workers are done
         dist.barrier()
@@ -169,7 +169,7 @@ def next_workers_disk(folder: Path | None) -> Iterator[Disk]:
             yield Disk(store, service)
 
 
-def shared_secret() -> bytes | None:
+def share_secret() -> bytes | None:
     """The same new secret on every rank; None where CUDAFUTURE_RPC_SECRET_FILE names one.
 
     It travels by the process group, whose network can be read: name a file when the ranks are on several machines.

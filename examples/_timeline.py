@@ -90,12 +90,12 @@ class Timeline:
         self.spans.append(span)
         self._watched[id(span)] = future, span
 
-        def heard(done: CUDAFuture[Any]) -> Any:
+        def note(done: CUDAFuture[Any]) -> Any:
             span.heard = time.perf_counter_ns()
             self._watched.pop(id(span), None)
             return done.value()
 
-        return future.then(heard)
+        return future.then(note)
 
     def look(self) -> None:
         """See which of the watched futures are pending. It is cheap: call it often, from any thread."""

@@ -200,7 +200,7 @@ class Pool:
 
         def begin(done: CUDAFuture[Any]) -> CUDAFuture[Tensor]:
             done.value()  # raises what the disk has to say
-            return self.timed(self.store.read(str(block), self.memory[index]))
+            return self.track(self.store.read(str(block), self.memory[index]))
 
         self.counts.read += 1
         return Slot(index, gather(vacated, self.writes[block]).then_async(begin), was_read=True)
@@ -219,10 +219,10 @@ class Pool:
     def write(self, block: int, content: Tensor) -> CUDAFuture[Any]:
         """Begin to write a block; return the future of its memory being free."""
         self.counts.written += 1
-        write = self.writes[block] = self.timed(self.store.write(str(block), content))
+        write = self.writes[block] = self.track(self.store.write(str(block), content))
         return write.released or write
 
-    def timed(self, future: CUDAFuture[T]) -> CUDAFuture[T]:
+    def track(self, future: CUDAFuture[T]) -> CUDAFuture[T]:
         """Note when it was in flight."""
         begin = time.perf_counter()
         self.spans.append(future.then(lambda _: (begin, time.perf_counter())))

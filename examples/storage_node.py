@@ -164,7 +164,7 @@ class Training:
         wait_all([bucket.written for bucket in self.buckets])
         self.seconds += time.perf_counter() - begin
 
-    def waited(self) -> float:
+    def waiting_time(self) -> float:
         """Return the seconds in which forward waited for the last step."""
         return sum(bucket.waited for bucket in self.buckets)
 
@@ -212,7 +212,7 @@ def train(args: argparse.Namespace, states: rpc_ext.RemoteStore, stop: Stop) -> 
     if steps == args.steps:
         checks["accuracy"] = digits.accuracy(remote.model) >= WANTED_ACCURACY
     nbytes = sum(state.nbytes for state in mine)
-    return Trained(steps, nbytes, remote.seconds, memory.seconds, remote.waited(), memory.waited(), checks)
+    return Trained(steps, nbytes, remote.seconds, memory.seconds, remote.waiting_time(), memory.waiting_time(), checks)
 
 
 def report(args: argparse.Namespace, everyones: list[Trained]) -> int:

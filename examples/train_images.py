@@ -80,7 +80,7 @@ def network(classes: int) -> nn.Module:
     )
 
 
-def copied(loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def copy_each(loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the loader's batches as a loop without prefetch copies them."""
     for pixels, labels in loader:
         yield normalise((pixels.to(device), labels.to(device)))
@@ -148,7 +148,7 @@ def main() -> int:
         loader = DataLoader(images, batch_size=None, num_workers=args.workers)
         batches = prefetch(loader, device, transform=normalise)
         trainings = {
-            "without prefetch": Training(len(images.classes), device, lambda: copied(loader, device)),
+            "without prefetch": Training(len(images.classes), device, lambda: copy_each(loader, device)),
             "with prefetch": Training(len(images.classes), device, lambda: batches),
         }
         for epoch in range(6 if args.short else 4):

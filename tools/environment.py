@@ -53,7 +53,7 @@ def fits(version: str, requirement: str) -> bool:
     return all(compare[sign](found, release(limit)) for sign, limit in limits)
 
 
-def satisfied(requirement: str) -> bool:
+def is_satisfied(requirement: str) -> bool:
     """Say whether a distribution is installed that a requirement allows."""
     name = re.split(r"[<>=!~\[ ]", requirement, maxsplit=1)[0]
     try:
@@ -145,7 +145,7 @@ def main(groups: list[str]) -> None:
     wanted: list[str] = []
     for group in groups:
         wanted += build_requirements(project) if group == "build" else extras[group]
-    missing = [w for w in dict.fromkeys(wanted) if not satisfied(w)]
+    missing = [w for w in dict.fromkeys(wanted) if not is_satisfied(w)]
     if missing:
         sys.exit(subprocess.run([sys.executable, "-m", "pip", "install", *missing], check=False).returncode)
 

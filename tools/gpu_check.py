@@ -60,18 +60,18 @@ def machine() -> str:
     return ""
 
 
-def installed(folder: str) -> str:
+def import_from(folder: str) -> str:
     """Import the packages and their native modules, out of that folder and no other."""
     for name in ("cudafuture", "cudafuture._C", "cudafuture.testing._sim", "rpc_ext", "rpc_ext._C"):
         where = importlib.import_module(name).__file__ or "nowhere"
         if not Path(where).is_relative_to(folder):
             sys.exit(f"{name} comes from {where}, not from what was built in {folder}")
-    if stale := outdated(Path(importlib.import_module("cudafuture").__file__ or "").parents[1]):
+    if stale := find_outdated(Path(importlib.import_module("cudafuture").__file__ or "").parents[1]):
         sys.exit(f"the package differs from the checkout in {', '.join(stale)}; run make gpu-kit again")
     return folder
 
 
-def outdated(folder: Path) -> list[str]:
+def find_outdated(folder: Path) -> list[str]:
     """Return the Python files of the checkout that differ from the installed ones."""
     files = [f.relative_to(ROOT) for name in ("cudafuture", "rpc_ext") for f in (ROOT / name).rglob("*.py")]
     return sorted(
@@ -108,7 +108,7 @@ if __name__ == "__main__":
     words: dict[str, Callable[..., str]] = {
         "facts": facts,
         "machine": machine,
-        "installed": installed,
+        "installed": import_from,
         "options": options,
     }
     print(words[sys.argv[1]](*sys.argv[2:]))

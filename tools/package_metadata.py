@@ -37,13 +37,13 @@ class Provider:
         """Return the fields for the `dependencies` of the settings; raise SystemExit where a wheel has no torch."""
         dependencies: list[str] = settings["dependencies"]
         if not self._is_sdist:
-            dependencies = [_built_against() if re.match(r"torch\b", d) else d for d in dependencies]
+            dependencies = [_installed_requirement() if re.match(r"torch\b", d) else d for d in dependencies]
         readme = Path("README.md").read_text(encoding="utf-8")
         text = re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", readme)
         return {"dependencies": dependencies, "readme": {"content-type": "text/markdown", "text": text}}
 
 
-def _built_against() -> str:
+def _installed_requirement() -> str:
     """Return the requirement of the installed torch's minor version."""
     try:
         version = importlib.metadata.version("torch")

@@ -99,7 +99,7 @@ def test_a_callback_gets_what_torch_gives(world: World) -> None:
     world.run(run)
 
 
-def laid_out(function: str, layout: Callable[[Tensor], Tensor], name: str) -> Make:
+def make_layout_case(function: str, layout: Callable[[Tensor], Tensor], name: str) -> Make:
     """Return a case of a function that takes one tensor, and one of that layout."""
 
     def make(place: Place, dtype: torch.dtype) -> Case:
@@ -128,7 +128,7 @@ TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.world(2)
 def test_every_layout_without_gaps_gives_what_torch_gives(world: World) -> None:
     def run() -> None:
-        makes = [laid_out(f, make, name) for f in ("all_reduce", "broadcast") for name, make in TAKEN.items()]
+        makes = [make_layout_case(f, make, name) for f in ("all_reduce", "broadcast") for name, make in TAKEN.items()]
         dtypes = (torch.float32, torch.complex64)
         taken = compare(Place(), makes, dtypes)
         assert {(make.__name__, torch.float32) for make in makes} <= taken
@@ -161,14 +161,14 @@ def test_a_tensor_with_gaps_is_refused_at_the_call(world: World) -> None:
     world.run(run)
 
 
-def replaced(arguments: Any, view: Callable[[Tensor], Tensor]) -> list[Any]:
+def replace_each(arguments: Any, view: Callable[[Tensor], Tensor]) -> list[Any]:
     """Return copies of the arguments, or of a list in them, in each of which one tensor is replaced by a view."""
     found: list[Any] = []
     for i, one in enumerate(arguments):
         if isinstance(one, Tensor):
             found.append([*arguments[:i], view(one), *arguments[i + 1 :]])
         if isinstance(one, list):
-            found += [[*arguments[:i], part, *arguments[i + 1 :]] for part in replaced(one, view)]
+            found += [[*arguments[:i], part, *arguments[i + 1 :]] for part in replace_each(one, view)]
     return found
 
 
@@ -186,7 +186,7 @@ def test_a_conjugated_or_negated_view_is_refused_wherever_a_tensor_is(world: Wor
         calls += [(f, (t, peer), {}) for f in ("send", "recv", "isend", "irecv")]
         for message, view in views:
             for name, arguments, keywords in calls:
-                for wrong in replaced(arguments, view):
+                for wrong in replace_each(arguments, view):
                     with pytest.raises(ValueError, match=message):
                         getattr(cfd, name)(*wrong, **keywords)
             with pytest.raises(ValueError, match=message):

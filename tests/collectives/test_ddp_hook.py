@@ -194,13 +194,13 @@ def test_register_comm_hook_takes_it_whatever_the_function_looks_like(world: Wor
 
 def test_as_a_decorator_it_keeps_name_and_docstring() -> None:
     @cfd.ddp_comm_hook
-    def documented(state: None, bucket: dist.GradBucket) -> CUDAFuture[Tensor]:
+    def sum_bucket(state: None, bucket: dist.GradBucket) -> CUDAFuture[Tensor]:
         """Return a future."""
         raise NotImplementedError
 
-    assert (documented.__name__, documented.__qualname__, documented.__doc__) == (
-        "documented",
-        "documented",
+    assert (sum_bucket.__name__, sum_bucket.__qualname__, sum_bucket.__doc__) == (
+        "sum_bucket",
+        "sum_bucket",
         "Return a future.",
     )
 
@@ -226,14 +226,14 @@ def failing_function(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Tensor]:
     raise OwnError("the original message")
 
 
-def failed_already(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Tensor]:
+def return_failed(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Tensor]:
     return CUDAFuture.failed(OwnError("the original message"))
 
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize(
     "fn",
-    [failing_callback, failing_second_step, failing_after_the_second_step, failing_function, failed_already],
+    [failing_callback, failing_second_step, failing_after_the_second_step, failing_function, return_failed],
 )
 def test_an_error_comes_out_of_backward_as_it_was(world: World, fn: Function) -> None:
     def check() -> None:
@@ -247,11 +247,11 @@ def test_an_error_comes_out_of_backward_as_it_was(world: World, fn: Function) ->
 
 @pytest.mark.world(2)
 def test_a_callback_that_should_be_attached_by_then_async_is_named_in_backward(world: World) -> None:
-    def nested(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Any]:
+    def nest(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Any]:
         return average(group, bucket).then(lambda done: average(group, bucket))
 
     def check() -> None:
-        model = make_model(cfd.ddp_comm_hook(nested))
+        model = make_model(cfd.ddp_comm_hook(nest))
         with pytest.raises(TypeError, match=r"use then_async\(\)"):
             loss_of(model, 0).backward()
 
@@ -294,11 +294,11 @@ def test_one_rank_may_fail_and_the_other_go_on(world: World) -> None:
 
 @pytest.mark.world(2)
 def test_a_collective_that_the_backend_refuses_names_itself_in_backward(world: World) -> None:
-    def refused(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Tensor]:
+    def reduce_bits(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Tensor]:
         return cfd.all_reduce(bucket.buffer(), dist.ReduceOp.BAND, group)  # of bits, which floats have not
 
     def check() -> None:
-        model = make_model(cfd.ddp_comm_hook(refused))
+        model = make_model(cfd.ddp_comm_hook(reduce_bits))
         with pytest.raises(cfd.CollectiveError, match=r"^all_reduce #\d+ on group '0', rank \d of 2 of float32") as e:
             loss_of(model, 0).backward()
         assert "BAND" in str(e.value)

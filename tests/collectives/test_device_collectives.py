@@ -22,7 +22,7 @@ from cudafuture.distributed import CollectiveError, Received, _issue
 from cudafuture.testing import World
 from support.comparison import ALL, COMMON, Case, Make, Place, bits, by_ours, expect_gathered_layouts
 from support.ranks import run_ranks, short_group
-from support.simulated import SCHEDULES, onto, simulated
+from support.simulated import SCHEDULES, onto, simulate
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("device-world")]
 
@@ -43,7 +43,7 @@ def three_ranks() -> Iterator[World]:
         yield world
 
 
-def filled(value: float, index: int = 0, size: int = 64) -> Tensor:
+def fill(value: float, index: int = 0, size: int = 64) -> Tensor:
     """Return a tensor that the device fills, after a while."""
     from cudafuture.testing import sim
 
@@ -126,7 +126,7 @@ def in_place(device: str) -> dict[str, Any]:
 def test_a_tensor_that_is_given_twice_is_one(ranks: World, schedule: str) -> None:
     def check() -> None:
         wanted = in_place("cpu")
-        with simulated(schedule):
+        with simulate(schedule):
             assert in_place("sim:0") == wanted
 
     ranks.run(check)
@@ -141,7 +141,7 @@ def _tensors(value: Any) -> list[Tensor]:
 @on_each_schedule
 def test_every_function_gives_what_it_gives_on_the_host(three_ranks: World, schedule: str) -> None:
     def run() -> None:
-        with simulated(schedule):
+        with simulate(schedule):
             for make in ALL:
                 for dtype in (*COMMON, torch.complex64, torch.int16):  # Gloo refuses the last
                     expect_the_same(make, dtype)
@@ -155,7 +155,7 @@ def test_reductions_other_than_the_sum(ranks: World) -> None:
     def run() -> None:
         from support.comparison import REDUCING
 
-        with simulated("lazy"):
+        with simulate("lazy"):
             for op in dist.ReduceOp.RedOpType.__members__.values():
                 for make in REDUCING:
                     expect_the_same(make, torch.int64, op=op)
@@ -177,7 +177,7 @@ def test_layouts_that_have_no_gaps_are_taken(ranks: World, name: str) -> None:
     def run() -> None:
         rank = dist.get_rank()
         root = {} if name == "all_reduce" else {("src" if name == "broadcast" else "dst"): 0}
-        with simulated("lazy"):
+        with simulate("lazy"):
             for layout in LAYOUTS.values():
                 here, there = (torch.arange(6.0, device=d) + rank for d in ("cpu", "sim"))
                 future = getattr(cfd, name)(layout(there), **root)
@@ -192,7 +192,7 @@ def test_layouts_that_have_no_gaps_are_taken(ranks: World, name: str) -> None:
 @pytest.mark.parametrize("name", ["all_gather", "all_gather_coalesced", "gather"])
 def test_tensors_of_any_layout_are_gathered(three_ranks: World, name: str, schedule: str) -> None:
     def run() -> None:
-        with simulated(schedule):
+        with simulate(schedule):
             expect_gathered_layouts(name, "sim:1")
 
     three_ranks.run(run)
@@ -201,10 +201,10 @@ def test_tensors_of_any_layout_are_gathered(three_ranks: World, name: str, sched
 @on_each_schedule
 def test_a_gathered_view_is_read_and_written_in_the_order_of_the_streams(ranks: World, schedule: str) -> None:
     def run() -> None:
-        with simulated(schedule) as sim:
+        with simulate(schedule) as sim:
             with torch.Stream("sim:0"), sim.hold():
-                x = filled(dist.get_rank() + 1.0, size=128)
-                outputs = [filled(7.0, size=128)[::2] for _ in range(2)]
+                x = fill(dist.get_rank() + 1.0, size=128)
+                outputs = [fill(7.0, size=128)[::2] for _ in range(2)]
                 future = cfd.all_gather(outputs, x[::2])
                 del x
                 torch.empty(128, device="sim:0").fill_(100.0)
@@ -222,14 +222,14 @@ def test_a_gathered_view_is_read_and_written_in_the_order_of_the_streams(ranks: 
 @on_each_schedule
 def test_the_input_is_read_after_what_was_enqueued_and_the_output_by_whoever_waits(ranks: World, schedule: str) -> None:
     def run() -> None:
-        with simulated(schedule) as sim:
+        with simulate(schedule) as sim:
             for index in (0, 1):
                 stream = torch.Stream(f"sim:{index}")
                 with sim.hold(), stream:
-                    reduced = cfd.all_reduce(filled(dist.get_rank() + 1.0, index))
+                    reduced = cfd.all_reduce(fill(dist.get_rank() + 1.0, index))
                 with torch.Stream(f"sim:{index}"):
                     assert only(reduced.wait(non_blocking=True)) == 3.0
-                blocked = cfd.all_reduce(filled(2.0, index)).wait(timeout=LONG)
+                blocked = cfd.all_reduce(fill(2.0, index)).wait(timeout=LONG)
                 assert only(blocked) == 4.0
 
     ranks.run(run)
@@ -238,14 +238,14 @@ def test_the_input_is_read_after_what_was_enqueued_and_the_output_by_whoever_wai
 @on_each_schedule
 def test_the_caller_is_not_blocked_while_the_device_is_at_work(ranks: World, schedule: str) -> None:
     def run() -> None:
-        with simulated(schedule) as sim:
+        with simulate(schedule) as sim:
             n = dist.get_world_size()
             with sim.hold():
                 pending: list[CUDAFuture[Any]] = [
-                    cfd.all_reduce(filled(1.0)),
-                    cfd.all_gather([torch.empty(64, device="sim") for _ in range(n)], filled(1.0)),
-                    cfd.broadcast(filled(1.0), src=0),
-                    cfd.send(filled(1.0), dst=1 - dist.get_rank(), tag=1),
+                    cfd.all_reduce(fill(1.0)),
+                    cfd.all_gather([torch.empty(64, device="sim") for _ in range(n)], fill(1.0)),
+                    cfd.broadcast(fill(1.0), src=0),
+                    cfd.send(fill(1.0), dst=1 - dist.get_rank(), tag=1),
                 ]
                 assert not any(f.done() for f in pending)
             for future in pending[:3]:
@@ -260,9 +260,9 @@ def test_the_caller_is_not_blocked_while_the_device_is_at_work(ranks: World, sch
 def test_an_output_is_written_after_what_was_enqueued_on_it(ranks: World, schedule: str) -> None:
     def run() -> None:
         rank = dist.get_rank()
-        with simulated(schedule) as sim:
+        with simulate(schedule) as sim:
             with sim.hold() as held:
-                output = filled(-1.0)
+                output = fill(-1.0)
                 copied = output * 2
                 ready = torch.Stream("sim")
                 with ready:
@@ -284,23 +284,21 @@ def test_an_output_is_written_after_what_was_enqueued_on_it(ranks: World, schedu
 @on_each_schedule
 def test_the_tensors_may_be_dropped_at_once(ranks: World, schedule: str) -> None:
     def run() -> None:
-        with simulated(schedule) as sim:
+        with simulate(schedule) as sim:
             rank = dist.get_rank()
             stream = torch.Stream("sim")
             with stream:
                 futures = []
                 with sim.hold():
                     for _ in range(4):
-                        x = filled(1.0)
+                        x = fill(1.0)
                         futures.append(cfd.reduce(x, dst=0))
                         del x
                         torch.empty(64, device="sim").fill_(100.0)
                 values = [f.wait(timeout=LONG) for f in futures]
                 assert [only(v) for v in values if v is not None] == ([2.0] * 4 if rank == 0 else [])
-            cfd.all_reduce(filled(1.0))  # and the future
-            received = [
-                cfd.all_gather([torch.empty(64, device="sim") for _ in range(2)], filled(1.0)) for _ in range(4)
-            ]
+            cfd.all_reduce(fill(1.0))  # and the future
+            received = [cfd.all_gather([torch.empty(64, device="sim") for _ in range(2)], fill(1.0)) for _ in range(4)]
             for future in received:
                 future.wait(non_blocking=True)
             del received, future
@@ -312,8 +310,8 @@ def test_the_tensors_may_be_dropped_at_once(ranks: World, schedule: str) -> None
 @on_each_schedule
 def test_the_tensors_may_be_changed_by_whoever_has_waited(ranks: World, schedule: str) -> None:
     def run() -> None:
-        with simulated(schedule):
-            x, parts = filled(1.0), [torch.empty(64, device="sim") for _ in range(2)]
+        with simulate(schedule):
+            x, parts = fill(1.0), [torch.empty(64, device="sim") for _ in range(2)]
             gathered = cfd.all_gather(parts, x)
             with torch.Stream("sim"):
                 gathered.wait(non_blocking=True)
@@ -327,7 +325,7 @@ def test_the_tensors_may_be_changed_by_whoever_has_waited(ranks: World, schedule
 # ---- order
 
 
-def delayed_chain(turns: int, held: Callable[[int], bool]) -> None:
+def issue_delayed_chain(turns: int, held: Callable[[int], bool]) -> None:
     """Issue collectives, of which this rank keeps some from starting until all are issued."""
     from cudafuture.testing import sim
 
@@ -338,7 +336,7 @@ def delayed_chain(turns: int, held: Callable[[int], bool]) -> None:
         if held(turn):
             holds.append(sim.hold(stream))
         with stream:
-            staged.append(cfd.all_reduce(filled(10.0 * turn + rank)))
+            staged.append(cfd.all_reduce(fill(10.0 * turn + rank)))
             chained.append(staged[-1].then_async(lambda f: cfd.broadcast(f.value() + rank, src=1)))
         direct.append(cfd.all_reduce(torch.full((8,), 100.0 * turn + rank)))
     for turn, future in enumerate(direct):  # tensors on the host do not wait for the others
@@ -363,9 +361,9 @@ def test_ranks_whose_devices_are_slow_in_different_places_get_the_right_data(
             "first here, last there": lambda turn: turn == (turns - 1) * rank,
             "all on rank 1": lambda turn: rank == 1,
         }[late]
-        with simulated(schedule):
+        with simulate(schedule):
             for _ in range(3):
-                delayed_chain(turns, held)
+                issue_delayed_chain(turns, held)
 
     ranks.run(run)
 
@@ -373,9 +371,9 @@ def test_ranks_whose_devices_are_slow_in_different_places_get_the_right_data(
 def test_collectives_on_the_host_and_on_devices_do_not_mix_up(ranks: World) -> None:
     def run() -> None:
         rank = dist.get_rank()
-        with simulated("jitter") as sim:
+        with simulate("jitter") as sim:
             with sim.hold():
-                device = [cfd.all_reduce(filled(float(i + rank))) for i in range(4)]
+                device = [cfd.all_reduce(fill(float(i + rank))) for i in range(4)]
                 host = [cfd.all_reduce(torch.full((64,), 50.0 + i + rank)) for i in range(4)]
                 objects = cfd.ProcessGroup().all_gather_object([None, None], rank)
                 assert [h.wait(timeout=LONG)[0].item() for h in host] == [101.0 + 2 * i for i in range(4)]
@@ -389,9 +387,9 @@ def test_collectives_on_the_host_and_on_devices_do_not_mix_up(ranks: World) -> N
 def test_callbacks_run_in_the_order_of_their_attachment(ranks: World, schedule: str) -> None:
     def run() -> None:
         rank, order = dist.get_rank(), []
-        with simulated(schedule) as sim:
+        with simulate(schedule) as sim:
             hold = sim.hold()
-            late = cfd.all_reduce(filled(1.0))
+            late = cfd.all_reduce(fill(1.0))
             early = cfd.all_reduce(torch.ones(1))
             children = [f.then(lambda _, i=i: order.append(i)) for i, f in enumerate((late, early))]  # type: ignore[misc]
             early.wait(timeout=LONG)
@@ -408,10 +406,10 @@ def test_callbacks_run_in_the_order_of_their_attachment(ranks: World, schedule: 
 def test_chains_of_many_steps(ranks: World, schedule: str) -> None:
     def run() -> None:
         rank = dist.get_rank()
-        with simulated(schedule):
+        with simulate(schedule):
             chains = []
             for i in range(3):
-                chain: CUDAFuture[Tensor] = cfd.all_reduce(filled(float(i)))
+                chain: CUDAFuture[Tensor] = cfd.all_reduce(fill(float(i)))
                 for step in range(4):
                     if step == 2:  # a step on the host in between
                         chain = chain.then_async(lambda f: cudafuture.copy(f.value(), "cpu"))
@@ -429,7 +427,7 @@ def test_chains_of_many_steps(ranks: World, schedule: str) -> None:
 
 def test_a_callback_that_has_no_order_is_refused(ranks: World) -> None:
     def run() -> None:
-        with simulated("lazy"):
+        with simulate("lazy"):
             loose = cudafuture.copy(torch.ones(64), "sim").then(lambda f: cfd.all_reduce(f.value()))
             with pytest.raises(InvalidStateError, match="queue"):
                 loose.wait(timeout=LONG)
@@ -445,10 +443,10 @@ def test_a_callback_that_has_no_order_is_refused(ranks: World) -> None:
 def test_groups_of_some_ranks_and_several_groups(three_ranks: World) -> None:
     def run() -> None:
         rank = dist.get_rank()
-        with simulated("jitter"):
+        with simulate("jitter"):
             pair, whole = cfd.new_group([0, 2]), cfd.ProcessGroup()
             for _ in range(3):
-                a, b = pair.all_reduce(filled(1.0 + rank)), whole.all_reduce(filled(10.0, 1))
+                a, b = pair.all_reduce(fill(1.0 + rank)), whole.all_reduce(fill(10.0, 1))
                 assert only(b.wait(timeout=LONG)) == 30.0
                 assert a.wait(timeout=LONG) is None if rank == 1 else only(a.wait(timeout=LONG)) == 4.0
 
@@ -463,21 +461,21 @@ def test_send_and_recv(ranks: World, schedule: str) -> None:
     def run() -> None:
         rank = dist.get_rank()
         peer = 1 - rank
-        with simulated(schedule):
-            sent = cfd.send(filled(1.0 + rank), dst=peer)
+        with simulate(schedule):
+            sent = cfd.send(fill(1.0 + rank), dst=peer)
             received = cfd.recv(torch.empty(64, device="sim:1"), src=peer).wait(non_blocking=True)
             assert isinstance(received, Received)
             assert (only(received.tensor), received.source) == (1.0 + peer, peer)
             sent.wait(timeout=LONG)
 
-            sent = cfd.send(filled(3.0 + rank), dst=peer)
+            sent = cfd.send(fill(3.0 + rank), dst=peer)
             anyone = cfd.recv(torch.empty(64, device="sim:1"))
             assert only(anyone.then(lambda f: f.value().tensor + 1).wait(non_blocking=True)) == 4.0 + peer
             assert anyone.value().source == peer
             sent.wait(timeout=LONG)
 
             into = torch.empty(64, device="sim:0")
-            ops = [dist.P2POp(dist.isend, filled(5.0 + rank, 1), peer), dist.P2POp(dist.irecv, into, peer)]
+            ops = [dist.P2POp(dist.isend, fill(5.0 + rank, 1), peer), dist.P2POp(dist.irecv, into, peer)]
             nothing, came = cfd.batch_isend_irecv(ops).wait(non_blocking=True)
             assert nothing is None
             assert came is not None
@@ -490,14 +488,14 @@ def test_send_and_recv(ranks: World, schedule: str) -> None:
 @on_each_schedule
 def test_sends_keep_their_order_also_beside_those_of_the_host(ranks: World, schedule: str) -> None:
     def run() -> None:
-        with simulated(schedule) as sim:
+        with simulate(schedule) as sim:
             if dist.get_rank() == 0:
                 side = torch.Stream("sim")
                 with sim.hold(side):
                     with side:
-                        first = cfd.send(filled(1.0), dst=1)
+                        first = cfd.send(fill(1.0), dst=1)
                     sends: list[CUDAFuture[Any]]
-                    sends = [first, cfd.send(filled(2.0), dst=1), cfd.send(torch.full((64,), 3.0), dst=1)]
+                    sends = [first, cfd.send(fill(2.0), dst=1), cfd.send(torch.full((64,), 3.0), dst=1)]
                     sends.append(cfd.batch_isend_irecv([dist.P2POp(dist.isend, torch.full((64,), 4.0), 1)]))
                     assert not any(s.done() for s in sends)
                 for s in sends:
@@ -516,7 +514,7 @@ def test_sends_keep_their_order_also_beside_those_of_the_host(ranks: World, sche
 
 def test_wrong_arguments_are_raised_at_the_call_and_nothing_is_issued(ranks: World) -> None:
     def run() -> None:
-        with simulated("lazy"):
+        with simulate("lazy"):
             x = torch.ones(4, device="sim")
             calls: list[tuple[type[Exception], Callable[[], Any]]] = [
                 (ValueError, lambda: cfd.all_gather([torch.empty(4), torch.empty(4)], x)),  # on two kinds of devices
@@ -540,29 +538,29 @@ def test_wrong_arguments_are_raised_at_the_call_and_nothing_is_issued(ranks: Wor
 
 def test_what_gloo_refuses_fails_the_future_and_leaves_the_tensors_alone(ranks: World) -> None:
     def run() -> None:
-        with simulated("lazy"):
+        with simulate("lazy"):
             x = torch.ones(4, device="sim", dtype=torch.int16)
             error = cfd.all_reduce(x).exception(timeout=LONG)
             assert isinstance(error, CollectiveError)
             assert "all_reduce #0 on group '0', rank" in str(error)
             assert "int16[4]" in str(error)
             assert x.tolist() == [1] * 4
-            assert only(cfd.all_reduce(filled(1.0)).wait(timeout=LONG)) == 2.0
+            assert only(cfd.all_reduce(fill(1.0)).wait(timeout=LONG)) == 2.0
 
     ranks.run(run)
 
 
 def lose_one(rank: int, sent: signal.Signals) -> None:
     group = short_group()
-    with simulated("lazy"):
-        assert only(group.all_reduce(filled(1.0)).wait(timeout=LONG)) == 2.0
+    with simulate("lazy"):
+        assert only(group.all_reduce(fill(1.0)).wait(timeout=LONG)) == 2.0
         dist.barrier()
         if rank == 1:
             os.kill(os.getpid(), sent)
-        kept = filled(3.0)
+        kept = fill(3.0)
         operations: dict[str, CUDAFuture[Any]] = {
             "all_reduce": group.all_reduce(kept),
-            "all_gather": group.all_gather([torch.empty(64, device="sim") for _ in range(2)], filled(1.0)),
+            "all_gather": group.all_gather([torch.empty(64, device="sim") for _ in range(2)], fill(1.0)),
             "recv": group.recv(torch.empty(64, device="sim"), 1),
         }
         child = operations["all_reduce"].then(lambda f: f.value() * 2)
@@ -586,13 +584,13 @@ def break_the_device(rank: int) -> None:
     from cudafuture.testing import sim
 
     sim.enable(devices=2, schedule="lazy")
-    assert only(group.all_reduce(filled(1.0)).wait(timeout=LONG)) == 2.0
-    x = filled(1.0)
+    assert only(group.all_reduce(fill(1.0)).wait(timeout=LONG)) == 2.0
+    x = fill(1.0)
     if rank == 1:
         sim.fail("burnt")
         x = x + 1
     broken = group.all_reduce(x)
-    after = group.all_reduce(filled(5.0, 1))
+    after = group.all_reduce(fill(5.0, 1))
     for future in (broken, after):
         assert isinstance(future.exception(timeout=LONG), CollectiveError)
     if rank == 1:
@@ -608,9 +606,9 @@ def test_a_device_that_fails_takes_its_rank_out_of_step() -> None:
 
 def test_a_collective_cannot_be_cancelled(ranks: World) -> None:
     def run() -> None:
-        with simulated("lazy") as sim:
+        with simulate("lazy") as sim:
             with sim.hold():
-                reduced = cfd.all_reduce(filled(1.0))
+                reduced = cfd.all_reduce(fill(1.0))
                 assert not reduced.cancel()
                 with pytest.raises(TimeoutError):
                     reduced.wait(timeout=0.0)
@@ -621,12 +619,12 @@ def test_a_collective_cannot_be_cancelled(ranks: World) -> None:
 
 def differ(rank: int) -> None:
     group = short_group()
-    with simulated("lazy"):
+    with simulate("lazy"):
         _issue._compares_order = True
         try:
-            same = group.all_reduce(filled(1.0))
+            same = group.all_reduce(fill(1.0))
             assert only(same.wait(non_blocking=True)) == 2.0
-            other = group.all_reduce(filled(1.0)) if rank == 0 else group.broadcast(filled(1.0), 1)
+            other = group.all_reduce(fill(1.0)) if rank == 0 else group.broadcast(fill(1.0), 1)
             error = other.exception(timeout=LONG)
             assert isinstance(error, CollectiveError)
             assert "all_reduce float32[64] on a device" in str(error)
@@ -646,8 +644,8 @@ def test_differences_between_ranks_are_found() -> None:
 @on_each_schedule
 def test_from_torch_and_to_torch_keep_the_order(ranks: World, schedule: str) -> None:
     def run() -> None:
-        with simulated(schedule):
-            theirs = cfd.all_reduce(filled(1.0)).to_torch().then(lambda f: f.value() * 2)
+        with simulate(schedule):
+            theirs = cfd.all_reduce(fill(1.0)).to_torch().then(lambda f: f.value() * 2)
             assert only(theirs.wait()) == 4.0
             assert only(CUDAFuture.from_torch(theirs).then(lambda f: f.value() + 1).wait(non_blocking=True)) == 5.0
 
@@ -656,10 +654,10 @@ def test_from_torch_and_to_torch_keep_the_order(ranks: World, schedule: str) -> 
 
 def test_from_a_thread_of_an_executor(ranks: World) -> None:
     def run() -> None:
-        with simulated("jitter"):
+        with simulate("jitter"):
             group = cfd.new_group(timeout=dt.timedelta(seconds=LONG))
             pool = executors.default_executor()
-            reduced = cudafuture.submit(lambda: group.all_reduce(filled(1.0)).wait(timeout=LONG), executor=pool)
+            reduced = cudafuture.submit(lambda: group.all_reduce(fill(1.0)).wait(timeout=LONG), executor=pool)
             assert only(reduced.wait(timeout=LONG)) == 2.0
 
     ranks.run(run)
@@ -697,7 +695,7 @@ def test_ddp_trains_on_a_device_with_a_hook_of_ours(ranks: World, schedule: str,
         def average(_: Any, bucket: dist.GradBucket) -> CUDAFuture[Tensor]:
             return cfd.all_reduce(bucket.buffer()).then(lambda f: f.value().div_(dist.get_world_size()))
 
-        with simulated(schedule):
+        with simulate(schedule):
             here, there = make("cpu"), make("sim:0")
             options: dict[str, Any] = {"bucket_cap_mb": 1e-4, "find_unused_parameters": unused}
             theirs = DistributedDataParallel(here, **options)
@@ -720,7 +718,7 @@ def test_ddp_trains_on_a_device_with_a_hook_of_ours(ranks: World, schedule: str,
 @on_each_schedule
 def test_ddp_without_such_a_group_runs_the_hook_until_it_talks_itself(ranks: World, schedule: str) -> None:
     def run() -> None:
-        with simulated(schedule):
+        with simulate(schedule):
             model = nn.Linear(8, 3).to("sim:0")
             with pytest.raises(RuntimeError):
                 DistributedDataParallel(model)

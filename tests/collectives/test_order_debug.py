@@ -16,7 +16,7 @@ from cudafuture import CUDAFuture
 from cudafuture.distributed import CollectiveError, _issue
 from cudafuture.errors import OwnershipError
 from cudafuture.testing import World, torchrun
-from support.ranks import compared, run_ranks, short_group
+from support.ranks import compare_order, run_ranks, short_group
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("failures")]
 
@@ -30,7 +30,7 @@ def ones(*shape: int) -> torch.Tensor:
 @pytest.mark.world(2)
 def test_ranks_that_agree_notice_nothing(world: World) -> None:
     def run() -> None:
-        with compared():
+        with compare_order():
             rank = dist.get_rank()
             for turn in range(20):
                 tensor = ones(3) * turn
@@ -95,7 +95,7 @@ DIFFERENCES: dict[str, list[Callable[[cfd.ProcessGroup], CUDAFuture[Any]]]] = {
 
 def differ(rank: int, case: str) -> None:
     group = short_group()
-    with compared():
+    with compare_order():
         assert group.all_reduce(ones(1)).wait(timeout=LONG).item() == 2
         error = DIFFERENCES[case][rank](group).exception(timeout=LONG)
     assert isinstance(error, CollectiveError)
@@ -120,7 +120,7 @@ def differ_in_a_callback(rank: int) -> None:
     def second(future: CUDAFuture[torch.Tensor]) -> CUDAFuture[torch.Tensor]:
         return group.all_reduce(ones(2)) if rank == 0 else group.broadcast(ones(2), 0)
 
-    with compared():
+    with compare_order():
         error = group.all_reduce(ones(1)).then_async(second).exception(timeout=LONG)
     assert isinstance(error, CollectiveError)
     assert f"in serial queue '{group.group.group_name}.0', first as #0" in str(error)
@@ -133,7 +133,7 @@ def test_a_difference_between_callbacks_names_their_serial_queue() -> None:
 
 def stay_away(rank: int) -> None:
     group = short_group()
-    with compared():
+    with compare_order():
         if rank == 0:
             error = group.all_reduce(ones(4)).exception(timeout=LONG)
             assert isinstance(error, CollectiveError)

@@ -15,7 +15,7 @@ from cudafuture import CUDAFuture, gather
 from cudafuture.distributed import CollectiveError
 from cudafuture.testing import World
 from support.comparison import ALL, Place, by_ours, compare, expect_common
-from support.ranks import compared, run_ranks, short_group
+from support.ranks import compare_order, run_ranks, short_group
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("failures")]
 
@@ -113,7 +113,7 @@ CASES = {"messages": MESSAGES, "options": OPTIONS}
 def differ(rank: int, kind: str) -> None:
     for case, calls in CASES[kind].items():
         group = short_group()
-        with compared():
+        with compare_order():
             error = calls[rank](group).exception(timeout=LONG)
         assert isinstance(error, CollectiveError), f"{case}: {error!r}"
         mine, other = case.split(" | ") if rank == 0 else reversed(case.split(" | "))
@@ -140,7 +140,7 @@ class Unloadable:
 
 def differ_from_any_rank(rank: int) -> None:
     group = short_group()
-    with compared():
+    with compare_order():
         if rank == 0:
             for size in (2, 3):
                 group.send(ones(size), 1).wait(timeout=LONG)
@@ -169,7 +169,7 @@ def test_tensors_of_the_same_size_fit(world: World) -> None:
         mine, into = (ones(4), ones(2, 2)) if rank else (ones(2, 2), ones(4))
         parts = [torch.empty_like(mine) for _ in range(2)]
         group = cfd.ProcessGroup()
-        with compared():
+        with compare_order():
             futures: list[CUDAFuture[Any]] = [
                 group.send(mine, 1) if rank == 0 else group.recv(into.view(4, 1), 0),
                 group.all_reduce(mine),
@@ -196,7 +196,7 @@ def test_ranks_whose_operations_fit_notice_nothing(world: World) -> None:
         rank, peer, pg = dist.get_rank(), 1 - dist.get_rank(), cfd.ProcessGroup()
         taken = compare(Place(root=1), ALL, [torch.float32, torch.complex64], ours)
         expect_common(taken, ALL, [torch.float32])
-        with compared():
+        with compare_order():
             op = dist.ReduceOp.MAX if rank == 0 else dist.ReduceOp(dist.ReduceOp.MAX)
             assert cfd.all_reduce(ones(1) * rank, op).wait(timeout=LONG).item() == 1
             everyone: list[Any] = [None, None]
@@ -229,7 +229,7 @@ def test_ranks_whose_operations_fit_notice_nothing(world: World) -> None:
 def test_recvs_that_the_backend_may_exchange_are_not_compared(world: World) -> None:
     def run() -> None:
         group = short_group()
-        with compared():
+        with compare_order():
             recvs = [cfd.recv(ones(5), src, group) for src in (0, None)] if group.rank() == 1 else []
             dist.barrier(group=group.group)  # Gloo accepts the smaller messages
             gather(*recvs, *[cfd.send(ones(3), 1, group) for _ in range(2 - len(recvs))]).wait(timeout=LONG)
@@ -259,7 +259,7 @@ def test_a_message_that_was_refused_is_not_compared_with_the_next(world: World) 
         rank = dist.get_rank()
         for case, (refused, fits) in REFUSED.items():
             group = short_group()
-            with compared():
+            with compare_order():
                 pending = fits(group) if rank == 1 else None
                 dist.barrier(group=group.group)
                 if rank == 0:
@@ -278,5 +278,5 @@ def test_a_message_that_was_refused_is_not_compared_with_the_next(world: World) 
 
 
 def ours(case: Any) -> CUDAFuture[Any]:
-    with compared():
+    with compare_order():
         return by_ours(case)

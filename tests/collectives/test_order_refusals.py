@@ -58,7 +58,7 @@ def test_a_subgroups_callback_may_not_issue_on_a_larger_group(world: World) -> N
     world.run(run)
 
 
-def attached_in(kind: str, wake: CUDAFuture[int], chain: Chain, pool: ThreadPoolExecutor) -> CUDAFuture[Any]:
+def attach_in(kind: str, wake: CUDAFuture[int], chain: Chain, pool: ThreadPoolExecutor) -> CUDAFuture[Any]:
     """Attach a chain that issues to a collective, in a callback that runs in no order."""
     reduced = cfd.all_reduce(ones(1))
     if kind == "of another future":
@@ -80,7 +80,7 @@ def test_what_is_attached_out_of_order_may_not_issue(world: World, kind: str) ->
     def run() -> None:
         wake: CUDAFuture[int] = CUDAFuture()
         with ThreadPoolExecutor(1) as pool:
-            future = attached_in(kind, wake, lambda f: cfd.broadcast(ones(1), 0), pool)
+            future = attach_in(kind, wake, lambda f: cfd.broadcast(ones(1), 0), pool)
             wake.set_result(0)
             with pytest.raises(InvalidStateError, match="cannot be issued in a callback"):
                 future.wait(timeout=LONG)

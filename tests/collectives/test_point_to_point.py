@@ -170,14 +170,14 @@ def test_wrong_arguments_are_refused_at_the_call(world: World) -> None:
         p2p = dist.P2POp(dist.isend, t, peer)
         for name, root in (("send", "dst"), ("recv", "src")):
             for function in (getattr(cfd, name), getattr(cfd, f"i{name}"), getattr(cfd.ProcessGroup(), name)):
-                refused(function, 3, peer)
-                refused(function, [t], peer)
-                refused(function, t, me)  # to oneself
-                refused(function, t, 2)
-                refused(function, t, **{root: peer, f"group_{root}": peer})
-                refused(function, t, **{f"group_{root}": 2})
+                expect_refusal(function, 3, peer)
+                expect_refusal(function, [t], peer)
+                expect_refusal(function, t, me)  # to oneself
+                expect_refusal(function, t, 2)
+                expect_refusal(function, t, **{root: peer, f"group_{root}": peer})
+                expect_refusal(function, t, **{f"group_{root}": 2})
             if me == 1:
-                refused(getattr(cfd, name), t, 0, group)  # not in the group
+                expect_refusal(getattr(cfd, name), t, 0, group)  # not in the group
         wrong: Any
         for wrong in ("a", 1.0, [peer]):
             for tensors, function, root in RANKS:
@@ -189,15 +189,15 @@ def test_wrong_arguments_are_refused_at_the_call(world: World) -> None:
                     function(t, peer, tag=wrong)
             with pytest.raises(TypeError, match=r"^tag is an int, not "):
                 cfd.batch_isend_irecv([dist.P2POp(dist.isend, t, peer, tag=wrong)])
-        refused(cfd.send, t)
-        refused(cfd.send, torch.ones(4)[::2], peer)
-        refused(cfd.recv, torch.ones(4)[::2], peer)
-        refused(cfd.batch_isend_irecv, [])
-        refused(cfd.batch_isend_irecv, [3])
-        refused(cfd.batch_isend_irecv, [p2p, t])
-        refused(cfd.batch_isend_irecv, p2p)
+        expect_refusal(cfd.send, t)
+        expect_refusal(cfd.send, torch.ones(4)[::2], peer)
+        expect_refusal(cfd.recv, torch.ones(4)[::2], peer)
+        expect_refusal(cfd.batch_isend_irecv, [])
+        expect_refusal(cfd.batch_isend_irecv, [3])
+        expect_refusal(cfd.batch_isend_irecv, [p2p, t])
+        expect_refusal(cfd.batch_isend_irecv, p2p)
         if me == 1:
-            refused(cfd.batch_isend_irecv, [p2p, dist.P2POp(dist.isend, t, group=group, group_peer=0)])
+            expect_refusal(cfd.batch_isend_irecv, [p2p, dist.P2POp(dist.isend, t, group=group, group_peer=0)])
 
     world.run(run)
 
@@ -218,7 +218,7 @@ RANKS: list[tuple[Any, Any, str]] = [  # arguments, function, and what the rank 
 ]
 
 
-def refused(function: Any, *args: Any, **kwargs: Any) -> None:
+def expect_refusal(function: Any, *args: Any, **kwargs: Any) -> None:
     """See that a call raises at once, or returns a future that fails at once."""
     try:
         error = function(*args, **kwargs).exception(timeout=TIMEOUT)

@@ -49,7 +49,7 @@ def blocked_queue() -> Iterator[_C.HostExecutor]:
     is_behind.wait(timeout=LONG)
 
 
-async def awaited(future: CUDAFuture[Any]) -> Any:
+async def await_future(future: CUDAFuture[Any]) -> Any:
     return await asyncio.wait_for(asyncio.ensure_future(_await(future)), LONG)
 
 
@@ -57,7 +57,7 @@ async def _await(future: CUDAFuture[Any]) -> Any:
     return await future
 
 
-async def iterated(future: CUDAFuture[Any]) -> list[CUDAFuture[Any]]:
+async def iterate(future: CUDAFuture[Any]) -> list[CUDAFuture[Any]]:
     async def each() -> AsyncIterator[CUDAFuture[Any]]:
         async for done in as_completed([future], timeout=LONG):
             yield done
@@ -69,8 +69,8 @@ WAYS: dict[str, Callable[[CUDAFuture[Any]], Any]] = {
     "wait for the first": lambda future: wait([future, CUDAFuture()], LONG, "FIRST_COMPLETED")[0].pop().value(),
     "wait for a failure": lambda future: wait([future], LONG, "FIRST_EXCEPTION")[0].pop().value(),
     "as_completed": lambda future: next(as_completed([future], timeout=LONG)).value(),
-    "async as_completed": lambda future: asyncio.run(iterated(future))[0].value(),
-    "await": lambda future: asyncio.run(awaited(future)),
+    "async as_completed": lambda future: asyncio.run(iterate(future))[0].value(),
+    "await": lambda future: asyncio.run(await_future(future)),
     "wait()": lambda future: future.wait(timeout=LONG),
 }
 

@@ -36,7 +36,7 @@ def capture_at_once(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         graph.capture_end()
 
 
-def replayed(graph: torch.cuda.CUDAGraph, x: torch.Tensor, y: torch.Tensor, value: float) -> float:
+def replay(graph: torch.cuda.CUDAGraph, x: torch.Tensor, y: torch.Tensor, value: float) -> float:
     x.fill_(value)
     graph.replay()
     torch.cuda.synchronize()
@@ -52,8 +52,8 @@ def test_a_non_blocking_wait_is_recorded(cuda: Cuda, x: torch.Tensor) -> None:
         with torch.cuda.stream(side):
             future = CUDAFuture.completed(x * 2)
         y = future.wait(non_blocking=True) + 1
-    assert replayed(graph, x, y, 3) == 7
-    assert replayed(graph, x, y, 5) == 11
+    assert replay(graph, x, y, 3) == 7
+    assert replay(graph, x, y, 5) == 11
 
 
 def test_callbacks_are_recorded_on_their_pool_streams(cuda: Cuda, x: torch.Tensor) -> None:
@@ -64,8 +64,8 @@ def test_callbacks_are_recorded_on_their_pool_streams(cuda: Cuda, x: torch.Tenso
         squared = future.then(lambda f: f.value() ** 2)
         future.set_result(x + 1)
         y: Any = sum(gather(doubled, squared).wait(non_blocking=True))
-    assert replayed(graph, x, y, 2) == 15
-    assert replayed(graph, x, y, 3) == 24
+    assert replay(graph, x, y, 2) == 15
+    assert replay(graph, x, y, 3) == 24
 
 
 def test_a_blocking_wait_is_refused_and_the_capture_goes_on(cuda: Cuda, x: torch.Tensor) -> None:
@@ -75,17 +75,17 @@ def test_a_blocking_wait_is_refused_and_the_capture_goes_on(cuda: Cuda, x: torch
         with pytest.raises(InvalidStateError, match=r"capture of cuda:0"):
             future.wait()
         y = future.wait(non_blocking=True) + 1
-    assert replayed(graph, x, y, 3) == 7
+    assert replay(graph, x, y, 3) == 7
 
 
 def test_asking_for_earlier_work_does_not_end_a_capture(cuda: Cuda, x: torch.Tensor) -> None:
-    earlier = cuda.completed(2.0)
+    earlier = cuda.complete(2.0)
     graph = torch.cuda.CUDAGraph()
     with capture_at_once(graph):
         y = x + 1
         earlier.ready()
         y = y * 2
-    assert replayed(graph, x, y, 3) == 8
+    assert replay(graph, x, y, 3) == 8
 
 
 def test_the_watcher_does_not_end_a_capture_of_another_thread(cuda: Cuda, x: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ def test_the_watcher_does_not_end_a_capture_of_another_thread(cuda: Cuda, x: tor
     graph = torch.cuda.CUDAGraph()
     with ExitStack() as held:
         held.enter_context(cuda.hold(side))
-        watched = cuda.completed(1.0, stream=side).then(lambda f: ran.set(), non_blocking=False)
+        watched = cuda.complete(1.0, stream=side).then(lambda f: ran.set(), non_blocking=False)
         with capture_at_once(graph):
             y = x + 1
             for _ in range(1000):  # the watcher polls meanwhile
@@ -104,14 +104,14 @@ def test_the_watcher_does_not_end_a_capture_of_another_thread(cuda: Cuda, x: tor
             y = y + 1
     watched.wait()
     torch.cuda.synchronize()
-    assert replayed(graph, x, y, 1) == 1003
+    assert replay(graph, x, y, 1) == 1003
 
 
 def test_a_blocking_wait_of_another_thread_does_not_end_a_capture(cuda: Cuda, x: torch.Tensor) -> None:
     side = cuda.stream()
     graph = torch.cuda.CUDAGraph()
     with cuda.hold(side):
-        future = cuda.completed(1.0, stream=side)
+        future = cuda.complete(1.0, stream=side)
         waiter = threading.Thread(target=future.wait)
         waiter.start()
         with capture_at_once(graph):
@@ -119,7 +119,7 @@ def test_a_blocking_wait_of_another_thread_does_not_end_a_capture(cuda: Cuda, x:
             for _ in range(200):
                 y = y + 1
     waiter.join()
-    assert replayed(graph, x, y, 1) == 202
+    assert replay(graph, x, y, 1) == 202
 
 
 def test_events_that_a_capture_recorded_serve_others_afterwards(cuda: Cuda, x: torch.Tensor) -> None:
@@ -130,12 +130,12 @@ def test_events_that_a_capture_recorded_serve_others_afterwards(cuda: Cuda, x: t
         y = x + 1
     for value in range(50):  # from the pool, where those of the capture are
         assert CUDAFuture.completed(torch.full((8,), float(value), device="cuda")).wait().sum().item() == 8 * value
-    assert replayed(graph, x, y, 1) == 2
+    assert replay(graph, x, y, 1) == 2
 
 
 def test_a_stream_whose_capture_cannot_be_queried_leaves_no_error_behind(cuda: Cuda) -> None:
     runtime, handle, graph = ctypes.CDLL("libcudart.so.13"), ctypes.c_void_p(), ctypes.c_void_p()
-    earlier = cuda.completed(2.0)
+    earlier = cuda.complete(2.0)
     torch.cuda.synchronize()
     assert runtime.cudaStreamCreate(ctypes.byref(handle)) == 0  # not with cudaStreamNonBlocking
     assert runtime.cudaStreamBeginCapture(handle, 0) == 0
@@ -196,4 +196,4 @@ def test_futures_of_torch_do_not_take_the_stream_of_a_capture(cuda: Cuda, x: tor
         following = threading.Thread(target=follow_many)
         following.start()
         following.join()
-    assert replayed(graph, x, y, 1) == 2
+    assert replay(graph, x, y, 1) == 2

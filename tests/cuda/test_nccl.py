@@ -24,7 +24,7 @@ LONG = 60.0  # seconds; much more than anything takes
 CYCLES = 50_000_000  # some ten milliseconds
 
 
-def filled(value: float) -> torch.Tensor:
+def fill(value: float) -> torch.Tensor:
     """Return a tensor that the device fills after a while."""
     x = torch.empty(1 << 20, device="cuda")
     torch.cuda._sleep(CYCLES)
@@ -50,7 +50,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_whoever_waits_is_ordered_after_the_collective(group: str) -> None:
-    reduced = cfd.all_reduce(filled(2.0))
+    reduced = cfd.all_reduce(fill(2.0))
     with torch.cuda.stream(torch.cuda.Stream()):
         assert only(reduced.wait(non_blocking=True)) == 2.0
 
@@ -58,12 +58,12 @@ def test_whoever_waits_is_ordered_after_the_collective(group: str) -> None:
 def test_the_input_is_read_after_what_the_callers_stream_has_to_do(group: str) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         output = torch.empty(1 << 20, device="cuda")
-        gathered = cfd.all_gather_into_tensor(output, filled(3.0))
+        gathered = cfd.all_gather_into_tensor(output, fill(3.0))
     assert only(gathered.wait(non_blocking=True)) == 3.0
 
 
 def test_the_future_has_an_event_of_the_device(group: str) -> None:
-    x = filled(1.0)
+    x = fill(1.0)
     reduced = cfd.all_reduce(x)
     assert reduced.wait(timeout=LONG) is x
     assert list(reduced.events) == [x.device]
@@ -73,7 +73,7 @@ def test_the_future_has_an_event_of_the_device(group: str) -> None:
 def test_callbacks_chain_collectives(group: str) -> None:
     chains: list[CUDAFuture[torch.Tensor]] = []
     for i in range(4):
-        chain = cfd.all_reduce(filled(float(i))).then(lambda f: f.value() + 1)
+        chain = cfd.all_reduce(fill(float(i))).then(lambda f: f.value() + 1)
         chains.append(chain.then_async(lambda f: cfd.broadcast(f.value() * 2, src=0)))
     assert [only(x) for x in cudafuture.gather(*chains).wait(timeout=LONG)] == [2.0, 4.0, 6.0, 8.0]
 
@@ -100,7 +100,7 @@ def test_every_function_completes(group: str) -> None:
 
 
 def test_host_tensors_go_beside_those_of_the_device(group: str) -> None:
-    on_device = [cfd.all_reduce(filled(float(i))) for i in range(3)]
+    on_device = [cfd.all_reduce(fill(float(i))) for i in range(3)]
     on_host = [cfd.all_reduce(torch.full((8,), float(i))) for i in range(3)]
     assert [f.wait(timeout=LONG)[0].item() for f in on_host] == [0.0, 1.0, 2.0]
     assert [only(f.wait(non_blocking=True)) for f in on_device] == [0.0, 1.0, 2.0]

@@ -217,7 +217,7 @@ def test_ddp_with_our_hook_trains_as_without_one(ranks: World, hook: Any) -> Non
         rank = dist.get_rank()
         torch.cuda.set_device(rank)
 
-        def trained(with_hook: bool) -> list[Tensor]:
+        def train(with_hook: bool) -> list[Tensor]:
             torch.manual_seed(0)
             layers = [nn.Linear(17, 33), nn.ReLU(), nn.Linear(33, 5)]
             model = DistributedDataParallel(nn.Sequential(*layers).cuda(), device_ids=[rank], bucket_cap_mb=0.001)
@@ -231,7 +231,7 @@ def test_ddp_with_our_hook_trains_as_without_one(ranks: World, hook: Any) -> Non
                 optimizer.step()
             return [parameter.detach().cpu() for parameter in model.parameters()]
 
-        for ours, theirs in zip(trained(True), trained(False), strict=True):
+        for ours, theirs in zip(train(True), train(False), strict=True):
             torch.testing.assert_close(ours, theirs)
 
     ranks.run(run)

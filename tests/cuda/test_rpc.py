@@ -54,13 +54,13 @@ def test_a_signed_session_carries_the_same(
 
 def test_remote_takes_gpu_tensors_unless_the_seal_covers_contents(tmp_path: Path, cuda: Cuda) -> None:
     with begin(tmp_path / "meeting", 0, 1):
-        assert only(remote("worker0", cuda_calls.doubled, (slow(2.0),)).to_here()) == 4.0
-        assert only(remote("worker0", cuda_calls.doubled_later, (slow(3.0),)).to_here()) == 6.0
+        assert only(remote("worker0", cuda_calls.double, (slow(2.0),)).to_here()) == 4.0
+        assert only(remote("worker0", cuda_calls.double_later, (slow(3.0),)).to_here()) == 6.0
     with (
         begin(tmp_path / "sealed", 0, 1, secret="what only this one knows", seal="contents"),
         pytest.raises(ValueError, match=r"a tensor on cuda:0 cannot be sent .*copy it to the host first"),
     ):
-        remote("worker0", cuda_calls.doubled, (slow(2.0),))
+        remote("worker0", cuda_calls.double, (slow(2.0),))
 
 
 @pytest.mark.parametrize("scenario", cuda_calls.SCENARIOS, ids=lambda scenario: scenario.__name__)
@@ -71,12 +71,12 @@ def test_a_worker_calls_itself(tmp_path: Path, cuda: Cuda, scenario: Callable[[s
 
 def test_the_caller_is_not_blocked_while_its_gpu_is_at_work(tmp_path: Path, cuda: Cuda) -> None:
     with begin(tmp_path / "meeting", 0, 1):
-        rpc_sync("worker0", cuda_calls.doubled, (slow(1.0),))  # loads what is needed
+        rpc_sync("worker0", cuda_calls.double, (slow(1.0),))  # loads what is needed
         done = torch.cuda.Event()
         with cuda.hold():
             x = torch.full((cuda_calls.SIZE,), 3.0, device="cuda")
             done.record()
-            future = rpc_async("worker0", cuda_calls.doubled, (x,))
+            future = rpc_async("worker0", cuda_calls.double, (x,))
             result = future.wait(non_blocking=True, timeout=LONG)
             assert not done.query(), "the host has waited for the GPU"
         assert only(result) == 6.0
@@ -89,7 +89,7 @@ def test_devices_are_exchanged_as_the_map_says(ranks: World, tmp_path: Path) -> 
     def caller(to: str) -> None:
         x = slow(2.0)
         assert rpc_sync(to, cuda_calls.where, (x,)) == "cuda:1"
-        assert str(rpc_sync(to, cuda_calls.doubled, (x,)).device) == "cuda:0"
+        assert str(rpc_sync(to, cuda_calls.double, (x,)).device) == "cuda:0"
 
     maps = {f"worker{rank}": {"cuda:0": "cuda:1"} for rank in (0, 1)}
     both(ranks, tmp_path / "meeting", caller, device_maps=maps)
@@ -98,7 +98,7 @@ def test_devices_are_exchanged_as_the_map_says(ranks: World, tmp_path: Path) -> 
 def test_a_gpu_without_a_target_is_refused_by_name(tmp_path: Path, cuda: Cuda) -> None:
     with begin(tmp_path / "meeting", 0, 1, device_maps=None):
         with pytest.raises(ValueError, match=r"on cuda:0 cannot be sent to worker 'worker0'.*device_maps"):
-            rpc_async("worker0", cuda_calls.doubled, (slow(1.0),))
+            rpc_async("worker0", cuda_calls.double, (slow(1.0),))
         error = rpc_async("worker0", slow, (1.0,)).exception(timeout=LONG)
         assert isinstance(error, ValueError)
 
@@ -109,5 +109,5 @@ def test_a_value_that_lives_here_may_be_asked_for_here(tmp_path: Path, cuda: Cud
         assert only(rref.local_value()) == 2.0
         future: CUDAFuture[torch.Tensor] = rref.get_future()
         assert only(future.wait(non_blocking=True, timeout=LONG)) == 2.0
-        assert only(remote("worker0", cuda_calls.added_to, (rref, slow(1.0))).to_here()) == 3.0
+        assert only(remote("worker0", cuda_calls.add_to, (rref, slow(1.0))).to_here()) == 3.0
         assert rpc_ext.statistics().refused == {}

@@ -35,19 +35,19 @@ def test_the_sanitizer_finds_a_race(cuda: Cuda) -> None:
 def test_the_sanitizer_finds_a_value_that_is_used_without_waiting(cuda: Cuda) -> None:
     from torch.cuda._sanitizer import CUDASanitizerErrors
 
-    future = cuda.completed(2.0)
+    future = cuda.complete(2.0)
     with pytest.raises(CUDASanitizerErrors):
         future.value().mul_(2)
 
 
 @pytest.mark.parametrize("non_blocking", [True, False])
 def test_waiting(cuda: Cuda, non_blocking: bool) -> None:
-    x = cuda.completed(2.0).wait(non_blocking=non_blocking)
+    x = cuda.complete(2.0).wait(non_blocking=non_blocking)
     assert cuda.read(x.mul_(2)) == 4.0
 
 
 def test_waiting_on_several_streams_in_turn(cuda: Cuda) -> None:
-    future = cuda.completed(2.0)
+    future = cuda.complete(2.0)
     for priority in PRIORITIES:
         with torch.cuda.stream(torch.cuda.Stream(priority=priority)):
             assert cuda.read(future.wait(non_blocking=True)) == 2.0
@@ -63,9 +63,9 @@ def test_callbacks(cuda: Cuda, stream: Literal["pool", "caller"]) -> None:
 
 
 def test_combinators(cuda: Cuda) -> None:
-    x, y = gather(cuda.completed(1.0), cuda.completed(2.0)).wait(non_blocking=True)
+    x, y = gather(cuda.complete(1.0), cuda.complete(2.0)).wait(non_blocking=True)
     assert cuda.read(x.add_(y)) == 3.0
-    _, z = collect_any([cuda.completed(3.0)]).wait(non_blocking=True)
+    _, z = collect_any([cuda.complete(3.0)]).wait(non_blocking=True)
     assert cuda.read(z.mul_(2)) == 6.0
 
 
@@ -81,7 +81,7 @@ def test_recovering_from_a_failure_with_work_pending(cuda: Cuda) -> None:
 
 
 def test_to_torch_and_back(cuda: Cuda) -> None:
-    x = cuda.completed(2.0).to_torch().wait()
+    x = cuda.complete(2.0).to_torch().wait()
     assert cuda.read(x.mul_(2)) == 4.0
     source: Future[torch.Tensor] = Future(devices=[cuda.at()])
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -90,7 +90,7 @@ def test_to_torch_and_back(cuda: Cuda) -> None:
 
 
 def test_the_events_of_a_future(cuda: Cuda) -> None:
-    future = cuda.completed(2.0)
+    future = cuda.complete(2.0)
     stream = torch.cuda.Stream()
     future.events[cuda.at()].wait(stream)
     with torch.cuda.stream(stream):

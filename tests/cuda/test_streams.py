@@ -30,7 +30,7 @@ def foreign() -> Iterator[torch.cuda.ExternalStream]:
 
 def test_a_callback_runs_on_the_cuda_stream_that_it_was_given(cuda: Cuda) -> None:
     stream = torch.cuda.Stream()
-    ran_on = cuda.completed(2.0).then(lambda f: torch.cuda.current_stream(), stream=stream).wait()
+    ran_on = cuda.complete(2.0).then(lambda f: torch.cuda.current_stream(), stream=stream).wait()
     assert ran_on.cuda_stream == stream.cuda_stream
 
 
@@ -49,7 +49,7 @@ def test_an_external_stream_produces_and_consumes(cuda: Cuda, foreign: torch.cud
         x = cuda.produce(5.0)
     future.set_result(x, stream=foreign)
     assert cuda.read(future.wait(non_blocking=True)) == 5.0
-    child = cuda.completed(6.0).then(lambda f: (torch.cuda.current_stream().cuda_stream, f.value() + 1), stream=foreign)
+    child = cuda.complete(6.0).then(lambda f: (torch.cuda.current_stream().cuda_stream, f.value() + 1), stream=foreign)
     where, y = child.wait(non_blocking=True)
     assert where == foreign.cuda_stream
     assert cuda.read(y) == 7.0
@@ -57,14 +57,14 @@ def test_an_external_stream_produces_and_consumes(cuda: Cuda, foreign: torch.cud
 
 @pytest.mark.parametrize("priority", [0, -1])
 def test_pool_streams_have_the_priority_that_was_asked_for(cuda: Cuda, priority: int) -> None:
-    child = cuda.completed(1.0).then(lambda f: torch.cuda.current_stream().priority, priority=priority)
+    child = cuda.complete(1.0).then(lambda f: torch.cuda.current_stream().priority, priority=priority)
     assert child.wait() == priority
 
 
 def test_callbacks_of_each_priority_have_a_pool_of_their_own(cuda: Cuda) -> None:
     stream = cuda.stream()
     with cuda.hold(stream):
-        future = cuda.completed(1.0, stream=stream)
+        future = cuda.complete(1.0, stream=stream)
         pools = [
             {future.then(lambda f: torch.cuda.current_stream().cuda_stream, priority=p).value() for _ in range(8)}
             for p in (0, -1)

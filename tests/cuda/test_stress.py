@@ -52,12 +52,12 @@ def through_the_host(future: Future) -> Future:
     return future.then_async(lambda f: copy(f.value(), "cpu")).then_async(lambda f: copy(f.value(), "cuda"))
 
 
-def packed(future: Future) -> Future:
+def pack(future: Future) -> Future:
     copied = future.then_async(lambda f: copy([f.value(), f.value() * 3], "cuda", pack=True))
     return copied.then(lambda f: f.value()[1])
 
 
-def packed_from_the_host(future: Future) -> Future:
+def pack_from_host(future: Future) -> Future:
     host = future.then_async(lambda f: copy(f.value(), "cpu"))
     both = host.then_async(lambda f: copy([f.value(), f.value() + 1], "cuda", pack=True), non_blocking=False)
     return both.then(lambda f: f.value()[0] + f.value()[1])
@@ -70,8 +70,8 @@ KINDS: dict[str, Kind] = {
         lambda future: future.then(lambda f: f.value() + 1, non_blocking=False), lambda v: v + 1
     ),
     "copies": Kind(through_the_host, lambda v: v),
-    "packed copies": Kind(packed, lambda v: 3 * v),
-    "packed copies from the host": Kind(packed_from_the_host, lambda v: 2 * v + 1),
+    "packed copies": Kind(pack, lambda v: 3 * v),
+    "packed copies from the host": Kind(pack_from_host, lambda v: 2 * v + 1),
     "torch's future": Kind(lambda future: CUDAFuture.from_torch(future.to_torch()), lambda v: v),
     "the first of one": Kind(lambda future: collect_any([future]).then(lambda f: f.value()[1]), lambda v: v),
 }

@@ -76,7 +76,7 @@ def test_a_wait_leaves_the_timers_of_its_thread_as_they_were(cuda: Cuda) -> None
     slack = Path("/proc/self/timerslack_ns")  # of the main thread
     before = slack.read_text()
     for _ in range(3):
-        cuda.completed(1.0).wait()
+        cuda.complete(1.0).wait()
     assert slack.read_text() == before
 
 

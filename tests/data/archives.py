@@ -61,17 +61,17 @@ def tar(entries: Iterable[Entry], format: int = tarfile.PAX_FORMAT) -> bytes:
     return file.getvalue()
 
 
-def packed(data: bytes, packing: str) -> bytes:
+def compress(data: bytes, packing: str) -> bytes:
     """Return a tar archive as it is, with gzip or with Zstandard."""
     if packing == "tgz":
         return gzip.compress(data, 1)
     return data if packing == "tar" else zstandard.compress(data)
 
 
-def written(path: Path, entries: Iterable[Entry], packing: str = "tgz") -> Path:
+def write_archive(path: Path, entries: Iterable[Entry], packing: str = "tgz") -> Path:
     """Write an archive, and return its path."""
     archive = path / f"images.{packing}"
-    archive.write_bytes(packed(tar(entries), packing))
+    archive.write_bytes(compress(tar(entries), packing))
     return archive
 
 

@@ -31,7 +31,7 @@ WHOLE = gzip.compress(DATA)
 HALF = gzip.compress(DATA[: ENDS[5]]), gzip.compress(DATA[ENDS[5] :])
 
 
-def changed(archive: bytes, place: int) -> bytes:
+def change_byte(archive: bytes, place: int) -> bytes:
     place %= len(archive)
     return archive[:place] + bytes([archive[place] ^ 0x55]) + archive[place + 1 :]
 
@@ -42,11 +42,11 @@ def cases() -> dict[str, bytes]:
     places = [*numbers.sample(range(40, len(WHOLE) - 8), 12), -8, -5, -4, -1]  # the last four: CRC and length
     return {
         **{f"cut at {cut}": WHOLE[:cut] for cut in cuts},
-        **{f"changed at {place}": changed(WHOLE, place) for place in places},
+        **{f"changed at {place}": change_byte(WHOLE, place) for place in places},
         "garbage at the end": WHOLE + b"garbage",
-        "checksum of the first member": changed(HALF[0], -8) + HALF[1],
+        "checksum of the first member": change_byte(HALF[0], -8) + HALF[1],
         "between the members": HALF[0] + b"garbage" + HALF[1],
-        "header of the second member": HALF[0] + changed(HALF[1], 2),
+        "header of the second member": HALF[0] + change_byte(HALF[1], 2),
         "second member cut": HALF[0] + HALF[1][:-40],
         "only a header": WHOLE[:10],
     }
@@ -116,7 +116,7 @@ def test_images_before_damage_that_an_older_index_does_not_know_arrive(tmp_path:
 def test_a_wrong_checksum_of_zstandard_loses_no_image(tmp_path: Path) -> None:
     whole = zstandard.ZstdCompressor(write_checksum=True).compress(DATA)
     archive = tmp_path / "images.tar.zst"
-    archive.write_bytes(changed(whole, -1))
+    archive.write_bytes(change_byte(whole, -1))
     found, error = read(TgzImages(archive))
     assert found == list(range(COUNT))
     assert error is not None
@@ -126,7 +126,7 @@ def test_a_wrong_checksum_of_zstandard_loses_no_image(tmp_path: Path) -> None:
 
 def test_damage_in_a_batch_leaves_its_images_and_the_error_comes_once_per_read(tmp_path: Path) -> None:
     archive = tmp_path / "images.tgz"
-    archive.write_bytes(changed(WHOLE, -8))
+    archive.write_bytes(change_byte(WHOLE, -8))
     iterator: Any = iter(TgzImages(archive, batch=5))
     assert numbers(next(iterator) for _ in range(3)) == list(range(COUNT))
     state = iterator.state_dict()
@@ -138,13 +138,13 @@ def test_damage_in_a_batch_leaves_its_images_and_the_error_comes_once_per_read(t
 
 ZSTD = zstandard.ZstdCompressor(write_checksum=True).compress(DATA)
 DAMAGED = {
-    "checksum": ("tgz", WHOLE, changed(WHOLE, -8)),
+    "checksum": ("tgz", WHOLE, change_byte(WHOLE, -8)),
     "zeros": ("tgz", WHOLE, WHOLE[: len(WHOLE) // 2].ljust(len(WHOLE), b"\0")),
-    "zstd": ("tar.zst", ZSTD, changed(ZSTD, -1)),
+    "zstd": ("tar.zst", ZSTD, change_byte(ZSTD, -1)),
 }
 
 
-def left() -> list[type]:
+def find_leftovers() -> list[type]:
     """Return the kinds of the errors, streams and readers that exist."""
     kinds = Fault, ArchiveError, Stream, Reader
     return [type(one) for one in gc.get_objects() if issubclass(type(one), kinds)]
@@ -169,6 +169,6 @@ def test_no_error_keeps_an_archive_in_memory(tmp_path: Path, case: str, way: str
                 read(dataset)
                 with contextlib.suppress(ArchiveError):
                     next(iter(dataset))
-                assert left() == []
+                assert find_leftovers() == []
     finally:
         gc.enable()

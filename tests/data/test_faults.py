@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from cudafuture.data import TgzImages, _faults, _stream, _tar, classes_of
 from cudafuture.errors import ArchiveError
-from data.archives import PACKINGS, Entry, images, numbers, packed, pixels_of, png, tar, written
+from data.archives import PACKINGS, Entry, compress, images, numbers, pixels_of, png, tar, write_archive
 
 COUNT = 4
 GOOD = png(pixels_of(0))
@@ -67,7 +67,7 @@ EACH = [(reason, entry) for reason, entries in BAD.items() for entry in entries]
 def test_a_bad_member_is_raised_with_its_name(
     tmp_path: Path, packing: str, index: Any, reason: str, entry: Entry
 ) -> None:
-    archive = written(tmp_path, [*images(2), entry, *images(COUNT)[2:]], packing)
+    archive = write_archive(tmp_path, [*images(2), entry, *images(COUNT)[2:]], packing)
     with pytest.raises(ArchiveError, match=r"images\.tar.*member|images\.tgz.*member") as raised:
         list(TgzImages(archive, index=index))
     assert repr(entry[0]) in str(raised.value)
@@ -78,7 +78,8 @@ def test_a_bad_member_is_raised_with_its_name(
 @pytest.mark.parametrize("shuffle", [0, 3])
 def test_bad_members_are_counted_and_all_images_come(tmp_path: Path, packing: str, index: Any, shuffle: int) -> None:
     entries = [entry for pair in zip(EACH, images(len(EACH)), strict=True) for entry in (pair[0][1], pair[1])]
-    dataset = TgzImages(written(tmp_path, entries, packing), index=index, on_error="skip", batch=4, shuffle=shuffle)
+    archive = write_archive(tmp_path, entries, packing)
+    dataset = TgzImages(archive, index=index, on_error="skip", batch=4, shuffle=shuffle)
     batches = list(dataset)
     assert sorted(numbers(batches)) == list(range(len(EACH)))
     assert [len(labels) for _, labels in batches] == [4] * (len(EACH) // 4) + [len(EACH) % 4] * (len(EACH) % 4 > 0)
@@ -88,7 +89,7 @@ def test_bad_members_are_counted_and_all_images_come(tmp_path: Path, packing: st
 
 @several_ways
 def test_bad_members_are_counted_once_over_all_ranks(tmp_path: Path, packing: str, index: Any) -> None:
-    archive = written(tmp_path, [*images(COUNT), *(entry for _, entry in EACH)], packing)
+    archive = write_archive(tmp_path, [*images(COUNT), *(entry for _, entry in EACH)], packing)
     datasets = [TgzImages(archive, index=index, on_error="skip", shard=(rank, 3)) for rank in range(3)]
     assert sorted(number for dataset in datasets for number in numbers(dataset)) == list(range(COUNT))
     assert sum((dataset.skipped for dataset in datasets), start=type(datasets[0].skipped)()) == {
@@ -98,7 +99,7 @@ def test_bad_members_are_counted_once_over_all_ranks(tmp_path: Path, packing: st
 
 @several_ways
 def test_a_class_that_was_not_given_is_an_error_or_counted(tmp_path: Path, packing: str, index: Any) -> None:
-    archive = written(tmp_path, images(COUNT), packing)
+    archive = write_archive(tmp_path, images(COUNT), packing)
     with pytest.raises(ArchiveError, match=r"0001\.png.*not one of the given classes"):
         list(TgzImages(archive, index=index, classes=["x", "z"]))
     dataset = TgzImages(archive, index=index, classes=["x", "z"], on_error="skip")
@@ -107,7 +108,7 @@ def test_a_class_that_was_not_given_is_an_error_or_counted(tmp_path: Path, packi
 
 
 def test_an_error_in_a_worker_keeps_its_type_and_names_the_member(tmp_path: Path) -> None:
-    archive = written(tmp_path, [*images(1), ("a/notes.png", b"words")])
+    archive = write_archive(tmp_path, [*images(1), ("a/notes.png", b"words")])
     with pytest.raises(ArchiveError, match=r"member 'a/notes\.png': the member is not an image"):
         list(DataLoader(TgzImages(archive), batch_size=None, num_workers=1))
 
@@ -117,7 +118,7 @@ def test_errors_of_a_transform_are_raised_as_they_are(tmp_path: Path) -> None:
         raise OSError("mine")
 
     with pytest.raises(OSError, match="mine"):
-        list(TgzImages(written(tmp_path, images(1)), transform=fail, on_error="skip"))
+        list(TgzImages(write_archive(tmp_path, images(1)), transform=fail, on_error="skip"))
 
 
 def before_the_error(dataset: TgzImages) -> list[int]:
@@ -133,7 +134,7 @@ def before_the_error(dataset: TgzImages) -> list[int]:
 def test_a_truncated_archive_is_raised_or_counted_wherever_it_ends(tmp_path: Path, packing: str, shuffle: int) -> None:
     data = tar(images(COUNT))
     end = len(data.rstrip(b"\0")) if packing == "tar" else None
-    whole = packed(data, packing)
+    whole = compress(data, packing)
     archive = tmp_path / f"images.{packing}"
     most = end if end is not None else len(whole) - (12 if packing == "tar.zst" else 1)
     for length in sorted({*range(512, most, 331), most}):
@@ -152,7 +153,7 @@ def test_a_truncated_archive_is_raised_or_counted_wherever_it_ends(tmp_path: Pat
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_truncation_is_counted_once_over_all_ranks(tmp_path: Path, packing: str) -> None:
-    whole = packed(tar(images(COUNT)), packing)
+    whole = compress(tar(images(COUNT)), packing)
     archive = tmp_path / f"images.{packing}"
     for length in range(600, len(tar(images(COUNT)).rstrip(b"\0")) if packing == "tar" else len(whole) - 12, 97):
         archive.write_bytes(whole[:length])
@@ -181,7 +182,7 @@ def test_the_error_of_a_truncated_archive_names_the_member(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("packing", ["tgz", "tar.zst"])
 def test_a_damaged_compression_is_raised_or_counted(tmp_path: Path, packing: str) -> None:
-    whole = bytearray(packed(tar(images(40)), packing))
+    whole = bytearray(compress(tar(images(40)), packing))
     whole[len(whole) // 2] ^= 0xFF
     whole[len(whole) // 2 + 1] ^= 0xFF
     archive = tmp_path / f"images.{packing}"
@@ -194,7 +195,7 @@ def test_a_damaged_compression_is_raised_or_counted(tmp_path: Path, packing: str
 
 
 def test_a_checksum_of_gzip_that_is_wrong_is_found(tmp_path: Path) -> None:
-    whole = bytearray(packed(tar(images(COUNT)), "tgz"))
+    whole = bytearray(compress(tar(images(COUNT)), "tgz"))
     whole[-8] ^= 1
     archive = tmp_path / "images.tgz"
     archive.write_bytes(whole)
@@ -219,7 +220,7 @@ NO_ARCHIVES = {
 def test_a_file_that_is_no_archive_is_an_error_at_once(tmp_path: Path, packing: str, content: str) -> None:
     data, text = NO_ARCHIVES[content]
     archive = tmp_path / f"images.{packing}"
-    archive.write_bytes(packed(data, packing))
+    archive.write_bytes(compress(data, packing))
     for index in ("auto", False):
         for classes in (None, ["a"]):
             with pytest.raises(ArchiveError, match=rf"images\.{packing} is no tar archive: .*{text}") as raised:
@@ -234,13 +235,13 @@ def test_a_file_that_is_no_archive_is_an_error_at_once(tmp_path: Path, packing: 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_archives_without_members_and_without_the_magic_word_of_tar_are_read(tmp_path: Path, packing: str) -> None:
     archive = tmp_path / f"images.{packing}"
-    archive.write_bytes(packed(bytes(10240), packing))
+    archive.write_bytes(compress(bytes(10240), packing))
     assert classes_of(archive) == list(TgzImages(archive)) == []
     old = bytearray(tar(images(1)))  # as before POSIX
     old[257:512] = bytes(255)
     old[148:156] = b" " * 8
     old[148:156] = b"%06o\0 " % sum(old[:512])
-    archive.write_bytes(packed(bytes(old), packing))
+    archive.write_bytes(compress(bytes(old), packing))
     assert numbers(TgzImages(archive)) == [0]
 
 
@@ -249,7 +250,7 @@ def test_a_damaged_first_header_is_a_fault_of_the_archive(tmp_path: Path, packin
     data = bytearray(tar(images(2)))
     data[0] ^= 1
     archive = tmp_path / f"images.{packing}"
-    archive.write_bytes(packed(bytes(data), packing))
+    archive.write_bytes(compress(bytes(data), packing))
     dataset = TgzImages(archive, on_error="skip")
     assert list(dataset) == []
     assert dataset.skipped == {"damaged": 1}
@@ -262,7 +263,7 @@ def test_a_decompression_bomb_is_refused(
 ) -> None:
     monkeypatch.setattr(_stream, "MOST_SMALL", 1 << 20)
     entries = [*images(2), ("a/zeros.png", bytes(8 << 20)), *images(3)[2:]]
-    archive = written(tmp_path, entries, packing)
+    archive = write_archive(tmp_path, entries, packing)
     for classes in (None, list("axyz")):
         with pytest.raises(ArchiveError, match=r"zeros\.png.*unpacks to more than \d+ bytes.*a bomb"):
             list(TgzImages(archive, index=index, classes=classes))
@@ -286,9 +287,9 @@ def test_an_image_over_pillows_limit_is_an_error_where_warnings_are_not(
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
     with pytest.raises(ArchiveError, match="6 x 6 pixels, but only 30 are allowed"):
-        list(TgzImages(written(tmp_path, images(1))))
+        list(TgzImages(write_archive(tmp_path, images(1))))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
-    assert numbers(TgzImages(written(tmp_path, images(1)))) == [0]
+    assert numbers(TgzImages(write_archive(tmp_path, images(1)))) == [0]
 
 
 @several_ways
@@ -297,7 +298,7 @@ def test_an_image_over_pillows_limit_is_an_error_without_a_warning(
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)  # 36 pixels: Pillow itself only warns
     with pytest.raises(ArchiveError, match=r"member 'set/z/0000\.png'") as raised:
-        list(TgzImages(written(tmp_path, images(1), packing), index=index))
+        list(TgzImages(write_archive(tmp_path, images(1), packing), index=index))
     assert raised.value.reason == "too_large"
 
 
@@ -306,7 +307,7 @@ def test_a_member_over_the_limit_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, index: Any
 ) -> None:
     monkeypatch.setattr(_tar, "MOST_MEMBER", 10_000)
-    archive = written(tmp_path, [*images(1), ("a/long.png", bytes(10_001)), *images(2)[1:]], packing)
+    archive = write_archive(tmp_path, [*images(1), ("a/long.png", bytes(10_001)), *images(2)[1:]], packing)
     dataset = TgzImages(archive, index=index, on_error="skip")
     assert numbers(dataset) == [0, 1]
     assert dataset.skipped == {"too_large": 1}

@@ -19,7 +19,7 @@ import zstandard
 
 from cudafuture.data import TgzImages, _index_source, _sidecar, classes_of
 from cudafuture.errors import ArchiveError
-from data.archives import images, numbers, packed, pixels_of, png, tar, written
+from data.archives import compress, images, numbers, pixels_of, png, tar, write_archive
 
 COUNT = 4
 
@@ -64,7 +64,7 @@ LIES = {
 def test_a_size_that_cannot_be_is_a_fault_of_the_member(tmp_path: Path, lie: str, packing: str) -> None:
     archive = tmp_path / f"images.{packing}"
     data = b"".join(member(name, len(file)) + file + bytes(-len(file) % 512) for name, file in FILES)
-    archive.write_bytes(packed(data + LIES[lie] + bytes(1024), packing))
+    archive.write_bytes(compress(data + LIES[lie] + bytes(1024), packing))
     for index in ("auto", False):
         with pytest.raises(ArchiveError, match=rf"images\.{packing}, member 'a/lie\.png'.*(damaged|truncated|bytes)"):
             list(TgzImages(archive, index=index))
@@ -147,7 +147,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def test_a_sidecar_with_impossible_numbers_counts_as_absent(
     tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    archive = written(tmp_path, images(COUNT), "tar")
+    archive = write_archive(tmp_path, images(COUNT), "tar")
     TgzImages(archive)
     index = _sidecar.read_sidecar(str(archive))
     assert index is not None
@@ -160,7 +160,7 @@ def test_a_sidecar_with_impossible_numbers_counts_as_absent(
 
 
 def test_a_sidecar_with_a_deep_header_counts_as_absent(tmp_path: Path) -> None:
-    archive = written(tmp_path, images(COUNT), "tar")
+    archive = write_archive(tmp_path, images(COUNT), "tar")
     header = b"[" * 100_000
     data = _sidecar._MAGIC + len(header).to_bytes(8, "little") + header
     archive.with_name("images.tar.index").write_bytes(data + xxhash.xxh3_128_digest(data))
@@ -168,7 +168,7 @@ def test_a_sidecar_with_a_deep_header_counts_as_absent(tmp_path: Path) -> None:
 
 
 def test_the_temporary_files_of_killed_processes_are_removed_later(tmp_path: Path) -> None:
-    archive = written(tmp_path, images(COUNT))
+    archive = write_archive(tmp_path, images(COUNT))
     old, new = (tmp_path / f".images.tgz.index.{secrets.token_hex(8)}" for _ in range(2))
     other = tmp_path / f".images.tgz.index.{'g' * 16}"
     for path in (old, new, other):

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 
 from cudafuture.data import TgzImages, classes_of
 from cudafuture.errors import ArchiveError
-from data.archives import Entry, images, number_of, numbers, pixels_of, png, tar, written
+from data.archives import Entry, images, number_of, numbers, pixels_of, png, tar, write_archive
 
 
-def linked(name: str) -> Entry:
+def make_link(name: str) -> Entry:
     info = tarfile.TarInfo(name)
     info.type, info.linkname = tarfile.SYMTYPE, "README"
     return name, info
@@ -43,7 +43,7 @@ OTHERS: list[Entry] = [
     ("__MACOSX/set/z/0000.png", b"\0\5\x16\7" + bytes(99)),
     ("set/annotations/1.json", b"{}"),
     ("set/y/empty", b""),
-    linked("set/docs/LICENSE"),
+    make_link("set/docs/LICENSE"),
 ]
 WAYS = [(packing, index) for packing in ("tar", "tgz", "tar.zst") for index in ("auto", False)]
 
@@ -52,7 +52,7 @@ WAYS = [(packing, index) for packing in ("tar", "tgz", "tar.zst") for index in (
 def test_other_members_are_no_classes_and_no_errors_and_are_named_once(
     tmp_path: Path, packing: str, index: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    archive = written(tmp_path, [*OTHERS[:5], *images(6), *OTHERS[5:], of_type("volume", b"V")], packing)
+    archive = write_archive(tmp_path, [*OTHERS[:5], *images(6), *OTHERS[5:], of_type("volume", b"V")], packing)
     dataset = TgzImages(archive, index=index)
     assert dataset.classes == classes_of(archive) == ["x", "y", "z"]
     for epoch in (1, 2):
@@ -68,7 +68,7 @@ def test_other_members_are_no_classes_and_no_errors_and_are_named_once(
 
 @pytest.mark.parametrize("index", ["auto", False])
 def test_ignored_members_are_counted_once_over_all_ranks_and_change_no_positions(tmp_path: Path, index: Any) -> None:
-    archive = written(tmp_path, [*OTHERS, *images(7)])
+    archive = write_archive(tmp_path, [*OTHERS, *images(7)])
     datasets = [TgzImages(archive, index=index, shard=(rank, 2), batch=2) for rank in range(2)]
     assert sorted(number for dataset in datasets for number in numbers(dataset)) == list(range(7))
     assert sum(dataset.skipped["ignored"] for dataset in datasets) == len(OTHERS)
@@ -80,7 +80,7 @@ def test_ignored_members_are_counted_once_over_all_ranks_and_change_no_positions
 
 
 def test_workers_count_ignored_members(tmp_path: Path) -> None:
-    dataset = TgzImages(written(tmp_path, [*OTHERS, *images(4)]), batch=2)
+    dataset = TgzImages(write_archive(tmp_path, [*OTHERS, *images(4)]), batch=2)
     assert numbers(DataLoader(dataset, batch_size=None, num_workers=1)) == list(range(4))
     assert dataset.skipped == {"ignored": len(OTHERS)}
 
@@ -88,7 +88,7 @@ def test_workers_count_ignored_members(tmp_path: Path) -> None:
 def test_an_archive_read_with_given_classes_and_without_an_index_names_them_after_the_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dataset = TgzImages(written(tmp_path, [*images(2), *OTHERS, *OTHERS]), index=False, classes=["z", "y"])
+    dataset = TgzImages(write_archive(tmp_path, [*images(2), *OTHERS, *OTHERS]), index=False, classes=["z", "y"])
     assert "are ignored" not in caplog.text
     assert numbers(dataset) == numbers(dataset) == [0, 1]
     assert caplog.text.count(f"are ignored ({2 * len(OTHERS)}): '.DS_Store', 'labels.csv'") == 1
@@ -101,7 +101,7 @@ def test_an_archive_read_with_given_classes_and_without_an_index_names_them_afte
 def test_ignored_members_of_a_damaged_archive_are_named(
     tmp_path: Path, packing: str, shuffle: int, on_error: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    archive = written(tmp_path, [*images(6), OTHERS[0]], packing)
+    archive = write_archive(tmp_path, [*images(6), OTHERS[0]], packing)
     archive.write_bytes(archive.read_bytes() + b"garbage")
     dataset = TgzImages(archive, index=False, classes=["x", "y", "z"], shuffle=shuffle, on_error=on_error)
     with contextlib.suppress(ArchiveError):
@@ -111,7 +111,7 @@ def test_ignored_members_of_a_damaged_archive_are_named(
 
 
 def test_ignored_members_of_a_read_that_stops_are_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    dataset = TgzImages(written(tmp_path, [OTHERS[0], *images(2)]), index=False, classes=["y", "z"])
+    dataset = TgzImages(write_archive(tmp_path, [OTHERS[0], *images(2)]), index=False, classes=["y", "z"])
     iterator = iter(dataset)
     next(iterator)
     del iterator
@@ -129,7 +129,7 @@ def test_an_image_of_each_format_is_read_by_its_extension_or_its_first_bytes(
     Image.new("RGB", (9, 7)).save(file, format)
     entries: list[Entry] = [(name, file.getvalue()) for name in (*names, "a/2", "a/3.JPEG", "a/4.of-the-camera")]
     for index in ("auto", False):
-        dataset = TgzImages(written(tmp_path, entries, packing), index=index)
+        dataset = TgzImages(write_archive(tmp_path, entries, packing), index=index)
         assert [tuple(pixels.shape) for pixels, _ in dataset] == [(3, 7, 9)] * len(entries)
         assert not dataset.skipped
 
@@ -152,7 +152,7 @@ TEXTS: dict[str, bytes] = {
 
 @pytest.mark.parametrize(("packing", "index"), WAYS)
 def test_text_that_begins_as_an_image_is_ignored(tmp_path: Path, packing: str, index: Any) -> None:
-    dataset = TgzImages(written(tmp_path, [*TEXTS.items(), *images(3)], packing), index=index)
+    dataset = TgzImages(write_archive(tmp_path, [*TEXTS.items(), *images(3)], packing), index=index)
     assert dataset.classes == ["x", "y", "z"]
     assert numbers(dataset) == [0, 1, 2]
     assert dataset.skipped == {"ignored": len(TEXTS)}
@@ -174,7 +174,7 @@ def test_small_images_and_headers_of_each_kind_are_recognized_without_an_extensi
     ]
     entries: list[Entry] = [(f"a/{i}", file) for i, file in enumerate(files)]
     for index in ("auto", False):
-        dataset = TgzImages(written(tmp_path, entries), index=index)
+        dataset = TgzImages(write_archive(tmp_path, entries), index=index)
         assert [tuple(pixels.shape) for pixels, _ in dataset] == [(3, 1, 1)] * len(files)
         assert not dataset.skipped
 
@@ -182,11 +182,11 @@ def test_small_images_and_headers_of_each_kind_are_recognized_without_an_extensi
 def test_a_member_without_an_extension_that_is_an_image_has_the_pixels_of_the_image(tmp_path: Path) -> None:
     for packing in ("tar", "tgz", "tar.zst"):
         for index in ("auto", False):
-            dataset = TgzImages(written(tmp_path, [("a/0", png(pixels_of(5))), *images(1)], packing), index=index)
+            dataset = TgzImages(write_archive(tmp_path, [("a/0", png(pixels_of(5))), *images(1)], packing), index=index)
             assert [number_of(pixels) for pixels, _ in dataset] == [5, 0]
 
 
-def zipped(data: bytes) -> bytes:
+def zip_bytes(data: bytes) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("a/1.png", data)
@@ -199,7 +199,7 @@ def zipped(data: bytes) -> bytes:
         (bz2.compress(tar(images(1))), "bzip2"),
         (lzma.compress(tar(images(1))), "xz"),
         (lzma.compress(tar(images(1)), lzma.FORMAT_ALONE), "LZMA"),
-        (zipped(b""), "zip"),
+        (zip_bytes(b""), "zip"),
         (b"7z\xbc\xaf\x27\x1c" + bytes(99), "7-Zip"),
         (b"Rar!\x1a\x07" + bytes(99), "RAR"),
     ],
@@ -219,4 +219,4 @@ def test_an_archive_of_another_format_is_an_error_that_names_the_format(
 
 
 def test_a_tar_whose_first_name_begins_as_another_format_is_read(tmp_path: Path) -> None:
-    assert numbers(TgzImages(written(tmp_path, [("BZh/1.png", png(pixels_of(3)))], "tar"))) == [3]
+    assert numbers(TgzImages(write_archive(tmp_path, [("BZh/1.png", png(pixels_of(3)))], "tar"))) == [3]

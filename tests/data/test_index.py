@@ -16,7 +16,7 @@ import torch
 from cudafuture.data import TgzImages, _candidates, _index, _index_source, _sidecar, classes_of
 from cudafuture.data._index import Reader, build_index
 from cudafuture.errors import ArchiveError
-from data.archives import images, numbers, packed, tar, written
+from data.archives import compress, images, numbers, tar, write_archive
 
 COUNT = 9
 PACKINGS = pytest.mark.parametrize("packing", ["tar", "tgz"])
@@ -36,7 +36,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @PACKINGS
 def test_an_index_is_kept_beside_the_archive_and_used_again(tmp_path: Path, packing: str, builds: list[str]) -> None:
-    archive = written(tmp_path, images(COUNT), packing)
+    archive = write_archive(tmp_path, images(COUNT), packing)
     for _ in range(3):
         dataset = TgzImages(archive, index=True)
         assert len(dataset) == COUNT
@@ -48,7 +48,7 @@ def test_an_index_is_kept_beside_the_archive_and_used_again(tmp_path: Path, pack
 
 @PACKINGS
 def test_images_are_read_by_the_index_only(tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = written(tmp_path, images(COUNT), packing)
+    archive = write_archive(tmp_path, images(COUNT), packing)
     dataset = TgzImages(archive, shard=(1, 3))
     monkeypatch.setattr(_candidates, "open_stream", lambda path: pytest.fail("the archive is read as a whole"))
     assert numbers(dataset) == [3, 4, 5]
@@ -58,7 +58,7 @@ def test_an_archive_with_many_seek_points_is_read_in_any_order(tmp_path: Path, m
     monkeypatch.setattr(_index, "_SPACING", 1 << 16)
     generator = torch.Generator().manual_seed(0)
     files = [(f"a/{i}.png", bytes(torch.randint(256, (9000,), generator=generator).tolist())) for i in range(60)]
-    archive = written(tmp_path, files)
+    archive = write_archive(tmp_path, files)
     index = build_index(str(archive))
     assert index.seek_points.nbytes > 5 * 32768
     order = torch.randperm(60, generator=generator)
@@ -73,13 +73,13 @@ def test_an_archive_with_many_seek_points_is_read_in_any_order(tmp_path: Path, m
 def test_an_index_of_an_archive_that_has_changed_is_built_again(
     tmp_path: Path, packing: str, builds: list[str]
 ) -> None:
-    archive = written(tmp_path, images(COUNT), packing)
+    archive = write_archive(tmp_path, images(COUNT), packing)
     TgzImages(archive)
     stat = archive.stat()
     os.utime(archive, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     assert numbers(TgzImages(archive)) == list(range(COUNT))
     assert len(builds) == 2
-    written(tmp_path, images(COUNT + 1), packing)
+    write_archive(tmp_path, images(COUNT + 1), packing)
     os.utime(archive, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))  # another size, the same time
     assert numbers(TgzImages(archive)) == list(range(COUNT + 1))
     assert len(builds) == 3
@@ -91,7 +91,7 @@ def test_an_index_of_an_archive_that_has_changed_is_built_again(
 def test_a_damaged_sidecar_is_built_again_wherever_the_damage_is(
     tmp_path: Path, packing: str, builds: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    archive = written(tmp_path, images(COUNT), packing)
+    archive = write_archive(tmp_path, images(COUNT), packing)
     TgzImages(archive)
     whole = sidecar(archive).read_bytes()
     places = {0, 15, 16, 30, len(whole) // 2, len(whole) - 17, len(whole) - 1}
@@ -108,7 +108,7 @@ def test_a_damaged_sidecar_is_built_again_wherever_the_damage_is(
 
 
 def test_a_sidecar_with_a_right_checksum_and_wrong_content_is_not_used(tmp_path: Path, builds: list[str]) -> None:
-    archive = written(tmp_path, images(COUNT))
+    archive = write_archive(tmp_path, images(COUNT))
     TgzImages(archive)
     whole = sidecar(archive).read_bytes()
     for old, new in (
@@ -125,7 +125,7 @@ def test_a_sidecar_with_a_right_checksum_and_wrong_content_is_not_used(tmp_path:
 
 
 def test_a_sidecar_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
-    archive = written(tmp_path, images(COUNT))
+    archive = write_archive(tmp_path, images(COUNT))
     os.mkfifo(sidecar(archive))
     assert numbers(TgzImages(archive)) == list(range(COUNT))
 
@@ -133,7 +133,7 @@ def test_a_sidecar_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
 def test_an_index_that_cannot_be_written_stays_in_memory(
     tmp_path: Path, builds: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    archive = written(tmp_path, images(COUNT))
+    archive = write_archive(tmp_path, images(COUNT))
     sidecar(archive).mkdir()  # also for root, who may write everywhere
     first = TgzImages(archive, index=True)
     second = TgzImages(archive, index=True)
@@ -146,7 +146,7 @@ def test_an_index_that_cannot_be_written_stays_in_memory(
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_the_old_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    archive = written(tmp_path, images(COUNT))
+    archive = write_archive(tmp_path, images(COUNT))
     sidecar(archive).write_bytes(b"old")
 
     def fail(*arguments: object) -> None:
@@ -159,7 +159,7 @@ def test_a_write_that_fails_leaves_the_old_sidecar(tmp_path: Path, monkeypatch: 
 
 
 def test_a_sidecar_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = written(tmp_path, images(COUNT))
+    archive = write_archive(tmp_path, images(COUNT))
     steps: list[Any] = []
     fsync, rename = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: steps.append(os.fstat(fd).st_size) or fsync(fd))  # type: ignore[func-returns-value]
@@ -174,7 +174,7 @@ def _read(path: str, start: Any) -> list[int]:
 
 
 def test_processes_that_build_at_the_same_time_all_have_the_index(tmp_path: Path) -> None:
-    archive = written(tmp_path, images(COUNT))
+    archive = write_archive(tmp_path, images(COUNT))
     context = multiprocessing.get_context("fork")
     start = context.Barrier(4)
     results: Any = context.SimpleQueue()
@@ -190,9 +190,9 @@ def test_processes_that_build_at_the_same_time_all_have_the_index(tmp_path: Path
 
 @PACKINGS
 def test_an_archive_that_changes_after_its_index_was_read_is_an_error(tmp_path: Path, packing: str) -> None:
-    archive = written(tmp_path, images(COUNT), packing)
+    archive = write_archive(tmp_path, images(COUNT), packing)
     dataset = TgzImages(archive)
-    written(tmp_path, images(COUNT + 1), packing)
+    write_archive(tmp_path, images(COUNT + 1), packing)
     with pytest.raises(ArchiveError, match="has changed since its index was read"):
         list(dataset)
 
@@ -200,7 +200,7 @@ def test_an_archive_that_changes_after_its_index_was_read_is_an_error(tmp_path: 
 def test_an_archive_that_changes_while_it_is_indexed_has_no_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    archive = written(tmp_path, images(COUNT))
+    archive = write_archive(tmp_path, images(COUNT))
     stats = iter([(1, 1), (1, 2)])
     monkeypatch.setattr(_index, "identity_of", lambda path: next(stats))
     with pytest.raises(ArchiveError, match="changed while its index was built"):
@@ -208,7 +208,7 @@ def test_an_archive_that_changes_while_it_is_indexed_has_no_index(
 
 
 def test_seek_points_that_rapidgzip_refuses_are_an_error(tmp_path: Path) -> None:
-    archive = written(tmp_path, images(COUNT))
+    archive = write_archive(tmp_path, images(COUNT))
     index = build_index(str(archive))
     _sidecar.write_sidecar(str(archive), replace(index, seek_points=index.seek_points.flip(0).contiguous()))
     with pytest.raises(ArchiveError, match=r"cannot use the seek points .* remove .*images\.tgz\.index"):
@@ -216,13 +216,13 @@ def test_seek_points_that_rapidgzip_refuses_are_an_error(tmp_path: Path) -> None
 
 
 def test_an_index_without_images_is_used_again(tmp_path: Path, builds: list[str]) -> None:
-    archive = written(tmp_path, [])
+    archive = write_archive(tmp_path, [])
     assert [len(TgzImages(archive)) for _ in range(2)] == [0, 0]
     assert len(builds) == 1
 
 
 def test_zstandard_has_no_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    archive = written(tmp_path, images(COUNT), "tar.zst")
+    archive = write_archive(tmp_path, images(COUNT), "tar.zst")
     with pytest.raises(ArchiveError, match=r"a \.tar\.zst archive cannot have an index"):
         TgzImages(archive, index=True)
     for _ in range(2):
@@ -233,11 +233,11 @@ def test_zstandard_has_no_index(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 def test_an_archive_without_an_index_has_no_length(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="has no index, so its length is not known"):
-        len(TgzImages(written(tmp_path, images(COUNT)), index=False))
+        len(TgzImages(write_archive(tmp_path, images(COUNT)), index=False))
 
 
 def test_without_an_index_that_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    archive = written(tmp_path, images(COUNT))
+    archive = write_archive(tmp_path, images(COUNT))
     for _ in range(2):
         list(TgzImages(archive, index=False))
     assert caplog.text.count("every worker unpacks all of it") == 1
@@ -248,7 +248,7 @@ def test_without_rapidgzip_only_a_plain_tar_has_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for packing in ("tar", "tgz"):
-        TgzImages(written(tmp_path, images(COUNT), packing))  # leaves a sidecar
+        TgzImages(write_archive(tmp_path, images(COUNT), packing))  # leaves a sidecar
     monkeypatch.setitem(sys.modules, "rapidgzip", None)
     assert len(TgzImages(tmp_path / "images.tar", index=True)) == COUNT
     caplog.set_level(logging.WARNING)
@@ -262,7 +262,7 @@ def test_without_rapidgzip_only_a_plain_tar_has_an_index(
 
 @pytest.mark.parametrize(("batch", "lengths"), [(None, [5, 4]), (2, [3, 2])])
 def test_the_length_is_that_of_the_rank(tmp_path: Path, batch: int | None, lengths: list[int]) -> None:
-    archive = written(tmp_path, images(COUNT))
+    archive = write_archive(tmp_path, images(COUNT))
     assert [len(TgzImages(archive, batch=batch, shard=(rank, 2))) for rank in range(2)] == lengths
 
 
@@ -270,7 +270,7 @@ def test_a_reader_returns_exactly_the_bytes_of_a_member(tmp_path: Path) -> None:
     data = tar(images(2))
     for packing in ("tar", "tgz"):
         archive = tmp_path / f"images.{packing}"
-        archive.write_bytes(packed(data, packing))
+        archive.write_bytes(compress(data, packing))
         reader = Reader(str(archive), build_index(str(archive)))
         assert reader.read(0, len(data)) == data
         assert reader.read(700, 11) == data[700:711]

@@ -11,7 +11,7 @@ import pytest
 from cudafuture.data import TgzImages
 from cudafuture.data._index import Reader, build_index
 from cudafuture.errors import ArchiveError
-from data.archives import images, numbers, written
+from data.archives import images, numbers, write_archive
 from support.child import run_script
 
 CODE = """
@@ -32,7 +32,7 @@ raise error
 
 @pytest.mark.slow
 def test_a_process_with_iterators_and_its_fork_end_as_usual(tmp_path: Path) -> None:
-    archive = written(tmp_path, images(9))
+    archive = write_archive(tmp_path, images(9))
     run = run_script(CODE, str(archive))
     assert run.returncode == 1, run.stderr
     assert run.stderr.endswith("RuntimeError\n")
@@ -47,7 +47,7 @@ def is_open(archive: Path) -> bool:
 @pytest.mark.parametrize("batch", [None, 2])
 def test_an_error_that_is_kept_keeps_no_archive_open(tmp_path: Path, index: Any, batch: int | None) -> None:
     entries = [*images(2), ("a/bad.png", b"no image"), *images(4)[2:]]
-    archive = written(tmp_path, entries)
+    archive = write_archive(tmp_path, entries)
     iterator = iter(TgzImages(archive, index=index, batch=batch))
     found = numbers([next(iterator)])
     assert is_open(archive)
@@ -60,7 +60,7 @@ def test_an_error_that_is_kept_keeps_no_archive_open(tmp_path: Path, index: Any,
 
 @pytest.mark.parametrize("index", ["auto", False])
 def test_an_iterator_goes_on_behind_each_member_that_is_refused(tmp_path: Path, index: Any) -> None:
-    iterator = iter(TgzImages(written(tmp_path, [("1.png", b""), ("2.png", b""), *images(2)]), index=index))
+    iterator = iter(TgzImages(write_archive(tmp_path, [("1.png", b""), ("2.png", b""), *images(2)]), index=index))
     for name in ("1", "2"):
         with pytest.raises(ArchiveError, match=rf"member '{name}\.png'"):
             next(iterator)
@@ -68,7 +68,7 @@ def test_an_iterator_goes_on_behind_each_member_that_is_refused(tmp_path: Path, 
 
 
 def test_an_iterator_that_is_dropped_closes_the_archive_at_once(tmp_path: Path) -> None:
-    archive = written(tmp_path, images(3))
+    archive = write_archive(tmp_path, images(3))
     for _ in TgzImages(archive):
         break
     assert not is_open(archive)
@@ -76,7 +76,7 @@ def test_an_iterator_that_is_dropped_closes_the_archive_at_once(tmp_path: Path) 
 
 @pytest.mark.parametrize("packing", ["tar", "tgz"])
 def test_a_reader_can_be_closed_twice(tmp_path: Path, packing: str) -> None:
-    archive = written(tmp_path, images(1), packing)
+    archive = write_archive(tmp_path, images(1), packing)
     reader = Reader(str(archive), build_index(str(archive)))
     for _ in range(2):
         reader.close()
@@ -85,7 +85,7 @@ def test_a_reader_can_be_closed_twice(tmp_path: Path, packing: str) -> None:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_an_archive_that_is_gone_is_an_error_and_nothing_else(tmp_path: Path) -> None:
-    archive = written(tmp_path, images(1))
+    archive = write_archive(tmp_path, images(1))
     dataset = TgzImages(archive)
     archive.unlink()
     with pytest.raises(FileNotFoundError):

@@ -11,7 +11,7 @@ COUNTS = st.integers(0, 70)
 SMALL = st.integers(1, 5)
 
 
-def delivered(batches: list[list[list[int]]]) -> list[list[int]]:
+def deliver(batches: list[list[list[int]]]) -> list[list[int]]:
     """Return the batches of several workers in a DataLoader's order."""
     found = []
     for turn in range(max(map(len, batches), default=0)):
@@ -43,7 +43,7 @@ def test_only_the_last_batch_of_a_rank_is_partial(images: int, ranks: int, worke
             [list(part.slice_of(images)) for part in parts],
             [[i for i in range(images) if part.owns(i)] for part in parts],
         ):
-            batches = delivered([cut(one, block) for one in mine])
+            batches = deliver([cut(one, block) for one in mine])
             total = sum(map(len, mine))
             assert len(batches) == -(-total // block)
             assert all(len(batch) == block for batch in batches[:-1])
@@ -57,6 +57,6 @@ def test_the_batches_of_a_worker_follow_from_those_of_the_loader(
     for size in {block, draws if block == 1 else block}:
         parts = [Part(0, ranks, w, workers, block) for w in range(workers)]
         own = [cut([(w << 8) + i for i in part.slice_of(images)], size) for w, part in enumerate(parts)]
-        order = [batch[0] >> 8 for batch in delivered(own)]
+        order = [batch[0] >> 8 for batch in deliver(own)]
         for count in range(len(order) + 1):
             assert [order[:count].count(w) for w in range(workers)] == [p.batches_of_worker(count) for p in parts]

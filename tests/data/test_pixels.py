@@ -13,10 +13,10 @@ from PIL import Image
 
 from cudafuture.data import TgzImages
 from cudafuture.errors import ArchiveError
-from data.archives import images, png, written
+from data.archives import images, png, write_archive
 
 
-def encoded(image: Image.Image, kind: str) -> bytes:
+def encode(image: Image.Image, kind: str) -> bytes:
     file = io.BytesIO()
     image.save(file, kind)
     return file.getvalue()
@@ -31,9 +31,9 @@ def grey(big: bool = False) -> Image.Image:
 
 PGM = b"P5 4 1 65535 " + b"".join(value.to_bytes(2, "big") for value in (0, 1000, 0x8000, 0xFFFF))
 SIXTEEN = {
-    "png": encoded(grey(), "PNG"),
-    "tiff": encoded(grey(), "TIFF"),
-    "big": encoded(grey(True), "TIFF"),
+    "png": encode(grey(), "PNG"),
+    "tiff": encode(grey(), "TIFF"),
+    "big": encode(grey(True), "TIFF"),
     "pgm": PGM,
 }
 
@@ -41,7 +41,7 @@ SIXTEEN = {
 @pytest.mark.parametrize("kind", SIXTEEN)
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_grey_images_of_16_bits_keep_their_range(tmp_path: Path, kind: str, mode: str) -> None:
-    ((pixels, _),) = TgzImages(written(tmp_path, [("a/grey", SIXTEEN[kind])]), mode=mode)
+    ((pixels, _),) = TgzImages(write_archive(tmp_path, [("a/grey", SIXTEEN[kind])]), mode=mode)
     assert pixels.shape == (len(mode), 1, 4)
     assert all(channel.flatten().tolist() == [0, 3, 128, 255] for channel in pixels)
 
@@ -50,13 +50,13 @@ def test_an_orientation_is_not_applied(tmp_path: Path) -> None:
     orientation, file = Image.Exif(), io.BytesIO()
     orientation[0x0112] = 6
     Image.new("RGB", (4, 2)).save(file, "JPEG", exif=orientation)
-    ((pixels, _),) = TgzImages(written(tmp_path, [("a/turned.jpg", file.getvalue())]))
+    ((pixels, _),) = TgzImages(write_archive(tmp_path, [("a/turned.jpg", file.getvalue())]))
     assert pixels.shape == (3, 2, 4)
 
 
 @pytest.mark.parametrize("mode", ["F", "I"])
 def test_images_of_32_bits_are_an_error(tmp_path: Path, mode: str) -> None:
-    archive = written(tmp_path, [("a/deep.tif", encoded(Image.new(mode, (2, 2), 1), "TIFF")), *images(1)])
+    archive = write_archive(tmp_path, [("a/deep.tif", encode(Image.new(mode, (2, 2), 1), "TIFF")), *images(1)])
     with pytest.raises(ArchiveError, match=rf"member 'a/deep\.tif': .*32 bits \(mode '{mode}'\)") as raised:
         list(TgzImages(archive))
     assert raised.value.reason == "pixel_format"
@@ -68,7 +68,7 @@ def test_images_of_32_bits_are_an_error(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["La", "RGBa"])
 def test_modes_that_most_images_cannot_be_converted_to_are_refused(tmp_path: Path, mode: str) -> None:
     with pytest.raises(ValueError, match=f"mode='{mode}'"):
-        TgzImages(written(tmp_path, images(1)), mode=mode)
+        TgzImages(write_archive(tmp_path, images(1)), mode=mode)
 
 
 @pytest.mark.parametrize("batch", [None, 2])
@@ -84,18 +84,18 @@ def test_a_transform_that_raises_stopiteration_does_not_end_the_epoch(
         return pixels
 
     with pytest.raises(RuntimeError, match=rf"member 'set/./000{failing}\.png': transform raised StopIteration"):
-        list(TgzImages(written(tmp_path, images(4)), transform=transform, batch=batch, on_error="skip"))
+        list(TgzImages(write_archive(tmp_path, images(4)), transform=transform, batch=batch, on_error="skip"))
 
 
 def test_images_of_several_sizes_in_a_minibatch_are_named(tmp_path: Path) -> None:
-    archive = written(tmp_path, [*images(1), ("a/wide.png", png(torch.zeros(3, 2, 9, dtype=torch.uint8)))])
+    archive = write_archive(tmp_path, [*images(1), ("a/wide.png", png(torch.zeros(3, 2, 9, dtype=torch.uint8)))])
     with pytest.raises(ValueError, match=r"members 'set/z/0000\.png' and 'a/wide\.png'"):
         list(TgzImages(archive, batch=2))
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
 def test_errors_of_transforms_have_a_note_with_the_member(tmp_path: Path) -> None:
-    archive = written(tmp_path, [*images(1), ("a/wide.png", png(torch.zeros(3, 2, 9, dtype=torch.uint8)))])
+    archive = write_archive(tmp_path, [*images(1), ("a/wide.png", png(torch.zeros(3, 2, 9, dtype=torch.uint8)))])
 
     def notes(error: type[Exception], **arguments: Any) -> list[str]:
         with pytest.raises(error) as raised:

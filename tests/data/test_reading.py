@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from cudafuture.data import TgzImages, classes_of
-from data.archives import PACKINGS, SIDE, images, numbers, packed, pixels_of, png, tar, written
+from data.archives import PACKINGS, SIDE, compress, images, numbers, pixels_of, png, tar, write_archive
 
 WAYS = [(packing, index) for packing in PACKINGS for index in ("auto", False)]
 several_ways = pytest.mark.parametrize(("packing", "index"), WAYS)
@@ -25,7 +25,7 @@ several_ways = pytest.mark.parametrize(("packing", "index"), WAYS)
 def test_every_pixel_and_every_label_arrives_in_the_order_of_the_archive(
     tmp_path: Path, packing: str, index: Any
 ) -> None:
-    archive = written(tmp_path, images(7), packing)
+    archive = write_archive(tmp_path, images(7), packing)
     dataset = TgzImages(archive, index=index)
     assert dataset.classes == ["x", "y", "z"]
     items = list(dataset)
@@ -42,7 +42,7 @@ def test_every_pixel_and_every_label_arrives_in_the_order_of_the_archive(
 def test_minibatches_have_the_images_in_order_and_the_last_one_is_partial(
     tmp_path: Path, packing: str, index: Any
 ) -> None:
-    batches = list(TgzImages(written(tmp_path, images(7), packing), index=index, batch=3))
+    batches = list(TgzImages(write_archive(tmp_path, images(7), packing), index=index, batch=3))
     assert [tuple(pixels.shape) for pixels, _ in batches] == [(n, 3, SIDE, SIDE) for n in (3, 3, 1)]
     assert [labels.tolist() for _, labels in batches] == [[2, 1, 0], [2, 1, 0], [2]]
     assert numbers(batches) == list(range(7))
@@ -50,7 +50,7 @@ def test_minibatches_have_the_images_in_order_and_the_last_one_is_partial(
 
 @several_ways
 def test_the_classes_of_an_archive_are_sorted(tmp_path: Path, packing: str, index: Any) -> None:
-    archive = written(tmp_path, images(7), packing)
+    archive = write_archive(tmp_path, images(7), packing)
     assert classes_of(archive) == ["x", "y", "z"]
     TgzImages(archive, index=index)
     assert classes_of(str(archive)) == ["x", "y", "z"]
@@ -58,13 +58,13 @@ def test_the_classes_of_an_archive_are_sorted(tmp_path: Path, packing: str, inde
 
 @several_ways
 def test_given_classes_set_the_labels(tmp_path: Path, packing: str, index: Any) -> None:
-    dataset = TgzImages(written(tmp_path, images(3), packing), index=index, classes=["y", "unused", "z", "x"])
+    dataset = TgzImages(write_archive(tmp_path, images(3), packing), index=index, classes=["y", "unused", "z", "x"])
     assert [int(label) for _, label in dataset] == [2, 0, 3]
 
 
 def test_an_empty_archive_has_no_images(tmp_path: Path) -> None:
     for packing in PACKINGS:
-        archive = written(tmp_path, [], packing)
+        archive = write_archive(tmp_path, [], packing)
         assert classes_of(archive) == []
         assert list(TgzImages(archive)) == list(TgzImages(archive, batch=2, shuffle=True, index=False)) == []
 
@@ -72,14 +72,14 @@ def test_an_empty_archive_has_no_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [4, (4, 9)])
 def test_images_are_resized_to_exactly_the_size(tmp_path: Path, size: int | tuple[int, int]) -> None:
     height, width = (4, 4) if size == 4 else (4, 9)
-    ((pixels, _),) = TgzImages(written(tmp_path, images(1)), size=size)
+    ((pixels, _),) = TgzImages(write_archive(tmp_path, images(1)), size=size)
     image = Image.open(io.BytesIO(png(pixels_of(0)))).resize((width, height), Image.Resampling.BILINEAR)
     assert tuple(pixels.shape) == (3, height, width)
     assert bytes(pixels.permute(1, 2, 0).flatten().tolist()) == image.tobytes()
 
 
 def test_images_are_converted_to_the_mode(tmp_path: Path) -> None:
-    ((pixels, _),) = TgzImages(written(tmp_path, images(1)), mode="L")
+    ((pixels, _),) = TgzImages(write_archive(tmp_path, images(1)), mode="L")
     assert tuple(pixels.shape) == (1, SIDE, SIDE)
     assert bytes(pixels.flatten().tolist()) == Image.open(io.BytesIO(png(pixels_of(0)))).convert("L").tobytes()
 
@@ -88,18 +88,18 @@ def test_images_are_converted_to_the_mode(tmp_path: Path) -> None:
 def test_the_transform_gets_the_uint8_tensor(tmp_path: Path, batch: int | None) -> None:
     seen: list[torch.Tensor] = []
 
-    def halved(pixels: torch.Tensor) -> torch.Tensor:
+    def halve(pixels: torch.Tensor) -> torch.Tensor:
         seen.append(pixels)
         return pixels[:, :2, :2].float() / 2
 
-    items = list(TgzImages(written(tmp_path, images(3)), batch=batch, transform=halved))
+    items = list(TgzImages(write_archive(tmp_path, images(3)), batch=batch, transform=halve))
     assert all(torch.equal(pixels, pixels_of(i)) for i, pixels in enumerate(seen))
     results = torch.cat([pixels.view(-1, 3, 2, 2) for pixels, _ in items])
     assert torch.equal(results, torch.stack([pixels_of(i)[:, :2, :2].float() / 2 for i in range(3)]))
 
 
 def test_images_of_several_sizes_in_a_minibatch_ask_for_a_size(tmp_path: Path) -> None:
-    archive = written(tmp_path, [*images(1), ("a/wide.png", png(torch.zeros(3, 2, 9, dtype=torch.uint8)))])
+    archive = write_archive(tmp_path, [*images(1), ("a/wide.png", png(torch.zeros(3, 2, 9, dtype=torch.uint8)))])
     with pytest.raises(ValueError, match=r"6 x 6 and 2 x 9 pixels .* size="):
         list(TgzImages(archive, batch=2))
     assert numbers(TgzImages(archive, batch=2, size=SIDE))[:1] == [0]
@@ -114,7 +114,7 @@ def test_directories_are_passed_over_and_only_the_parent_folder_is_the_label(
     folder.type = tarfile.DIRTYPE
     entries: list[tuple[str, bytes | tarfile.TarInfo]]
     entries = [("here", folder), *((name, png(pixels_of(i))) for i, name in enumerate(names))]
-    dataset = TgzImages(written(tmp_path, entries, packing), index=index)
+    dataset = TgzImages(write_archive(tmp_path, entries, packing), index=index)
     found = [dataset.classes[label] for _, label in dataset]
     assert found == ["up", "abs", "here", "than", "odd", "two"]
     assert {path.name for path in tmp_path.iterdir()} <= {f"images.{packing}", f"images.{packing}.index"}
@@ -134,15 +134,15 @@ def test_long_names_and_names_that_are_not_ascii_are_read(tmp_path: Path, format
 def test_several_members_of_gzip_and_zeros_after_them_are_one_archive(tmp_path: Path) -> None:
     data = tar(images(5))
     archive = tmp_path / "images.tgz"
-    archive.write_bytes(packed(data[:1000], "tgz") + packed(data[1000:], "tgz") + bytes(600))
+    archive.write_bytes(compress(data[:1000], "tgz") + compress(data[1000:], "tgz") + bytes(600))
     assert numbers(TgzImages(archive, index=False)) == list(range(5))
-    archive.write_bytes(packed(data[:1000], "tgz") + packed(data[1000:], "tgz"))
+    archive.write_bytes(compress(data[:1000], "tgz") + compress(data[1000:], "tgz"))
     assert numbers(TgzImages(archive, index=True)) == list(range(5))
 
 
 @several_ways
 def test_shuffled_images_come_once_and_depend_on_seed_and_epoch(tmp_path: Path, packing: str, index: Any) -> None:
-    archive = written(tmp_path, images(40), packing)
+    archive = write_archive(tmp_path, images(40), packing)
     dataset = TgzImages(archive, index=index, shuffle=30, seed=1)
     orders = []
     for epoch in (0, 1, 0):
@@ -155,7 +155,7 @@ def test_shuffled_images_come_once_and_depend_on_seed_and_epoch(tmp_path: Path, 
 
 
 def test_an_index_shuffles_the_whole_archive_and_a_buffer_does_not(tmp_path: Path) -> None:
-    archive = written(tmp_path, images(60))
+    archive = write_archive(tmp_path, images(60))
     assert max(numbers(TgzImages(archive, shuffle=1))[:10]) > 40
     assert max(numbers(TgzImages(archive, shuffle=4, index=False))[:10]) < 14
     assert numbers(TgzImages(archive, shuffle=True, index=False)) != list(range(60))
@@ -180,7 +180,7 @@ def test_an_index_shuffles_the_whole_archive_and_a_buffer_does_not(tmp_path: Pat
     ids=str,
 )
 def test_arguments_out_of_their_range_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    archive = written(tmp_path, images(1))
+    archive = write_archive(tmp_path, images(1))
     with pytest.raises(ValueError, match=str(next(iter(arguments)))):
         TgzImages(archive, **arguments)
 
@@ -202,8 +202,8 @@ def test_a_missing_archive_is_an_oserror(tmp_path: Path) -> None:
 def test_a_missing_package_is_an_error_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, call: Callable[[Path], object]
 ) -> None:
-    archive = written(tmp_path, images(1))
-    archive.with_suffix(".zst").write_bytes(packed(tar(images(1)), "tar.zst"))
+    archive = write_archive(tmp_path, images(1))
+    archive.with_suffix(".zst").write_bytes(compress(tar(images(1)), "tar.zst"))
     monkeypatch.setitem(sys.modules, module, None)
     package = "pillow" if module.startswith("PIL") else module
     with pytest.raises(ImportError, match=f"run `pip install {package}`"):

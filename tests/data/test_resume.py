@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from cudafuture.data import TgzImages
-from data.archives import Entry, InTurn, images, numbers, written
+from data.archives import Entry, InTurn, images, numbers, write_archive
 from support.soak import soak_cases
 
 COUNT = 19
@@ -20,7 +20,7 @@ SETTINGS = soak_cases(product((0, 1, 2, 3), (1, 2), ("auto", False), (None, 2), 
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(tmp_path_factory.mktemp("archive"), images(COUNT))
+    return write_archive(tmp_path_factory.mktemp("archive"), images(COUNT))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     entries: list[Entry] = [("none.png", b""), *images(COUNT), ("a/end.png", b"no image")]
     for i in (1, 2, 3, 4, 9, 17):
         entries[i] = (entries[i][0], b"no image")
-    return written(tmp_path_factory.mktemp("archive"), entries)
+    return write_archive(tmp_path_factory.mktemp("archive"), entries)
 
 
 def in_batches(batches: list[list[Any]]) -> list[list[int]]:

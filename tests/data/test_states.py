@@ -11,14 +11,14 @@ from torch.utils.data import DataLoader
 
 from cudafuture import prefetch
 from cudafuture.data import TgzImages
-from data.archives import Entry, InTurn, images, numbers, written
+from data.archives import Entry, InTurn, images, numbers, write_archive
 
 COUNT = 7
 
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(tmp_path_factory.mktemp("archive"), images(COUNT))
+    return write_archive(tmp_path_factory.mktemp("archive"), images(COUNT))
 
 
 @pytest.mark.parametrize("batch", [None, 2])
@@ -115,7 +115,7 @@ def test_a_loader_that_drops_partial_batches_resumes_where_images_are_skipped(tm
     entries: list[Entry] = list(images(16))
     for i in range(5):
         entries[i] = (entries[i][0], b"no image")
-    archive = written(tmp_path, entries)
+    archive = write_archive(tmp_path, entries)
     whole = in_batches(TgzImages(archive, on_error="skip"), in_turn)
     assert [len(batch) for batch in whole] == [2] * 5
     for count in range(len(whole) + 1):

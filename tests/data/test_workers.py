@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
 from cudafuture.data import TgzImages
-from data.archives import InTurn, images, numbers, png, written
+from data.archives import InTurn, images, numbers, png, write_archive
 from support.soak import SOAK
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
@@ -27,7 +27,7 @@ IN_PROCESSES = MATRIX if SOAK else [(2, 2, "auto", 3, 0), (3, 1, False, None, 5)
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(tmp_path_factory.mktemp("archive"), images(COUNT))
+    return write_archive(tmp_path_factory.mktemp("archive"), images(COUNT))
 
 
 def flat(batches: list[list[Any]]) -> list[int]:
@@ -74,7 +74,7 @@ def test_an_index_gives_each_part_a_run_of_the_archive(archive: Path) -> None:
 
 @pytest.mark.slow
 def test_a_spawned_worker_has_the_index_and_the_rank_of_its_parent(tmp_path: Path) -> None:
-    archive = written(tmp_path, images(5))
+    archive = write_archive(tmp_path, images(5))
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
         dataset = TgzImages(archive, batch=2)
@@ -127,6 +127,6 @@ def test_skipped_members_of_all_workers_are_counted(tmp_path: Path) -> None:
         (f"a/{i}.png", b"no image" if i % 2 else png(torch.zeros(3, 2, 2, dtype=torch.uint8))) for i in range(20)
     ]
     for index in ("auto", False):
-        dataset = TgzImages(written(tmp_path, entries), index=index, on_error="skip")
+        dataset = TgzImages(write_archive(tmp_path, entries), index=index, on_error="skip")
         assert len(list(DataLoader(dataset, batch_size=None, num_workers=2))) == 10
         assert dataset.skipped == {"not_an_image": 10}

@@ -25,7 +25,7 @@ def _parameter(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.sim(devices=2, schedule=schedule, strict_devices=True))
 
 
-def _made(name: str, request: pytest.FixtureRequest) -> Iterator[Device]:
+def _open_device(name: str, request: pytest.FixtureRequest) -> Iterator[Device]:
     if name == "cuda" and torch.accelerator.current_accelerator() != torch.device("cuda"):
         pytest.skip("in this process torch's accelerator is the simulated one; run these alone: pytest -k cuda")
     device = Simulated() if name.startswith("sim-") else Cuda(spares_device_0=True) if name == "cuda" else Device()
@@ -43,13 +43,13 @@ def _made(name: str, request: pytest.FixtureRequest) -> Iterator[Device]:
 @pytest.fixture(params=_parameters(with_host=True))
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """The host, or an accelerator."""
-    yield from _made(request.param, request)
+    yield from _open_device(request.param, request)
 
 
 @pytest.fixture(params=_parameters(with_host=False))
 def accelerator(request: pytest.FixtureRequest) -> Iterator[Device]:
     """An accelerator."""
-    yield from _made(request.param, request)
+    yield from _open_device(request.param, request)
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def wrong_device(test: Callable[..., None], later: str) -> Scenario:
 READ = "device.read(x) == 3.0"  # in the tests of failures
 PRODUCE = "device.produce(value)"
 SCALED = "return x * self.by"
-GATHERED = "[device.completed(float(i)) for i in range(parts)]"
+GATHERED = "[device.complete(float(i)) for i in range(parts)]"
 STORED = "copy_between(tensor, host)"
 OVERWRITTEN = "others = [accelerator.empty().fill_(9.0)"
 STAGED = "all_gather_into_tensor"  # through staging buffers of ours; others Gloo itself does with CUDA tensors
@@ -94,7 +94,7 @@ SCENARIOS: dict[str, Scenario] = {
     # events that are recorded, or kept, when a future is done
     "result.record": race(
         test_wait.test_the_current_stream_is_ordered_after_the_value,
-        "device.completed(2.0)",
+        "device.complete(2.0)",
         "device.read(future.wait(non_blocking=True))",
         consumer=0,
     ),
@@ -163,14 +163,14 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     # streams that wait
     "wait.stream": race(
-        test_wait.test_each_stream_that_reads_waits_for_itself, "device.completed(2.0)", "device.read(future.wait("
+        test_wait.test_each_stream_that_reads_waits_for_itself, "device.complete(2.0)", "device.read(future.wait("
     ),
     "wait.record_stream": reuse(
         test_lifetime.test_three_streams_use_one_value, "future.wait(non_blocking=not blocking) * 3", blocking=False
     ),
     "then.stream": race(
         test_then.test_a_callback_reads_the_value_on_its_own_stream,
-        "device.completed(3.0).then(",
+        "device.complete(3.0).then(",
         "device.read(done.value())",
     ),
     "then.record_stream": reuse(
@@ -183,17 +183,17 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "event.wait": race(
         test_events.test_a_stream_that_waits_for_the_event_may_read,
-        "accelerator.completed(4.0)",
+        "accelerator.complete(4.0)",
         "accelerator.read(future.value())",
     ),
     "event.to_torch_wait": race(
         test_events.test_a_stream_that_waits_for_the_event_of_torch_may_read,
-        "accelerator.completed(4.0)",
+        "accelerator.complete(4.0)",
         "accelerator.read(future.value())",
     ),
     "event.to_torch_record": race(
         test_events.test_a_stream_that_waits_for_the_event_of_torch_may_read,
-        "accelerator.completed(4.0)",
+        "accelerator.complete(4.0)",
         "accelerator.read(future.value())",
     ),
     # the host waits
@@ -271,7 +271,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "copy.target_record_stream": reuse(
         test_copy_batch.test_out_may_be_dropped_before_the_copy_has_arrived,
-        "copy(accelerator.pinned(4.0), ",
+        "copy(accelerator.make_pinned(4.0), ",
         OVERWRITTEN,
     ),
     "batch.slab_wait": race(

@@ -16,7 +16,7 @@ from support.harness import OTHER_THREAD, Device
 @OTHER_THREAD
 def test_awaiting_gives_a_value_that_any_stream_may_read(device: Device) -> None:
     async def main() -> float:
-        x = await device.completed(2.0)
+        x = await device.complete(2.0)
         with device.on(device.stream()):
             return device.read(x)
 
@@ -25,7 +25,7 @@ def test_awaiting_gives_a_value_that_any_stream_may_read(device: Device) -> None
 
 def test_awaiting_waits_for_the_device(accelerator: Device) -> None:
     async def main() -> bool:
-        future = accelerator.completed(2.0)
+        future = accelerator.complete(2.0)
         await future
         return future.events[accelerator.at()].query()
 
@@ -37,7 +37,7 @@ def test_the_loop_goes_on_while_the_device_works(accelerator: Device) -> None:
         order: list[str] = []
         side = accelerator.stream()
         hold = accelerator.hold(side)
-        future = accelerator.completed(2.0, stream=side)
+        future = accelerator.complete(2.0, stream=side)
 
         async def consume() -> None:
             order.append(f"read {accelerator.read(await future)}")
@@ -55,7 +55,7 @@ def test_the_loop_goes_on_while_the_device_works(accelerator: Device) -> None:
 
 
 def test_awaiting_what_is_finished_does_not_suspend(device: Device) -> None:
-    future = device.completed(2.0)
+    future = device.complete(2.0)
     future.wait()
 
     async def main() -> float:
@@ -73,7 +73,7 @@ def test_wait_of_asyncio_ends_when_the_device_has_finished(accelerator: Device, 
     wait: Any = asyncio.wait
 
     async def main() -> float:
-        future = accelerator.completed(2.0)
+        future = accelerator.complete(2.0)
         done, pending = await wait([future], return_when=return_when)
         assert (len(done), len(pending)) == (1, 0)
         assert future.events[accelerator.at()].query()
@@ -96,7 +96,7 @@ def test_a_wait_for_the_device_inside_a_loop_warns(sim: ModuleType) -> None:
 
 def test_the_host_may_read_after_awaiting(device: Device) -> None:
     async def main() -> float:
-        host = device.pinned()
+        host = device.make_pinned()
         future: CUDAFuture[torch.Tensor] = CUDAFuture()
         with device.on(device.stream()):
             x = device.produce(3.0)
@@ -127,7 +127,7 @@ def test_a_cancelled_task_leaves_the_future_alone(accelerator: Device) -> None:
     async def main() -> float:
         side = accelerator.stream()
         with accelerator.hold(side):
-            future = accelerator.completed(2.0, stream=side)
+            future = accelerator.complete(2.0, stream=side)
 
             async def consume() -> None:
                 await future
@@ -158,7 +158,7 @@ def test_a_failure_is_raised_once_the_device_has_finished(device: Device) -> Non
 
 def test_awaiting_a_gather_waits_for_every_part(device: Device) -> None:
     async def main() -> list[float]:
-        values = await gather(device.completed(1.0), device.completed(2.0))
+        values = await gather(device.complete(1.0), device.complete(2.0))
         return [device.read(x) for x in values]
 
     assert asyncio.run(main()) == [1.0, 2.0]
@@ -168,7 +168,7 @@ def test_as_completed_comes_in_the_order_of_the_devices(accelerator: Device) -> 
     async def main() -> list[float]:
         side = accelerator.stream()
         hold = accelerator.hold(side)
-        futures = [accelerator.completed(1.0, stream=side), accelerator.completed(2.0)]
+        futures = [accelerator.complete(1.0, stream=side), accelerator.complete(2.0)]
         read: list[float] = []
         async for future in as_completed(futures):
             read.append(accelerator.read(future.value()))
@@ -182,7 +182,7 @@ def test_as_completed_comes_in_the_order_of_the_devices(accelerator: Device) -> 
 @OTHER_THREAD
 def test_awaiting_a_child_on_another_device(pair: Device) -> None:
     async def main() -> float:
-        moved = pair.completed(2.0, 0).then(lambda done: done.value().to(pair.at(1), non_blocking=True))
+        moved = pair.complete(2.0, 0).then(lambda done: done.value().to(pair.at(1), non_blocking=True))
         return pair.read(await moved)
 
     assert asyncio.run(main()) == 2.0

@@ -100,13 +100,13 @@ def test_a_child_has_the_bounds_of_its_parent(pair: Device) -> None:
 
 def test_what_then_async_returns_must_be_inside(pair: Device) -> None:
     future = CUDAFuture[Any](devices=[pair.at(0)])
-    child = future.then_async(lambda _: pair.completed(1.0, 1))
+    child = future.then_async(lambda _: pair.complete(1.0, 1))
     future.set_result(None)
     assert isinstance(child.exception(), DeviceMismatchError)
 
 
 def test_a_child_without_bounds_takes_its_own_devices(pair: Device) -> None:
-    child = pair.completed(1.0, 0).then(lambda done: done.value().to(pair.at(1), non_blocking=True))
+    child = pair.complete(1.0, 0).then(lambda done: done.value().to(pair.at(1), non_blocking=True))
     assert child.devices == (pair.at(1),)
     assert pair.read(child.wait(non_blocking=True)) == 1.0
 

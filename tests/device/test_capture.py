@@ -25,7 +25,7 @@ from support.patience import PATIENCE
 Future = CUDAFuture[torch.Tensor]
 
 
-async def awaited(future: Future) -> torch.Tensor:
+async def await_future(future: Future) -> torch.Tensor:
     return await future
 
 
@@ -33,7 +33,7 @@ QUESTIONS: dict[str, Callable[[Device, Future], Any]] = {
     "ready": lambda _, future: future.ready(),
     "wait": lambda _, future: future.wait(),
     "exception": lambda _, future: future.exception(),
-    "await": lambda _, future: asyncio.run(awaited(future)),
+    "await": lambda _, future: asyncio.run(await_future(future)),
     "a blocking callback": lambda _, future: future.then(lambda done: done.value(), non_blocking=False).value(),
     "query": lambda device, future: future.events[device.at()].query(),
     "synchronize": lambda device, future: future.events[device.at()].synchronize(),
@@ -41,7 +41,7 @@ QUESTIONS: dict[str, Callable[[Device, Future], Any]] = {
 
 
 @contextlib.contextmanager
-def captured(accelerator: Device) -> Iterator[Future]:
+def complete_in_capture(accelerator: Device) -> Iterator[Future]:
     """Give a future that was completed inside a capture, which goes on to the end of the scope."""
     x = accelerator.empty()
     accelerator.finish()
@@ -53,12 +53,12 @@ def captured(accelerator: Device) -> Iterator[Future]:
 def test_what_the_host_cannot_know_is_refused_and_the_capture_goes_on(
     accelerator: Device, ask: Callable[[Device, Future], Any]
 ) -> None:
-    with captured(accelerator) as future, pytest.raises(InvalidStateError, match="capture"):
+    with complete_in_capture(accelerator) as future, pytest.raises(InvalidStateError, match="capture"):
         ask(accelerator, future)
 
 
 def test_the_same_is_refused_after_the_capture(accelerator: Device) -> None:
-    with captured(accelerator) as future:
+    with complete_in_capture(accelerator) as future:
         pass
     for ask in QUESTIONS.values():
         with pytest.raises(InvalidStateError, match="capture"):
@@ -77,7 +77,7 @@ def test_a_callback_that_waits_for_the_device_fails_when_the_future_completes_in
 
 
 def test_streams_are_ordered_after_a_captured_future(accelerator: Device) -> None:
-    with captured(accelerator) as future:
+    with complete_in_capture(accelerator) as future:
         doubled = future.then(lambda done: done.value() * 2)
         side = accelerator.stream()
         future.events[accelerator.at()].wait(side)
@@ -92,7 +92,7 @@ def test_await_of_a_future_that_completes_in_a_capture_raises(accelerator: Devic
     future: Future = CUDAFuture()
 
     async def wait_and_complete() -> None:
-        task = asyncio.ensure_future(awaited(future))
+        task = asyncio.ensure_future(await_future(future))
         await asyncio.sleep(0)  # it waits from here on
         with accelerator.capture():
             future.set_result(x.fill_(1.0))
@@ -121,7 +121,7 @@ def test_as_completed_gives_a_future_that_completes_in_a_capture(accelerator: De
 
 
 def test_a_capture_does_not_hide_the_error_of_a_callback(accelerator: Device) -> None:
-    with captured(accelerator) as future:
+    with complete_in_capture(accelerator) as future:
         child = future.then(lambda _: 1 // 0, stream="caller")
         for ask in (child.wait, child.exception, child.value):
             with contextlib.suppress(ZeroDivisionError):
@@ -144,13 +144,13 @@ def test_a_file_is_not_written_or_read_inside_a_capture(accelerator: Device, tmp
 
 
 def test_showing_a_captured_future_asks_nothing(accelerator: Device) -> None:
-    with captured(accelerator) as future:
+    with complete_in_capture(accelerator) as future:
         assert "captured" in repr(future.events[accelerator.at()])
         assert "completed" in repr(future)
 
 
 def test_questions_about_earlier_work_do_not_end_a_capture_of_another_thread(accelerator: Device) -> None:
-    futures = [accelerator.completed(2.0) for _ in range(3)]
+    futures = [accelerator.complete(2.0) for _ in range(3)]
     x = accelerator.empty()
     accelerator.finish()
     asked: list[Any] = []
@@ -176,7 +176,7 @@ def use_pinned_memory(accelerator: Device) -> None:
     """
     gc.collect()
     for value in range(4):
-        accelerator.pinned(value).to(accelerator.at(), non_blocking=True)
+        accelerator.make_pinned(value).to(accelerator.at(), non_blocking=True)
 
 
 def copy_both_ways(x: torch.Tensor) -> torch.Tensor:
@@ -249,13 +249,13 @@ def run_in_a_worker_of_torchgpipe(device: torch.device, task: Callable[[], torch
 def test_tasks_of_pipeline_workers_do_not_end_a_capture(
     accelerator: Device, run: Callable[[torch.device, Callable[[], torch.Tensor]], torch.Tensor]
 ) -> None:
-    def pinned() -> torch.Tensor:
+    def make_pinned() -> torch.Tensor:
         return torch.full((1 << 22,), 3.0).pin_memory()  # more than the allocator has kept
 
     use_pinned_memory(accelerator)
     accelerator.finish()
     with accelerator.capture():
-        value = run(accelerator.at(), pinned)
+        value = run(accelerator.at(), make_pinned)
     assert value.sum() == 3 * 2**22
 
 

@@ -13,14 +13,14 @@ from support.harness import PRIORITIES, Device
 
 @pytest.mark.parametrize("parts", [1, 2, 9])
 def test_gather_is_ordered_after_every_part(device: Device, parts: int) -> None:
-    whole = gather(*[device.completed(float(i)) for i in range(parts)])
+    whole = gather(*[device.complete(float(i)) for i in range(parts)])
     with device.on(device.stream()):
         assert [device.read(x) for x in whole.wait(non_blocking=True)] == list(range(parts))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 9])
 def test_collect_all_is_ordered_after_every_part(device: Device, parts: int) -> None:
-    whole = collect_all([device.completed(float(i)) for i in range(parts)])
+    whole = collect_all([device.complete(float(i)) for i in range(parts)])
     with device.on(device.stream()):
         assert [device.read(f.value()) for f in whole.wait(non_blocking=True)] == list(range(parts))
 
@@ -37,12 +37,12 @@ def test_collect_any_is_ordered_after_the_one_that_was_first(device: Device, fir
 
 
 def test_gather_joins_the_events_of_a_device_into_one(accelerator: Device) -> None:
-    whole = gather(*[accelerator.completed(float(i)) for i in range(5)])
+    whole = gather(*[accelerator.complete(float(i)) for i in range(5)])
     assert list(whole.events) == [accelerator.at()]
 
 
 def test_gather_keeps_the_events_of_every_device(pair: Device) -> None:
-    whole = gather(*[pair.completed(float(i), i % 2) for i in range(4)])
+    whole = gather(*[pair.complete(float(i), i % 2) for i in range(4)])
     assert sorted(whole.events, key=str) == [pair.at(0), pair.at(1)]
     with pair.stream(index=0), pair.stream(index=1):
         assert [pair.read(x) for x in whole.wait(non_blocking=True)] == [0.0, 1.0, 2.0, 3.0]
@@ -55,21 +55,21 @@ def test_gather_of_what_has_no_events_has_none(device: Device) -> None:
 def test_gather_is_pending_on_the_device_while_a_part_is(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
-        whole = gather(accelerator.completed(1.0), accelerator.completed(2.0, stream=side))
+        whole = gather(accelerator.complete(1.0), accelerator.complete(2.0, stream=side))
         assert (whole.done(), whole.ready()) == (True, False)
     whole.wait()
     assert whole.ready()
 
 
 def test_a_gather_of_gathers_is_ordered_after_all(device: Device) -> None:
-    whole = gather(gather(device.completed(1.0), device.completed(2.0)), gather(device.completed(3.0)))
+    whole = gather(gather(device.complete(1.0), device.complete(2.0)), gather(device.complete(3.0)))
     with device.on(device.stream()):
         values = whole.wait(non_blocking=True)
         assert [[device.read(x) for x in part] for part in values] == [[1.0, 2.0], [3.0]]
 
 
 def test_a_callback_of_a_gather_is_ordered_after_every_part(device: Device) -> None:
-    total = gather(device.completed(1.0), device.completed(2.0)).then(lambda done: sum(done.value()))
+    total = gather(device.complete(1.0), device.complete(2.0)).then(lambda done: sum(done.value()))
     with device.on(device.stream()):
         assert device.read(total.wait(non_blocking=True)) == 3.0  # type: ignore[arg-type]
 
@@ -88,14 +88,14 @@ def test_a_gather_is_as_urgent_as_its_most_urgent_part(accelerator: Device, prio
 
 def test_parts_on_the_host_and_on_the_device_mix(device: Device) -> None:
     whole: CUDAFuture[list[Any]]
-    whole = gather(CUDAFuture.completed("host"), device.completed(1.0), CUDAFuture.completed(torch.zeros(1)))
+    whole = gather(CUDAFuture.completed("host"), device.complete(1.0), CUDAFuture.completed(torch.zeros(1)))
     with device.on(device.stream()):
         host, x, zeros = whole.wait(non_blocking=True)
         assert (host, device.read(x), zeros.item()) == ("host", 1.0, 0.0)
 
 
 def test_wait_all_is_ordered_and_finished(device: Device) -> None:
-    values = wait_all([device.completed(1.0), device.completed(2.0)])
+    values = wait_all([device.complete(1.0), device.complete(2.0)])
     with device.on(device.stream()):
         assert [device.read(x) for x in values] == [1.0, 2.0]
 
@@ -104,13 +104,13 @@ def test_wait_all_is_ordered_and_finished(device: Device) -> None:
 def test_wait_looks_at_completion_and_not_at_the_device(accelerator: Device, when: Any) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
-        future = accelerator.completed(1.0, stream=side)
+        future = accelerator.complete(1.0, stream=side)
         assert wait([future], return_when=when) == ({future}, set())
         assert not future.ready()
 
 
 def test_as_completed_gives_futures_that_order_whoever_waits(device: Device) -> None:
-    futures = [device.completed(float(i)) for i in range(4)]
+    futures = [device.complete(float(i)) for i in range(4)]
     with device.on(device.stream()):
         assert sorted(device.read(f.wait(non_blocking=True)) for f in as_completed(futures)) == [0.0, 1.0, 2.0, 3.0]
 
@@ -118,13 +118,13 @@ def test_as_completed_gives_futures_that_order_whoever_waits(device: Device) -> 
 def test_as_completed_does_not_wait_for_devices(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
-        future = accelerator.completed(1.0, stream=side)
+        future = accelerator.complete(1.0, stream=side)
         assert list(as_completed([future])) == [future]
         assert not future.ready()
 
 
 def test_a_part_may_be_gathered_twice(device: Device) -> None:
-    part = device.completed(2.0)
+    part = device.complete(2.0)
     with device.on(device.stream()):
         first, second = gather(part, part).wait(non_blocking=True)
         assert first is second
@@ -132,7 +132,7 @@ def test_a_part_may_be_gathered_twice(device: Device) -> None:
 
 
 def test_the_whole_outlives_its_parts(device: Device) -> None:
-    parts = [device.completed(1.0), device.completed(2.0)]
+    parts = [device.complete(1.0), device.complete(2.0)]
     whole = gather(*parts)
     del parts
     with device.on(device.stream()):
@@ -140,6 +140,6 @@ def test_the_whole_outlives_its_parts(device: Device) -> None:
 
 
 def test_gather_while_another_device_is_current(pair: Device) -> None:
-    whole = gather(pair.completed(1.0, 1), pair.completed(2.0, 1))
-    assert pair.selected() == 0
+    whole = gather(pair.complete(1.0, 1), pair.complete(2.0, 1))
+    assert pair.current_index() == 0
     assert [pair.read(x) for x in whole.wait()] == [1.0, 2.0]

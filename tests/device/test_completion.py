@@ -19,13 +19,13 @@ Future = CUDAFuture[torch.Tensor]
 def in_a_thread(body: Callable[[], Any]) -> None:
     errors: list[BaseException] = []
 
-    def guarded() -> None:
+    def run_guarded() -> None:
         try:
             body()
         except BaseException as e:
             errors.append(e)
 
-    thread = threading.Thread(target=guarded)
+    thread = threading.Thread(target=run_guarded)
     thread.start()
     thread.join()
     if errors:
@@ -153,7 +153,7 @@ def test_many_threads_complete_many_futures(device: Device) -> None:
 
 
 def test_the_loser_of_a_race_to_complete_orders_nothing(device: Device) -> None:
-    future = device.completed(1.0)
+    future = device.complete(1.0)
     with pytest.raises(RuntimeError, match="already"):
         future.set_result(device.produce(2.0))
     assert device.read(future.wait()) == 1.0
@@ -162,7 +162,7 @@ def test_the_loser_of_a_race_to_complete_orders_nothing(device: Device) -> None:
 def test_a_producer_may_complete_before_its_work_has_run(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
-        future = accelerator.completed(2.0, stream=side)
+        future = accelerator.complete(2.0, stream=side)
         child = future.then(lambda done: done.value() + 1).then(lambda done: done.value() * 2)
         assert child.done()
         assert not child.ready()

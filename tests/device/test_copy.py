@@ -160,7 +160,7 @@ def test_the_source_may_be_changed_by_whoever_has_waited(accelerator: Device, ta
 
 
 def test_whoever_waits_is_ordered_after_the_copy(accelerator: Device) -> None:
-    for source in (torch.full((SIZE,), 4.0), accelerator.pinned(4.0), accelerator.produce(4.0)):
+    for source in (torch.full((SIZE,), 4.0), accelerator.make_pinned(4.0), accelerator.produce(4.0)):
         copying = copy(source, accelerator.at())
         with accelerator.on(accelerator.stream()):
             assert accelerator.read(copying.wait(non_blocking=True)) == 4.0
@@ -179,7 +179,7 @@ def test_a_callback_copies_back(accelerator: Device) -> None:
 
 def test_what_is_pinned_is_read_after_the_copies_into_it(accelerator: Device) -> None:
     x = accelerator.produce(5.0)
-    pinned = accelerator.pinned()
+    pinned = accelerator.make_pinned()
     pinned.copy_(x, non_blocking=True)
     again = copy(pinned, accelerator.at())
     assert accelerator.read(again.wait(non_blocking=True)) == 5.0
@@ -193,11 +193,11 @@ def test_a_result_on_the_host_is_copied_back_by_whoever_has_waited(accelerator: 
 
 
 def test_a_pinned_source_may_be_dropped_at_once(accelerator: Device) -> None:
-    pinned = accelerator.pinned(7.0)
+    pinned = accelerator.make_pinned(7.0)
     with accelerator.hold():
         copying = copy(pinned, accelerator.at())
         del pinned
-        others = [accelerator.pinned(8.0) for _ in range(4)]
+        others = [accelerator.make_pinned(8.0) for _ in range(4)]
     assert accelerator.read(copying.wait(non_blocking=True)) == 7.0
     assert len(others) == 4
 
@@ -250,7 +250,7 @@ def test_whatever_device_is_current_stays_current(pair: Device, current: int, ta
     with pair.select(current):
         before = [pair.current(i) for i in (0, 1)]
         copying = copy([*x, torch.ones(SIZE)], at(pair, target))
-        assert pair.selected() == current
+        assert pair.current_index() == current
         assert [pair.current(i) for i in (0, 1)] == before
     assert all(c.unique().tolist() == [1.0] for c in copying.wait())
 

@@ -167,7 +167,7 @@ def test_out_may_be_dropped_before_the_copy_has_arrived(accelerator: Device) -> 
     stream = accelerator.stream()
     out = accelerator.produce(1.0)
     with accelerator.hold(stream):
-        copying = copy(accelerator.pinned(4.0), accelerator.at(), out=out, stream=stream)
+        copying = copy(accelerator.make_pinned(4.0), accelerator.at(), out=out, stream=stream)
         del copying, out
         gc.collect()
         others = [accelerator.empty().fill_(9.0) for _ in range(4)]
@@ -236,7 +236,7 @@ def test_work_runs_on_an_own_stream(accelerator: Device) -> None:
 def test_an_own_stream_of_another_device_than_the_current_one(pair: Device) -> None:
     with pair.select(0):
         assert own_stream(pair.at(1)).device == pair.at(1)
-        assert pair.selected() == 0
+        assert pair.current_index() == 0
 
 
 def test_a_priority_above_zero_is_refused(accelerator: Device) -> None:

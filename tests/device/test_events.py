@@ -12,7 +12,7 @@ from support.harness import Device
 
 
 def test_a_value_on_one_device_has_one_event(device: Device) -> None:
-    future = device.completed(1.0)
+    future = device.complete(1.0)
     expected = [device.at()] if device.has_streams else []
     assert (list(future.events), list(future.devices)) == (expected, expected)
 
@@ -46,7 +46,7 @@ def test_an_empty_tensor_has_an_event_too(accelerator: Device) -> None:
 def test_an_event_is_pending_until_the_device_gets_there(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
-        event = accelerator.completed(1.0, stream=side).events[accelerator.at()]
+        event = accelerator.complete(1.0, stream=side).events[accelerator.at()]
         assert not event.query()
         assert repr(event) == f"<EventView of {accelerator.at()}: pending>"
     event.synchronize()
@@ -55,7 +55,7 @@ def test_an_event_is_pending_until_the_device_gets_there(accelerator: Device) ->
 
 
 def test_polling_an_event_comes_to_an_end(accelerator: Device) -> None:
-    future = accelerator.completed(1.0)
+    future = accelerator.complete(1.0)
     event = future.events[accelerator.at()]
     while not event.query():
         pass
@@ -63,7 +63,7 @@ def test_polling_an_event_comes_to_an_end(accelerator: Device) -> None:
 
 
 def test_synchronizing_with_an_event_lets_the_host_read(accelerator: Device) -> None:
-    host = accelerator.pinned()
+    host = accelerator.make_pinned()
     future: CUDAFuture[None] = CUDAFuture()
     side = accelerator.stream()
     with side:
@@ -74,7 +74,7 @@ def test_synchronizing_with_an_event_lets_the_host_read(accelerator: Device) -> 
 
 
 def test_a_stream_that_waits_for_the_event_may_read(accelerator: Device) -> None:
-    future = accelerator.completed(4.0)
+    future = accelerator.complete(4.0)
     consumer = accelerator.stream()
     future.events[accelerator.at()].wait(consumer)
     with consumer:
@@ -82,14 +82,14 @@ def test_a_stream_that_waits_for_the_event_may_read(accelerator: Device) -> None
 
 
 def test_the_current_stream_waits_by_default(accelerator: Device) -> None:
-    future = accelerator.completed(4.0)
+    future = accelerator.complete(4.0)
     with accelerator.stream():
         future.events[accelerator.at()].wait()
         assert accelerator.read(future.value()) == 4.0
 
 
 def test_several_streams_wait_for_one_event(accelerator: Device) -> None:
-    future = accelerator.completed(4.0)
+    future = accelerator.complete(4.0)
     consumers = [accelerator.stream() for _ in range(3)]
     future.events[accelerator.at()].wait(consumers)
     for consumer in consumers:
@@ -98,7 +98,7 @@ def test_several_streams_wait_for_one_event(accelerator: Device) -> None:
 
 
 def test_a_stream_of_another_device_can_wait(pair: Device) -> None:
-    future = pair.completed(4.0, 1)
+    future = pair.complete(4.0, 1)
     future.events[pair.at(1)].wait(pair.current(0))
     copied = future.value().to(pair.at(0), non_blocking=True)
     assert pair.read(copied) == 4.0
@@ -107,7 +107,7 @@ def test_a_stream_of_another_device_can_wait(pair: Device) -> None:
 def test_an_event_of_torch_is_reached_when_ours_is(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
-        future = accelerator.completed(4.0, stream=side)
+        future = accelerator.complete(4.0, stream=side)
         event = future.events[accelerator.at()].to_torch_event()
         assert event.device == accelerator.at()
         assert not event.query()
@@ -116,7 +116,7 @@ def test_an_event_of_torch_is_reached_when_ours_is(accelerator: Device) -> None:
 
 
 def test_a_stream_that_waits_for_the_event_of_torch_may_read(accelerator: Device) -> None:
-    future = accelerator.completed(4.0)
+    future = accelerator.complete(4.0)
     event = future.events[accelerator.at()].to_torch_event()
     consumer = accelerator.stream()
     consumer.wait_event(event)
@@ -125,7 +125,7 @@ def test_a_stream_that_waits_for_the_event_of_torch_may_read(accelerator: Device
 
 
 def test_an_event_of_torch_can_be_made_while_another_device_is_current(pair: Device) -> None:
-    future = pair.completed(4.0, 1)
+    future = pair.complete(4.0, 1)
     event = future.events[pair.at(1)].to_torch_event()
     with pair.select(1):  # torch's own event: its user selects the device
         pair.current(1).wait_event(event)
@@ -135,13 +135,13 @@ def test_an_event_of_torch_can_be_made_while_another_device_is_current(pair: Dev
 
 
 def test_the_events_cannot_be_changed(accelerator: Device) -> None:
-    events = accelerator.completed(1.0).events
+    events = accelerator.complete(1.0).events
     with pytest.raises(TypeError):
         events[accelerator.at()] = None  # type: ignore[index]
 
 
 def test_an_event_outlives_its_future(accelerator: Device) -> None:
-    future = accelerator.completed(4.0)
+    future = accelerator.complete(4.0)
     event, x = future.events[accelerator.at()], future.value()
     del future
     gc.collect()
@@ -153,22 +153,22 @@ def test_events_are_used_again(accelerator: Device) -> None:
     from cudafuture import _C
 
     for _ in range(3):
-        accelerator.completed(1.0).wait()
+        accelerator.complete(1.0).wait()
     before = _C.statistics()["events_made"]
     for _ in range(10):
-        assert accelerator.completed(2.0).wait() is not None
+        assert accelerator.complete(2.0).wait() is not None
     assert _C.statistics()["events_made"] == before
 
 
 def test_an_event_that_is_used_again_says_nothing_about_its_former_life(accelerator: Device) -> None:
-    accelerator.completed(1.0).wait()
+    accelerator.complete(1.0).wait()
     side = accelerator.stream()
     with accelerator.hold(side):
-        assert not accelerator.completed(2.0, stream=side).ready()
+        assert not accelerator.complete(2.0, stream=side).ready()
 
 
 def test_a_stream_that_waits_is_not_held_up_by_what_comes_after_the_event(accelerator: Device) -> None:
     side = accelerator.stream()
-    future = accelerator.completed(4.0, stream=side)
+    future = accelerator.complete(4.0, stream=side)
     with accelerator.hold(side), accelerator.stream():
         assert accelerator.read(future.wait(non_blocking=True)) == 4.0

@@ -14,13 +14,13 @@ from cudafuture import AllFailedError, CUDAFuture, collect_all, collect_any, gat
 from support.harness import Device, Simulated
 
 
-def bounded(device: Device, priority: int = 0) -> CUDAFuture[Any]:
+def make_bounded(device: Device, priority: int = 0) -> CUDAFuture[Any]:
     return CUDAFuture(devices=[device.at(i) for i in device.indices()], priority=priority)
 
 
-def failed(device: Device, value: float) -> tuple[CUDAFuture[Any], torch.Tensor]:
+def fail_while_filling(device: Device, value: float) -> tuple[CUDAFuture[Any], torch.Tensor]:
     """Return a future that failed while the device still fills the tensor."""
-    future = bounded(device)
+    future = make_bounded(device)
     with device.on(device.stream()):
         x = device.produce(value)
         future.set_exception(KeyError("half done"))
@@ -28,7 +28,7 @@ def failed(device: Device, value: float) -> tuple[CUDAFuture[Any], torch.Tensor]
 
 
 def test_who_catches_the_failure_is_ordered_after_the_work(device: Device) -> None:
-    future, x = failed(device, 3.0)
+    future, x = fail_while_filling(device, 3.0)
     with device.on(device.stream()):
         with pytest.raises(KeyError):
             future.wait(non_blocking=True)
@@ -36,7 +36,7 @@ def test_who_catches_the_failure_is_ordered_after_the_work(device: Device) -> No
 
 
 def test_a_blocking_wait_for_a_failure_waits_for_the_device(device: Device) -> None:
-    future, x = failed(device, 3.0)
+    future, x = fail_while_filling(device, 3.0)
     assert isinstance(future.exception(), KeyError)
     assert future.ready()
     with device.on(device.stream()):
@@ -44,13 +44,13 @@ def test_a_blocking_wait_for_a_failure_waits_for_the_device(device: Device) -> N
 
 
 def test_a_failure_has_an_event_for_each_device_of_the_bounds(pair: Device) -> None:
-    future, _ = failed(pair, 3.0)
+    future, _ = fail_while_filling(pair, 3.0)
     assert sorted(future.events, key=str) == [pair.at(0), pair.at(1)]
     assert isinstance(future.exception(), KeyError)
 
 
 def test_a_callback_that_recovers_is_ordered_after_the_work(device: Device) -> None:
-    future, x = failed(device, 3.0)
+    future, x = fail_while_filling(device, 3.0)
 
     def recover(done: CUDAFuture[Any]) -> torch.Tensor:
         assert isinstance(done.exception(), KeyError)
@@ -62,7 +62,7 @@ def test_a_callback_that_recovers_is_ordered_after_the_work(device: Device) -> N
 
 
 def test_a_callback_that_recovers_without_the_host_waiting(accelerator: Device) -> None:
-    future = bounded(accelerator)
+    future = make_bounded(accelerator)
     side = accelerator.stream()
     with accelerator.hold(side):
         with side:
@@ -90,7 +90,7 @@ def test_a_callback_that_raises_leaves_its_work_in_order(device: Device) -> None
         x.copy_(done.value())
         raise KeyError("half done")
 
-    child = device.completed(3.0).then(callback)
+    child = device.complete(3.0).then(callback)
     with device.on(device.stream()):
         with pytest.raises(KeyError):
             child.wait(non_blocking=True)
@@ -98,7 +98,7 @@ def test_a_callback_that_raises_leaves_its_work_in_order(device: Device) -> None
 
 
 def test_a_failure_goes_down_the_chain_with_its_order(device: Device) -> None:
-    future, x = failed(device, 3.0)
+    future, x = fail_while_filling(device, 3.0)
     last = future.then(lambda done: done.value()).then(lambda done: done.value())
     with device.on(device.stream()):
         with pytest.raises(KeyError):
@@ -107,7 +107,7 @@ def test_a_failure_goes_down_the_chain_with_its_order(device: Device) -> None:
 
 
 def test_then_async_keeps_the_order_of_a_failure(device: Device) -> None:
-    inner, x = failed(device, 3.0)
+    inner, x = fail_while_filling(device, 3.0)
     child = CUDAFuture.completed(None).then_async(lambda _: inner)
     with device.on(device.stream()):
         with pytest.raises(KeyError):
@@ -116,8 +116,8 @@ def test_then_async_keeps_the_order_of_a_failure(device: Device) -> None:
 
 
 def test_gather_keeps_the_order_of_the_failure(device: Device) -> None:
-    part, x = failed(device, 3.0)
-    whole = gather(device.completed(1.0), part)
+    part, x = fail_while_filling(device, 3.0)
+    whole = gather(device.complete(1.0), part)
     with device.on(device.stream()):
         with pytest.raises(KeyError):
             whole.wait(non_blocking=True)
@@ -125,7 +125,7 @@ def test_gather_keeps_the_order_of_the_failure(device: Device) -> None:
 
 
 def test_collect_all_keeps_the_order_of_failures(device: Device) -> None:
-    (first, x), (second, y) = failed(device, 3.0), failed(device, 4.0)
+    (first, x), (second, y) = fail_while_filling(device, 3.0), fail_while_filling(device, 4.0)
     whole = collect_all([first, second])
     with device.on(device.stream()):
         assert all(isinstance(f.exception(), KeyError) for f in whole.wait(non_blocking=True))
@@ -133,7 +133,7 @@ def test_collect_all_keeps_the_order_of_failures(device: Device) -> None:
 
 
 def test_collect_any_keeps_the_order_of_all_failures(device: Device) -> None:
-    (first, x), (second, y) = failed(device, 3.0), failed(device, 4.0)
+    (first, x), (second, y) = fail_while_filling(device, 3.0), fail_while_filling(device, 4.0)
     whole = collect_any([first, second])
     with device.on(device.stream()):
         with pytest.raises(AllFailedError):
@@ -148,7 +148,7 @@ def test_a_failure_without_bounds_has_no_events(device: Device) -> None:
 
 
 def test_a_cancelled_future_has_no_events(device: Device) -> None:
-    future = bounded(device)
+    future = make_bounded(device)
     assert future.cancel()
     assert dict(future.events) == {}
     assert future.ready()
@@ -229,7 +229,7 @@ def test_blocking_callbacks_behind_a_device_error_keep_their_order(accelerator: 
 
 def test_a_device_that_breaks_later_does_not_hide_the_failure_of_the_future(accelerator: Device) -> None:
     with breaking(accelerator):
-        future = bounded(accelerator)
+        future = make_bounded(accelerator)
         with accelerator.stream():
             accelerator.produce(1.0)
             future.set_exception(KeyError("mine"))
@@ -245,7 +245,7 @@ def test_a_device_that_breaks_later_does_not_hide_the_failure_of_the_future(acce
 
 def test_a_device_error_does_not_hide_the_failure_of_the_future(accelerator: Device) -> None:
     with breaking(accelerator):
-        future = bounded(accelerator)
+        future = make_bounded(accelerator)
         with accelerator.stream():
             accelerator.sim.fail("illegal address")  # type: ignore[attr-defined]
             future.set_exception(KeyError("mine"))
@@ -256,7 +256,7 @@ def test_a_device_error_does_not_hide_the_failure_of_the_future(accelerator: Dev
 
 def test_a_future_that_was_finished_before_has_no_late_error(accelerator: Device) -> None:
     with breaking(accelerator):
-        future = accelerator.completed(1.0)
+        future = accelerator.complete(1.0)
         future.wait()
         late = fails_on_the_device(accelerator).then(lambda done: str(done.late_error), non_blocking=False)
         assert "illegal address" in late.wait()
@@ -274,7 +274,7 @@ def test_awaiting_a_future_whose_device_fails_raises(accelerator: Device) -> Non
 
 def test_a_gather_over_a_device_that_fails_has_the_late_error(accelerator: Device) -> None:
     with breaking(accelerator):
-        whole = gather(fails_on_the_device(accelerator), accelerator.completed(1.0))
+        whole = gather(fails_on_the_device(accelerator), accelerator.complete(1.0))
         with pytest.raises(RuntimeError, match="illegal address"):
             whole.wait()
 

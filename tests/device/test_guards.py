@@ -19,43 +19,43 @@ def test_completing_with_a_value_elsewhere(pair: Device) -> None:
     side = pair.stream(index=1)
     with pair.select(1):
         pair.finish()
-    assert pair.selected() == 0
+    assert pair.current_index() == 0
     future.set_result(x, stream=side)
     assert future.devices == (pair.at(1),)
 
 
 def test_asking_for_what_is_elsewhere(pair: Device) -> None:
-    future = pair.completed(1.0, 1)
+    future = pair.complete(1.0, 1)
     while not future.ready():
         pass
     assert future.events[pair.at(1)].query()
-    assert pair.selected() == 0
+    assert pair.current_index() == 0
 
 
 def test_synchronizing_with_what_is_elsewhere(pair: Device) -> None:
-    future = pair.completed(1.0, 1)
+    future = pair.complete(1.0, 1)
     future.events[pair.at(1)].synchronize()
     assert future.ready()
 
 
 def test_a_stream_that_waits_for_what_is_elsewhere(pair: Device) -> None:
     with pair.on(pair.stream(index=1)):
-        future = pair.completed(1.0, 1)
-        assert pair.selected() == 1
-    assert pair.selected() == 0
+        future = pair.complete(1.0, 1)
+        assert pair.current_index() == 1
+    assert pair.current_index() == 0
     future.wait(non_blocking=True)
     assert pair.read(future.value()) == 1.0
 
 
 def test_waiting_for_what_is_elsewhere(pair: Device) -> None:
-    x = pair.completed(1.0, 1).wait()
+    x = pair.complete(1.0, 1).wait()
     assert pair.read(x) == 1.0
 
 
 def test_a_blocking_callback_behind_work_elsewhere(pair: Device) -> None:
     side = pair.stream(index=1)
     with pair.hold(side):
-        child = pair.completed(1.0, 1, stream=side).then(lambda done: done.value(), non_blocking=False)
+        child = pair.complete(1.0, 1, stream=side).then(lambda done: done.value(), non_blocking=False)
     assert pair.read(child.wait()) == 1.0
 
 
@@ -65,16 +65,16 @@ def test_more_events_elsewhere_than_are_kept_are_destroyed(pair: Device) -> None
     for future in futures:
         future.set_result(x)
     del futures, future
-    assert pair.selected() == 0
+    assert pair.current_index() == 0
 
 
 def test_an_event_of_torch_for_what_is_elsewhere(pair: Device) -> None:
-    event = pair.completed(1.0, 1).events[pair.at(1)].to_torch_event()
+    event = pair.complete(1.0, 1).events[pair.at(1)].to_torch_event()
     assert event.device == pair.at(1)
     with pair.select(1):
         del event  # torch's own: whoever drops it sees to the device
 
 
 def test_a_gather_of_what_is_elsewhere(pair: Device) -> None:
-    whole = gather(pair.completed(1.0, 1), pair.completed(2.0, 1))
+    whole = gather(pair.complete(1.0, 1), pair.complete(2.0, 1))
     assert [pair.read(x) for x in whole.wait()] == [1.0, 2.0]

@@ -22,7 +22,7 @@ def overwrite(device: Device, stream: torch.Stream | None) -> torch.Tensor:
 
 def test_who_waits_tells_the_allocator(device: Device) -> None:
     producer, consumer = device.stream(), device.stream()
-    future = device.completed(2.0, stream=producer)
+    future = device.complete(2.0, stream=producer)
     with device.hold(consumer):
         with device.on(consumer):
             y = future.wait(non_blocking=True) * 3
@@ -36,7 +36,7 @@ def test_who_waits_tells_the_allocator(device: Device) -> None:
 
 def test_a_callback_tells_the_allocator(device: Device) -> None:
     producer = device.stream()
-    future = device.completed(2.0, stream=producer)
+    future = device.complete(2.0, stream=producer)
     child = future.then(lambda done: done.value() * 3)
     del future
     other = overwrite(device, producer)
@@ -63,7 +63,7 @@ def test_a_done_callback_tells_the_allocator(device: Device) -> None:
 @pytest.mark.parametrize("blocking", [False, True])
 def test_three_streams_use_one_value(device: Device, blocking: bool) -> None:
     producer, second, third = device.stream(), device.stream(), device.stream(-1)
-    future = device.completed(2.0, stream=producer)
+    future = device.complete(2.0, stream=producer)
     results = []
     for consumer in (second, third):
         with device.on(consumer):
@@ -163,7 +163,7 @@ def test_named_tensors_go_along(device: Device, combined: str) -> None:
 
 def test_who_waits_for_all_tells_the_allocator_about_each(device: Device) -> None:
     producer, consumer = device.stream(), device.stream()
-    whole = collect_all([device.completed(2.0, stream=producer)])
+    whole = collect_all([device.complete(2.0, stream=producer)])
     with device.on(consumer):
         y = whole.wait(non_blocking=True)[0].value() * 3
     del whole
@@ -175,7 +175,7 @@ def test_who_waits_for_all_tells_the_allocator_about_each(device: Device) -> Non
 @pytest.mark.parametrize("priority", [0, -1])
 def test_who_waits_for_a_gather_tells_the_allocator_about_each(device: Device, priority: int) -> None:
     producer, consumer = device.stream(), device.stream(priority)
-    whole = gather(device.completed(2.0, stream=producer), device.completed(3.0, stream=producer))
+    whole = gather(device.complete(2.0, stream=producer), device.complete(3.0, stream=producer))
     with device.on(consumer):
         x, y = whole.wait(non_blocking=True)
         z = x * y
@@ -208,7 +208,7 @@ def test_memory_comes_back_once_everybody_has_finished(accelerator: Device) -> N
     if not isinstance(accelerator, Simulated):
         pytest.skip("the allocator may take another block of that size")
     producer, consumer = accelerator.stream(), accelerator.stream()
-    future = accelerator.completed(2.0, stream=producer)
+    future = accelerator.complete(2.0, stream=producer)
     address = future.value().data_ptr()
     with consumer:
         y = future.wait(non_blocking=True) * 3

@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
         yield store
 
 
-def numbered(size: int, seed: int = 0) -> torch.Tensor:
+def make_numbers(size: int, seed: int = 0) -> torch.Tensor:
     return torch.arange(size, dtype=torch.float32, device="cpu") + seed
 
 
@@ -35,19 +35,19 @@ def numbered(size: int, seed: int = 0) -> torch.Tensor:
 def test_a_tensor_goes_from_any_device_to_any_other(accelerator: Device, store: DiskStore, size: int) -> None:
     places = [torch.device("cpu"), *(accelerator.at(i) for i in accelerator.indices())]
     for source in places:
-        store.write("tensor", numbered(size).to(source)).wait(timeout=PATIENCE)
+        store.write("tensor", make_numbers(size).to(source)).wait(timeout=PATIENCE)
         for target in places:
             got = store.read("tensor", device=target).wait(timeout=PATIENCE)
             assert got.device == target
-            assert torch.equal(got.cpu(), numbered(size))
+            assert torch.equal(got.cpu(), make_numbers(size))
             out = torch.zeros(size, device=target)
             assert store.read("tensor", out).wait(timeout=PATIENCE) is out
-            assert torch.equal(out.cpu(), numbered(size))
+            assert torch.equal(out.cpu(), make_numbers(size))
 
 
 def test_many_tensors_of_several_devices_are_packed(accelerator: Device, store: DiskStore) -> None:
     places = [torch.device("cpu"), *(accelerator.at(i) for i in accelerator.indices())]
-    tensors = {f"{i}": numbered(100 + i, i).to(places[i % len(places)]) for i in range(300)}
+    tensors = {f"{i}": make_numbers(100 + i, i).to(places[i % len(places)]) for i in range(300)}
     store.writev(tensors).wait(timeout=PATIENCE)
     assert store.statistics().transfers <= 2
     outs = [torch.zeros_like(t) for t in tensors.values()]
@@ -59,7 +59,7 @@ def test_many_tensors_of_several_devices_are_packed(accelerator: Device, store: 
 
 def test_digests_are_those_of_the_bytes_of_devices(accelerator: Device, store: DiskStore) -> None:
     places = [torch.device("cpu"), *(accelerator.at(i) for i in accelerator.indices())]
-    hosts = {f"{i}": numbered(size, i) for i, size in enumerate(SIZES * len(places))}
+    hosts = {f"{i}": make_numbers(size, i) for i, size in enumerate(SIZES * len(places))}
     tensors = {key: host.to(places[int(key) % len(places)]) for key, host in hosts.items()}
     expected = {key: digest(host) for key, host in hosts.items()}
     store.writev(tensors, digests=expected).wait(timeout=PATIENCE)
@@ -72,19 +72,19 @@ def test_digests_are_those_of_the_bytes_of_devices(accelerator: Device, store: D
 
 @pytest.mark.parametrize("size", [0, 1000, 300_001])
 def test_what_has_another_digest_on_a_device_is_not_written(accelerator: Device, store: DiskStore, size: int) -> None:
-    store.write("x", numbered(size)).wait(timeout=PATIENCE)
+    store.write("x", make_numbers(size)).wait(timeout=PATIENCE)
     changed = torch.full((size,), 7.0, device=accelerator.at())
     told = torch.ones(1, dtype=torch.bool, device="cpu")
-    written = store.writev({"x": changed}, digests={"x": digest(numbered(size)) ^ (not size)}, written=told)
+    written = store.writev({"x": changed}, digests={"x": digest(make_numbers(size)) ^ (not size)}, written=told)
     assert isinstance(written.exception(timeout=PATIENCE), ChecksumError)
     assert written.released is not None
     written.released.wait(timeout=PATIENCE)
     assert told.tolist() == [False]
-    assert torch.equal(store.read("x", device="cpu").wait(timeout=PATIENCE), numbered(size))
+    assert torch.equal(store.read("x", device="cpu").wait(timeout=PATIENCE), make_numbers(size))
 
 
 def test_views_on_a_device_are_stored_and_filled(accelerator: Device, store: DiskStore) -> None:
-    tensor = numbered(90_000).reshape(300, 300)
+    tensor = make_numbers(90_000).reshape(300, 300)
     store.write("view", tensor.to(accelerator.at()).t()).wait(timeout=PATIENCE)
     target = torch.zeros(300, 300, device=accelerator.at())
     store.read("view", target.t()).wait(timeout=PATIENCE)
@@ -112,9 +112,9 @@ def test_streams_are_in_order_all_the_way(accelerator: Device, store: DiskStore,
 
 
 def test_what_was_read_may_be_dropped_with_the_device_still_at_it(accelerator: Device, store: DiskStore) -> None:
-    store.write("tensor", numbered(100_000)).wait(timeout=PATIENCE)
+    store.write("tensor", make_numbers(100_000)).wait(timeout=PATIENCE)
     reads = [store.read("tensor", device=accelerator.at()) for _ in range(8)]
     whole = gather(*reads)
     del reads
     for got in whole.wait(timeout=PATIENCE):
-        assert torch.equal(got.cpu(), numbered(100_000))
+        assert torch.equal(got.cpu(), make_numbers(100_000))

@@ -64,12 +64,12 @@ def test_stages_on_two_devices_train_as_the_plain_model_does(
     pipeline.close()
 
 
-def drained(pair: Device) -> Pipeline:
+def make_pipeline(pair: Device) -> Pipeline:
     return Pipeline(nn.Sequential(*layers()), [pair.at(0), pair.at(1)], balance=[2, 2], microbatches=4)
 
 
 def test_calling_it_orders_the_devices_after_each_other(pair: Device) -> None:
-    pipeline = drained(pair)
+    pipeline = make_pipeline(pair)
     for value in (1.0, 2.0, 3.0):
         batch = torch.stack([pair.produce(value, index=0)] * 4)
         output = pipeline(batch)
@@ -84,7 +84,7 @@ def test_calling_it_orders_the_devices_after_each_other(pair: Device) -> None:
 def test_backward_of_a_call_orders_the_devices_after_each_other(pair: Device) -> None:
     if pair.at().type == "sim":
         pytest.skip("strict devices report autograd's own events; tests/pipeline has this without them")
-    pipeline = drained(pair)
+    pipeline = make_pipeline(pair)
     for _step in range(2):
         pipeline.zero_grad()
         pipeline(pair.produce(1.0, index=0).expand(4, -1)).sum().backward()

@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 LONG = 60.0  # seconds, for what happens at once
 
 
-def filled(values: Iterable[float]) -> list[Tensor]:
+def make_tensors(values: Iterable[float]) -> list[Tensor]:
     return [torch.full((SIZE,), float(value)) for value in values]
 
 
@@ -175,7 +175,7 @@ def test_batches_of_another_device_are_copied(pair: Device) -> None:
 @pytest.mark.parametrize("pin", [True, False, "auto"])
 @pytest.mark.parametrize("depth", [1, 2, 8])
 def test_batches_arrive_in_order(device: Device, depth: int, pin: Any, pack: bool) -> None:
-    batches = prefetch(filled(range(10)), device.at(), depth=depth, pin=pin, pack=pack)
+    batches = prefetch(make_tensors(range(10)), device.at(), depth=depth, pin=pin, pack=pack)
     for _epoch in range(2):
         assert values(ones(batches)) == list(range(10))
 
@@ -193,7 +193,7 @@ def test_pinned_batches_arrive(accelerator: Device) -> None:
 
 
 def test_batches_may_be_kept(device: Device) -> None:
-    kept = list(prefetch(filled(range(12)), device.at(), depth=3))
+    kept = list(prefetch(make_tensors(range(12)), device.at(), depth=3))
     assert [device.read(x) for x in kept] == list(range(12))
 
 
@@ -239,7 +239,7 @@ def test_no_more_than_depth_batches_are_read_ahead(device: Device, depth: int) -
     requested, ahead = [0], []
 
     def read() -> Iterator[Tensor]:
-        for i, batch in enumerate(filled(range(20))):
+        for i, batch in enumerate(make_tensors(range(20))):
             ahead.append(i - requested[0])
             yield batch
 
@@ -255,7 +255,7 @@ def test_no_more_than_so_many_bytes_are_read_ahead(device: Device, wrap: Any) ->
     requested, ahead = [0], []
 
     def read() -> Iterator[Tensor]:
-        for i, batch in enumerate(filled(range(20))):
+        for i, batch in enumerate(make_tensors(range(20))):
             ahead.append(i - requested[0])
             yield wrap(batch)
 
@@ -264,14 +264,14 @@ def test_no_more_than_so_many_bytes_are_read_ahead(device: Device, wrap: Any) ->
         requested[0] += 1
         next(epoch)
     assert max(ahead) < 2
-    assert values(ones(prefetch(filled(range(3)), device.at(), bytes=1))) == [0, 1, 2]
+    assert values(ones(prefetch(make_tensors(range(3)), device.at(), bytes=1))) == [0, 1, 2]
 
 
 def test_batches_are_read_before_they_are_asked_for(device: Device) -> None:
     read_all = threading.Event()
 
     def read() -> Iterator[Tensor]:
-        yield from filled(range(3))
+        yield from make_tensors(range(3))
         read_all.set()
 
     epoch = iter(prefetch(Remade(read), device.at(), depth=4))
@@ -303,9 +303,9 @@ def test_the_iterator_is_made_in_the_callers_thread_and_pulled_in_one_other(devi
 def test_the_current_stream_and_device_stay_as_they_are(pair: Device) -> None:
     with pair.select(1):
         before = current_streams([pair.at(0), pair.at(1)])
-        for _ in prefetch(filled(range(3)), pair.at(0), transform=lambda x: x + 1):
+        for _ in prefetch(make_tensors(range(3)), pair.at(0), transform=lambda x: x + 1):
             assert current_streams([pair.at(0), pair.at(1)]) == before
-            assert pair.selected() == 1
+            assert pair.current_index() == 1
 
 
 def test_all_epochs_are_copied_on_one_stream(accelerator: Device) -> None:
@@ -315,7 +315,7 @@ def test_all_epochs_are_copied_on_one_stream(accelerator: Device) -> None:
         seen.append(current_streams([accelerator.at()])[0])
         return batch
 
-    batches = prefetch(filled(range(3)), accelerator.at(), transform=note)
+    batches = prefetch(make_tensors(range(3)), accelerator.at(), transform=note)
     for _epoch in range(3):
         list(batches)
     assert len({stream.stream_id for stream in seen}) == 1
@@ -323,13 +323,13 @@ def test_all_epochs_are_copied_on_one_stream(accelerator: Device) -> None:
 
 
 def test_a_consumer_is_ordered_after_the_copy(accelerator: Device) -> None:
-    for i, batch in enumerate(prefetch(filled(range(4)), accelerator.at())):
+    for i, batch in enumerate(prefetch(make_tensors(range(4)), accelerator.at())):
         assert accelerator.read(batch) == i
 
 
 def test_a_copy_waits_until_the_consumer_has_finished_with_the_memory(accelerator: Device) -> None:
     doubled = []
-    for batch in prefetch(filled(range(12)), accelerator.at(), depth=1):
+    for batch in prefetch(make_tensors(range(12)), accelerator.at(), depth=1):
         accelerator.delay()
         doubled.append((batch * 2).mean())
         del batch
@@ -337,7 +337,7 @@ def test_a_copy_waits_until_the_consumer_has_finished_with_the_memory(accelerato
 
 
 def test_the_copy_runs_beside_the_consumer(accelerator: Device) -> None:
-    epoch = iter(prefetch(filled(range(4)), accelerator.at(), depth=2))
+    epoch = iter(prefetch(make_tensors(range(4)), accelerator.at(), depth=2))
     first, _second = next(epoch), next(epoch)
     with accelerator.hold():
         doubled = first * 2  # held back
@@ -348,7 +348,7 @@ def test_the_copy_runs_beside_the_consumer(accelerator: Device) -> None:
 
 def test_batches_may_be_taken_on_several_streams(accelerator: Device) -> None:
     streams = [accelerator.stream() for _ in range(3)]
-    epoch = iter(prefetch(filled(range(12)), accelerator.at(), depth=2))
+    epoch = iter(prefetch(make_tensors(range(12)), accelerator.at(), depth=2))
     means = []
     for i in range(12):
         with accelerator.on(streams[i % 3]):
@@ -366,7 +366,7 @@ def test_the_reader_polls_for_copies_and_does_not_block_in_the_driver(accelerato
     read: list[int] = []
 
     def loader() -> Iterator[Tensor]:
-        for i, batch in enumerate(filled(range(8))):
+        for i, batch in enumerate(make_tensors(range(8))):
             read.append(i)
             yield batch
 
@@ -385,7 +385,7 @@ def test_the_reader_polls_for_copies_and_does_not_block_in_the_driver(accelerato
 
 
 def test_a_transform_runs_behind_the_copy(device: Device) -> None:
-    batches = prefetch(filled(range(6)), device.at(), transform=lambda x: {"half": x / 2, "same": x})
+    batches = prefetch(make_tensors(range(6)), device.at(), transform=lambda x: {"half": x / 2, "same": x})
     for i, batch in enumerate(batches):
         assert device.read(batch["half"]) == i / 2
         assert device.read(batch["same"]) == i
@@ -402,7 +402,7 @@ def test_the_memory_of_a_transform_is_kept_while_the_consumer_uses_it(accelerato
             assert used.wait(LONG)
         return x + 1
 
-    epoch = iter(prefetch(filled(range(2)), accelerator.at(), depth=1, transform=transform))
+    epoch = iter(prefetch(make_tensors(range(2)), accelerator.at(), depth=1, transform=transform))
     batch = next(epoch)
     assert sent.wait(LONG)
     accelerator.delay()
@@ -415,7 +415,7 @@ def test_the_memory_of_a_transform_is_kept_while_the_consumer_uses_it(accelerato
 
 def test_a_transform_has_the_grad_mode_of_the_caller(device: Device) -> None:
     modes = []
-    batches = prefetch(filled(range(2)), device.at(), transform=lambda x: modes.append(torch.is_grad_enabled()))
+    batches = prefetch(make_tensors(range(2)), device.at(), transform=lambda x: modes.append(torch.is_grad_enabled()))
     with torch.no_grad():
         list(batches)
     list(batches)
@@ -444,7 +444,7 @@ def test_batches_that_nobody_takes_are_freed_after_their_copy(accelerator: Devic
             sent.set()
         return batch
 
-    epoch = iter(prefetch(filled(range(4)), accelerator.at(), depth=2, transform=transform))
+    epoch = iter(prefetch(make_tensors(range(4)), accelerator.at(), depth=2, transform=transform))
     assert sent.wait(LONG)
     epoch.close()
     others = [accelerator.empty().fill_(9.0) for _ in range(8)]
@@ -462,7 +462,7 @@ class LoaderError(Exception):
 
 def test_an_error_of_the_iterable_comes_out_at_its_batch(device: Device) -> None:
     def fail_at_2() -> Iterator[Tensor]:
-        yield from filled(range(2))
+        yield from make_tensors(range(2))
         raise LoaderError("no third batch")
 
     batches = prefetch(Remade(fail_at_2), device.at(), depth=8)
@@ -483,7 +483,7 @@ def test_an_error_of_the_transform_comes_out_at_its_batch(device: Device) -> Non
             raise LoaderError("a transform")
         return batch
 
-    batches = prefetch(filled(range(4)), device.at(), transform=fail_at_1)
+    batches = prefetch(make_tensors(range(4)), device.at(), transform=fail_at_1)
     for _epoch in range(2):
         epoch = iter(batches)
         assert device.read(next(epoch)) == 0
@@ -492,7 +492,7 @@ def test_an_error_of_the_transform_comes_out_at_its_batch(device: Device) -> Non
 
 
 def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch_in_silence(device: Device) -> None:
-    batches = prefetch(filled(range(4)), device.at(), transform=lambda batch: next(iter(())))
+    batches = prefetch(make_tensors(range(4)), device.at(), transform=lambda batch: next(iter(())))
     with pytest.raises(RuntimeError, match=r"a transform of prefetch\(\) raised StopIteration"):
         list(batches)
 
@@ -519,7 +519,7 @@ def test_the_iterator_is_dropped_at_the_end_of_its_epoch(device: Device) -> None
 
 
 def test_a_forked_child_ends_although_it_drops_an_epoch(device: Device) -> None:
-    epoch = iter(prefetch(filled(range(4)), device.at()))
+    epoch = iter(prefetch(make_tensors(range(4)), device.at()))
     next(epoch)
     reader = weakref.ref(epoch._reader)
     child = os.fork()
@@ -563,7 +563,7 @@ def test_an_epoch_that_is_left_closes_the_iterator(device: Device) -> None:
 
     def read() -> Iterator[Tensor]:
         try:
-            yield from filled(range(100))
+            yield from make_tensors(range(100))
         finally:
             closed.set()
 
@@ -615,14 +615,14 @@ def test_ctrl_c_ends_the_wait_for_a_batch_and_the_prefetcher_can_be_used_again(d
 
 
 def test_two_prefetchers_beside_each_other(device: Device) -> None:
-    left, right = prefetch(filled(range(5)), device.at()), prefetch(filled(range(5, 10)), device.at())
+    left, right = prefetch(make_tensors(range(5)), device.at()), prefetch(make_tensors(range(5, 10)), device.at())
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         assert device.read(a) == i
         assert device.read(b) == i + 5
 
 
 def test_a_prefetcher_of_a_prefetcher(device: Device) -> None:
-    assert values(ones(prefetch(prefetch(filled(range(5)), device.at()), device.at()))) == list(range(5))
+    assert values(ones(prefetch(prefetch(make_tensors(range(5)), device.at()), device.at()))) == list(range(5))
 
 
 # ---- DataLoader
@@ -702,7 +702,7 @@ def test_the_next_epoch_is_read_ahead(device: Device) -> None:
         return read(len(epochs))
 
     def read(number: int) -> Iterator[Tensor]:
-        for i, batch in enumerate(filled(range(4))):
+        for i, batch in enumerate(make_tensors(range(4))):
             if number == 2 and i == 1:
                 second_was_read.set()
             yield batch
@@ -741,7 +741,7 @@ def test_an_error_is_not_followed_by_the_next_epoch(device: Device) -> None:
 
 
 def test_futures_of_batches_are_yielded(device: Device) -> None:
-    futures = list(prefetch(filled(range(6)), device.at(), depth=2, futures=True))
+    futures = list(prefetch(make_tensors(range(6)), device.at(), depth=2, futures=True))
     assert all(isinstance(future, CUDAFuture) for future in futures)
     assert [device.read(future.wait(non_blocking=True)) for future in futures] == list(range(6))
 
@@ -753,7 +753,7 @@ def test_a_future_is_there_before_its_batch_is_on_the_device(device: Device) -> 
         assert go_on.wait(LONG)
         return batch
 
-    epoch = iter(prefetch(filled(range(2)), device.at(), futures=True, transform=transform))
+    epoch = iter(prefetch(make_tensors(range(2)), device.at(), futures=True, transform=transform))
     first = next(epoch)
     assert not first.done()
     go_on.set()
@@ -761,7 +761,7 @@ def test_a_future_is_there_before_its_batch_is_on_the_device(device: Device) -> 
 
 
 def test_futures_may_be_dropped(accelerator: Device) -> None:
-    for _future in prefetch(filled(range(20)), accelerator.at(), futures=True):
+    for _future in prefetch(make_tensors(range(20)), accelerator.at(), futures=True):
         pass
     del _future
     others = [accelerator.empty().fill_(9.0) for _ in range(8)]
@@ -771,7 +771,7 @@ def test_futures_may_be_dropped(accelerator: Device) -> None:
 
 def test_an_error_fails_the_future_of_its_batch(device: Device) -> None:
     def read() -> Iterator[Tensor]:
-        yield from filled(range(1))
+        yield from make_tensors(range(1))
         raise LoaderError("no second batch")
 
     first, second = prefetch(Remade(read), device.at(), futures=True)
@@ -813,7 +813,7 @@ def test_an_async_iterable_is_pulled_in_the_callers_loop(device: Device) -> None
 
 def test_any_iterable_can_be_awaited(device: Device) -> None:
     async def main() -> None:
-        batches = prefetch(filled(range(6)), device.at())
+        batches = prefetch(make_tensors(range(6)), device.at())
         for _epoch in range(2):
             assert values(await collect(batches)) == list(range(6))
 
@@ -854,7 +854,7 @@ def test_an_async_iterable_is_not_for_a_plain_loop(device: Device) -> None:
 
 @pytest.mark.parametrize("futures", [False, True])
 def test_batches_and_bytes_are_counted(device: Device, futures: bool) -> None:
-    five = [(x, Moving(x), Opaque(x)) for x in filled(range(5))]
+    five = [(x, Moving(x), Opaque(x)) for x in make_tensors(range(5))]
     batches = prefetch(five, device.at(), pin=False, futures=futures)
     list(batches)
     counted = batches.statistics()
@@ -890,7 +890,7 @@ def test_the_time_that_the_consumer_waits_for_packing_is_counted(device: Device)
         return batch
 
     async def main() -> None:
-        batches = prefetch(filled(range(1)), device.at(), transform=transform)
+        batches = prefetch(make_tensors(range(1)), device.at(), transform=transform)
         waiting = asyncio.ensure_future(anext(aiter(batches)))
         await asyncio.sleep(0)
         go_on.set()

@@ -22,14 +22,14 @@ def test_the_result_is_ordered_after_the_stream_that_the_callback_ends_on(accele
         accelerator.delay()
         return done.value() * 2
 
-    child = accelerator.completed(3.0).then(callback)
+    child = accelerator.complete(3.0).then(callback)
     with accelerator.stream():
         assert accelerator.read(child.wait(non_blocking=True)) == 6.0
 
 
 def test_a_stream_that_a_callback_left_current_is_not_so_afterwards(accelerator: Device) -> None:
     before = accelerator.current()
-    accelerator.completed(3.0).then(lambda _: torch.accelerator.set_stream(accelerator.stream()))
+    accelerator.complete(3.0).then(lambda _: torch.accelerator.set_stream(accelerator.stream()))
     assert accelerator.current() == before
 
 
@@ -42,16 +42,16 @@ def test_a_stream_that_was_current_for_a_while_must_be_waited_for_by_the_callbac
         accelerator.current().wait_stream(side)
         return y
 
-    child = accelerator.completed(3.0).then(callback)
+    child = accelerator.complete(3.0).then(callback)
     with accelerator.stream():
         assert accelerator.read(child.wait(non_blocking=True)) == 6.0
 
 
 def test_a_device_that_a_callback_made_current_is_not_so_afterwards(pair: Device) -> None:
     event = pair.current(0).record_event()
-    pair.completed(3.0).then(lambda _: torch.accelerator.set_device_index(pair.index(1)))
+    pair.complete(3.0).then(lambda _: torch.accelerator.set_device_index(pair.index(1)))
     event.synchronize()  # whose device must be current
-    assert pair.selected() == 0
+    assert pair.current_index() == 0
 
 
 def test_a_device_that_was_made_current_inside_use_streams_is_not_so_afterwards(pair: Device) -> None:
@@ -59,21 +59,21 @@ def test_a_device_that_was_made_current_inside_use_streams_is_not_so_afterwards(
     with use_streams(pair.stream()):
         torch.accelerator.set_device_index(pair.index(1))
     event.synchronize()  # whose device must be current
-    assert pair.selected() == 0
+    assert pair.current_index() == 0
 
 
 def test_a_callback_runs_with_the_callers_device_current(pair: Device) -> None:
     future: CUDAFuture[None] = CUDAFuture()
     with pair.select(1):
         event: Any = pair.current(1).record_event()
-        child = future.then(lambda _: event.synchronize() or pair.selected())
-        submitted = submit(pair.selected)
+        child = future.then(lambda _: event.synchronize() or pair.current_index())
+        submitted = submit(pair.current_index)
     thread = threading.Thread(target=future.set_result, args=(None,))  # its current device is 0
     thread.start()
     thread.join()
     assert child.wait() == 1
     assert submitted.wait() == 1
-    assert pair.selected() == 0
+    assert pair.current_index() == 0
     with pair.select(1):
         event = None  # torch's own event: its user selects the device
 
@@ -82,7 +82,7 @@ def test_a_callback_without_a_child_carries_no_device(pair: Device) -> None:
     future: CUDAFuture[None] = CUDAFuture()
     seen: list[int] = []
     with pair.select(1):
-        future.add_done_callback(lambda _: seen.append(pair.selected()))
+        future.add_done_callback(lambda _: seen.append(pair.current_index()))
     future.set_result(None)
     assert seen == [0]
 
@@ -92,7 +92,7 @@ def test_a_callback_that_changes_the_device_may_return_a_value_there(pair: Devic
         torch.accelerator.set_device_index(pair.index(1))
         return done.value().to(pair.name, non_blocking=True) + 1
 
-    child = pair.completed(3.0).then(callback)
+    child = pair.complete(3.0).then(callback)
     assert child.devices == (pair.at(1),)
     with pair.stream(index=1):
         assert pair.read(child.wait(non_blocking=True)) == 4.0
@@ -105,9 +105,9 @@ def test_a_callback_that_raises_leaves_nothing_behind(pair: Device) -> None:
         raise KeyError("no")
 
     before = [pair.current(i) for i in (0, 1)]
-    child = pair.completed(3.0).then(callback)
+    child = pair.complete(3.0).then(callback)
     assert isinstance(child.exception(), KeyError)
-    assert pair.selected() == 0
+    assert pair.current_index() == 0
     assert pair.current(0) == before[0]
 
 
@@ -118,21 +118,21 @@ def test_a_callback_may_complete_futures_of_its_own(accelerator: Device) -> None
     def callback(done: Future) -> None:
         inner.set_result(done.value() * 2)
 
-    accelerator.completed(3.0).then(callback)
+    accelerator.complete(3.0).then(callback)
     with accelerator.stream():
         assert accelerator.read(grandchild.wait(non_blocking=True)) == 7.0
 
 
 def test_a_callback_may_wait_for_another_future(device: Device) -> None:
-    other = device.completed(10.0)
-    child = device.completed(3.0).then(lambda done: done.value() + other.wait(non_blocking=True))
+    other = device.complete(10.0)
+    child = device.complete(3.0).then(lambda done: done.value() + other.wait(non_blocking=True))
     with device.on(device.stream()):
         assert device.read(child.wait(non_blocking=True)) == 13.0
 
 
 def test_a_callback_may_block_for_another_future(device: Device) -> None:
-    other = device.completed(10.0)
-    child = device.completed(3.0).then(lambda done: done.value() + other.wait())
+    other = device.complete(10.0)
+    child = device.complete(3.0).then(lambda done: done.value() + other.wait())
     with device.on(device.stream()):
         assert device.read(child.wait(non_blocking=True)) == 13.0
 
@@ -166,7 +166,7 @@ def test_streams_of_two_devices_are_current_at_once(pair: Device) -> None:
     sides = [pair.stream(index=i) for i in (0, 1)]
     with use_streams(*sides):
         assert current_streams([pair.at(0), pair.at(1)]) == sides
-        assert pair.selected() == 0
+        assert pair.current_index() == 0
 
 
 def test_scopes_nest_and_one_can_be_used_again(accelerator: Device) -> None:
@@ -191,7 +191,7 @@ def test_what_was_changed_inside_is_put_back(pair: Device) -> None:
         torch.accelerator.set_stream(pair.stream(index=0))
         torch.accelerator.set_device_index(pair.index(1))
     assert pair.current(0) == before
-    assert pair.selected() == 0
+    assert pair.current_index() == 0
 
 
 def test_work_after_the_scope_follows_work_before_it(accelerator: Device) -> None:

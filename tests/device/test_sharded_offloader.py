@@ -82,7 +82,7 @@ class Elsewhere:
 def test_who_waits_is_ordered_after_the_device_of_a_shard_elsewhere(accelerator: Device, many: bool) -> None:
     side, reader = accelerator.stream(), accelerator.stream()
     with accelerator.hold(side):
-        parts = {key: accelerator.completed(float(i), stream=side) for i, key in enumerate(KEYS)}
+        parts = {key: accelerator.complete(float(i), stream=side) for i, key in enumerate(KEYS)}
         shards: dict[str, Any] = {name: Elsewhere(name, parts) for name in ("one", "two")}
         store = ShardedStore(shards)
         reads = [store.readv(KEYS)] if many else [store.read(key).then(lambda done: [done.value()]) for key in KEYS]

@@ -163,7 +163,7 @@ def test_whatever_device_is_current_stays_current(pair: Device) -> None:
         with pair.select(current):
             before = [pair.current(i) for i in (0, 1)]
             reduced = [cfd.all_reduce(pair.produce(1.0, i)) for i in (0, 1)]
-            assert pair.selected() == current
+            assert pair.current_index() == current
             assert [pair.current(i) for i in (0, 1)] == before
             assert [pair.read(f.wait(timeout=LONG)) for f in reduced] == [1.0, 1.0]
 
@@ -188,15 +188,15 @@ def test_a_serial_queue_and_object_collectives_run_with_the_callers_device(pair:
 
     class Pickled:
         def __reduce__(self) -> Any:  # on the thread of the object collective
-            seen.append(pair.selected())
+            seen.append(pair.current_index())
             return int, ()
 
     done: CUDAFuture[None] = CUDAFuture(executor=cfd.ProcessGroup().queue)
     with pair.select(1):
-        child = done.then(lambda _: pair.selected())
+        child = done.then(lambda _: pair.current_index())
         gathered = cfd.all_gather_object([None], Pickled())
     done.set_result(None)
     assert child.wait(timeout=LONG) == 1
     gathered.wait(timeout=LONG)
     assert set(seen) == {1}
-    assert pair.selected() == 0
+    assert pair.current_index() == 0

@@ -38,7 +38,7 @@ def file(engine: Engine, tmp_path: Path) -> Iterator[File]:
         yield file
 
 
-def made() -> tuple[Engine, File]:
+def open_file() -> tuple[Engine, File]:
     """Return a small engine and an empty file with it, for tests that get nothing else."""
     with TemporaryDirectory() as folder:
         engine = Engine(queue_depth=4, block_size=BLOCK, threads=2)
@@ -113,7 +113,7 @@ def test_tensors_of_the_host_and_of_devices_are_one_run_of_bytes(accelerator: De
 
 @pytest.mark.parametrize("priority", PRIORITIES)
 def test_a_write_takes_what_the_caller_has_enqueued(accelerator: Device, priority: int) -> None:
-    engine, file = made()
+    engine, file = open_file()
     with engine, file:
         x = accelerator.produce(3.0)
         written = file.write(x, priority=priority)
@@ -123,7 +123,7 @@ def test_a_write_takes_what_the_caller_has_enqueued(accelerator: Device, priorit
 
 
 def test_a_device_that_is_busy_holds_up_no_one_else(accelerator: Device) -> None:
-    engine, file = made()
+    engine, file = open_file()
     with engine, file:
         file.write(numbers(LARGE)).wait(timeout=PATIENCE)
         stream = accelerator.stream()
@@ -156,7 +156,7 @@ def test_the_source_may_be_changed_when_it_is_released(accelerator: Device, file
 
 
 def test_the_disk_gets_a_buffer_when_the_device_has_filled_it(accelerator: Device) -> None:
-    engine, file = made()
+    engine, file = open_file()
     with engine, file:
         x = numbers(LARGE).to(accelerator.at())
         accelerator.finish()
@@ -167,7 +167,7 @@ def test_the_disk_gets_a_buffer_when_the_device_has_filled_it(accelerator: Devic
 
 
 def test_a_buffer_is_used_again_when_the_device_has_emptied_it(accelerator: Device) -> None:
-    engine, file = made()
+    engine, file = open_file()
     with engine, file:
         file.write(numbers(LARGE)).wait(timeout=PATIENCE)
         x = torch.empty(LARGE, dtype=torch.uint8, device=accelerator.at())
@@ -176,7 +176,7 @@ def test_a_buffer_is_used_again_when_the_device_has_emptied_it(accelerator: Devi
 
 
 def test_a_read_follows_the_earlier_use_of_its_target(accelerator: Device) -> None:
-    engine, file = made()
+    engine, file = open_file()
     with engine, file:
         file.write(torch.full((SIZE,), 5.0)).wait(timeout=PATIENCE)
         with accelerator.on(accelerator.stream()):
@@ -187,7 +187,7 @@ def test_a_read_follows_the_earlier_use_of_its_target(accelerator: Device) -> No
 
 
 def test_whoever_waits_is_ordered_after_the_read(accelerator: Device) -> None:
-    engine, file = made()
+    engine, file = open_file()
     with engine, file:
         file.write(torch.full((SIZE,), 5.0)).wait(timeout=PATIENCE)
         stream = accelerator.stream()
@@ -204,7 +204,7 @@ def test_whoever_waits_is_ordered_after_the_read(accelerator: Device) -> None:
 
 
 def test_the_target_may_be_dropped_when_the_read_is_done(accelerator: Device) -> None:
-    engine, file = made()
+    engine, file = open_file()
     with engine, file:
         file.write(torch.full((SIZE,), 5.0)).wait(timeout=PATIENCE)
         stream = accelerator.stream()
@@ -223,7 +223,7 @@ def test_the_target_may_be_dropped_when_the_read_is_done(accelerator: Device) ->
 
 
 def test_who_catches_a_failure_is_ordered_after_what_was_read(accelerator: Device) -> None:
-    engine, file = made()
+    engine, file = open_file()
     with engine, file:
         file.write(torch.full((BLOCK // 4,), 5.0)).wait(timeout=PATIENCE)
         stream = accelerator.stream()
@@ -253,7 +253,7 @@ def test_a_read_whose_last_copy_fails_keeps_the_events_of_the_others(accelerator
 
 
 def test_a_pending_read_can_be_looked_at_while_it_completes(accelerator: Device) -> None:
-    engine, file = made()
+    engine, file = open_file()
     with engine, file:
         file.write(torch.full((SIZE,), 5.0)).wait(timeout=PATIENCE)
         for _ in range(30):

@@ -60,7 +60,7 @@ def test_busy_callbacks_share_four_streams_of_each_priority(accelerator: Device,
     accelerator.finish()
     stream = accelerator.stream()
     with accelerator.hold(stream):
-        ids = stream_ids(accelerator, accelerator.completed(1.0, stream=stream), 64, priority)
+        ids = stream_ids(accelerator, accelerator.complete(1.0, stream=stream), 64, priority)
     assert len(ids) == 64
     assert len(set(ids)) == MOST
     assert max(map(ids.count, set(ids))) < 64 / 2  # none of them takes it all
@@ -69,7 +69,7 @@ def test_busy_callbacks_share_four_streams_of_each_priority(accelerator: Device,
 def test_priorities_have_different_streams(accelerator: Device) -> None:
     stream = accelerator.stream()
     with accelerator.hold(stream):
-        parent = accelerator.completed(1.0, stream=stream)
+        parent = accelerator.complete(1.0, stream=stream)
         ids = [set(stream_ids(accelerator, parent, 16, priority)) for priority in PRIORITIES]
     assert not ids[0] & ids[1]
 
@@ -77,10 +77,10 @@ def test_priorities_have_different_streams(accelerator: Device) -> None:
 def test_a_busy_stream_is_passed_over(accelerator: Device) -> None:
     accelerator.finish()
     stream = accelerator.stream()
-    done = accelerator.completed(1.0)
+    done = accelerator.complete(1.0)
     done.wait()
     with accelerator.hold(stream):
-        (blocked,) = stream_ids(accelerator, accelerator.completed(1.0, stream=stream), 1)
+        (blocked,) = stream_ids(accelerator, accelerator.complete(1.0, stream=stream), 1)
         for _ in range(16):
             ids: list[int] = []
             done.then(noting(accelerator, ids)).wait()  # beside what is held
@@ -88,7 +88,7 @@ def test_a_busy_stream_is_passed_over(accelerator: Device) -> None:
 
 
 def test_callbacks_that_run_at_the_same_time_have_different_streams(accelerator: Device) -> None:
-    parent = accelerator.completed(1.0)
+    parent = accelerator.complete(1.0)
     ids: list[int] = []
 
     def enter(depth: int) -> None:
@@ -104,7 +104,7 @@ def test_copies_callbacks_and_gathers_use_the_same_streams(accelerator: Device) 
     accelerator.finish()
     stream = accelerator.stream()
     with accelerator.hold(stream):
-        parent = accelerator.completed(1.0, stream=stream)
+        parent = accelerator.complete(1.0, stream=stream)
         ids = set(stream_ids(accelerator, parent, 16))
         for _ in range(16):
             copied = copy(parent.value(), "cpu")
@@ -116,7 +116,7 @@ def test_copies_callbacks_and_gathers_use_the_same_streams(accelerator: Device) 
 
 
 def test_streams_of_the_program_are_never_used(accelerator: Device) -> None:
-    parent = accelerator.completed(1.0)
+    parent = accelerator.complete(1.0)
     programs = [accelerator.stream() for _ in range(PROGRAMS)]
     accelerator.finish()
     gates = [accelerator.hold(stream) for stream in programs]
@@ -132,7 +132,7 @@ def test_streams_of_the_program_are_never_used(accelerator: Device) -> None:
 
 
 def test_a_capture_and_callbacks_of_another_thread_leave_each_other_alone(accelerator: Device) -> None:
-    parent = accelerator.completed(1.0)
+    parent = accelerator.complete(1.0)
     accelerator.finish()
 
     def use() -> Future:
@@ -150,7 +150,7 @@ def test_a_capture_and_callbacks_of_another_thread_leave_each_other_alone(accele
 
 
 def test_callbacks_of_captured_work_join_the_capture_and_others_do_not(accelerator: Device) -> None:
-    outside = accelerator.completed(1.0)
+    outside = accelerator.complete(1.0)
     accelerator.finish()
     with accelerator.capture("thread_local"):  # in the default mode torch's allocations of other threads end it
         inside = CUDAFuture.completed(accelerator.empty().fill_(1.0))
@@ -201,7 +201,7 @@ def test_a_pool_stream_inside_a_capture_is_in_that_capture(accelerator: Device) 
 
 
 def test_what_is_recorded_on_an_own_stream_of_the_pool_is_ordered(accelerator: Device) -> None:
-    x = accelerator.completed(3.0)
+    x = accelerator.complete(3.0)
     with use_streams(pool_stream(accelerator.at(), -1)):
         y = x.wait(non_blocking=True) * 2
         doubled = CUDAFuture.completed(y)

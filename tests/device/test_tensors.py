@@ -67,7 +67,7 @@ def end_of(value: Any) -> torch.Tensor:
     return value
 
 
-def counted(device: Device) -> tuple[CUDAFuture[list[Counted]], Counted]:
+def complete_counted(device: Device) -> tuple[CUDAFuture[list[Counted]], Counted]:
     future: CUDAFuture[list[Counted]] = CUDAFuture()
     with device.on(device.stream()):
         value = Counted(device.produce(3.0))
@@ -135,7 +135,7 @@ def test_a_value_that_is_too_large_to_search_fails_the_future(accelerator: Devic
 
 @pytest.mark.usefixtures("three_objects")
 def test_a_callback_that_returns_a_value_too_large_to_search_fails_its_child(accelerator: Device) -> None:
-    child = accelerator.completed(3.0).then(lambda done: chain(done.value(), 4))
+    child = accelerator.complete(3.0).then(lambda done: chain(done.value(), 4))
     assert isinstance(child.exception(timeout=PATIENCE), TensorSearchError)
 
 
@@ -168,7 +168,7 @@ def test_an_empty_list_of_names_says_that_the_value_has_no_tensors(accelerator: 
     future.set_result(value := chain(accelerator.produce(3.0), 4), tensors=[])
     assert future.wait(timeout=PATIENCE) is value
     assert not future.events
-    whole = gather(future, accelerator.completed(3.0))
+    whole = gather(future, accelerator.complete(3.0))
     assert whole.wait(timeout=PATIENCE)[0] is value
 
 
@@ -208,7 +208,7 @@ def test_modules_are_no_part_of_a_value(accelerator: Device, monkeypatch: pytest
 
 
 def test_several_waits_and_callbacks_search_once(accelerator: Device) -> None:
-    future, value = counted(accelerator)
+    future, value = complete_counted(accelerator)
     for _ in range(3):
         with accelerator.stream():
             assert future.wait(non_blocking=True) == [value]
@@ -246,7 +246,7 @@ def test_combined_futures_take_over_the_search_of_their_parts(accelerator: Devic
 
 
 def test_futures_in_a_value_are_not_searched(accelerator: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = collect_all([accelerator.completed(float(i)) for i in range(3)])
+    whole = collect_all([accelerator.complete(float(i)) for i in range(3)])
     monkeypatch.setattr(_tensors, "search_objects", lambda *_: pytest.fail("a search in Python"))
     with accelerator.stream():
         assert [accelerator.read(part.value()) for part in whole.wait(non_blocking=True)] == [0.0, 1.0, 2.0]
@@ -272,7 +272,7 @@ def test_memory_found_once_is_kept_for_each_stream(device: Device) -> None:
 # ---- values that change
 
 
-def deferred(accelerator: Device) -> int:
+def count_deferred(accelerator: Device) -> int:
     assert isinstance(accelerator, Simulated)
     count: int = accelerator.sim.statistics().deferred_blocks
     return count
@@ -299,13 +299,13 @@ def test_a_value_that_has_changed_is_searched_again(accelerator: Device, change:
         future.set_result(value)
         future.wait(non_blocking=True)
         change(value, accelerator.produce(3.0))
-    before = deferred(accelerator)
+    before = count_deferred(accelerator)
     with accelerator.stream() as consumer, accelerator.hold(consumer):
         consumer.wait_stream(producer)
         future.wait(non_blocking=True)
         last = value.pop()
         del last
-        assert deferred(accelerator) == before + 1
+        assert count_deferred(accelerator) == before + 1
 
 
 def test_a_search_that_is_kept_keeps_no_memory(accelerator: Device) -> None:

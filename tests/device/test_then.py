@@ -16,20 +16,20 @@ from support.harness import PRIORITIES, Device
 Future = CUDAFuture[torch.Tensor]
 
 
-def doubled(done: Future) -> torch.Tensor:
+def double(done: Future) -> torch.Tensor:
     return done.value() * 2
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
 def test_a_callback_is_ordered_after_the_value_and_before_who_waits_for_it(device: Device, priority: int) -> None:
-    child = device.completed(3.0).then(doubled, priority=priority)
+    child = device.complete(3.0).then(double, priority=priority)
     with device.on(device.stream()):
         assert device.read(child.wait(non_blocking=True)) == 6.0
 
 
 def test_a_callback_reads_the_value_on_its_own_stream(device: Device) -> None:
     read: list[float] = []
-    device.completed(3.0).then(lambda done: read.append(device.read(done.value()))).wait()
+    device.complete(3.0).then(lambda done: read.append(device.read(done.value()))).wait()
     assert read == [3.0]
 
 
@@ -38,11 +38,11 @@ def test_a_callback_reads_the_value_on_its_own_stream(device: Device) -> None:
 def test_it_makes_no_difference_when_it_is_attached(device: Device, stream: Any, attached: str) -> None:
     future = Future()
     if attached == "before":
-        child = future.then(doubled, stream=stream)
+        child = future.then(double, stream=stream)
     with device.on(device.stream()):
         future.set_result(device.produce(3.0))
     if attached == "after":
-        child = future.then(doubled, stream=stream)
+        child = future.then(double, stream=stream)
     assert device.read(child.wait(non_blocking=True)) == 6.0
 
 
@@ -84,7 +84,7 @@ def test_callbacks_of_one_future_run_side_by_side(accelerator: Device) -> None:
     streams: list[int] = []
     stream = accelerator.stream()
     with accelerator.hold(stream):
-        future = accelerator.completed(1.0, stream=stream)
+        future = accelerator.complete(1.0, stream=stream)
         for _ in range(4):
             future.then(lambda _: streams.append(accelerator.current().stream_id))
     assert len(set(streams)) == 4
@@ -106,7 +106,7 @@ def test_what_the_caller_enqueues_next_may_use_the_result(device: Device) -> Non
     kept: list[torch.Tensor] = []
     caller = device.stream()
     with device.on(caller):
-        future.then(lambda done: kept.append(doubled(done)), stream="caller")
+        future.then(lambda done: kept.append(double(done)), stream="caller")
     with device.on(device.stream()):
         future.set_result(device.produce(3.0))
     with device.on(caller):
@@ -120,9 +120,9 @@ def test_a_stream_that_is_given_is_current_in_the_callback(accelerator: Device, 
 
     def callback(done: Future) -> None:
         assert accelerator.current() == side
-        kept.append(doubled(done))
+        kept.append(double(done))
 
-    accelerator.completed(3.0).then(callback, stream=[side] if as_list else side).value()
+    accelerator.complete(3.0).then(callback, stream=[side] if as_list else side).value()
     with side:
         assert accelerator.read(kept[0]) == 6.0
 
@@ -130,7 +130,7 @@ def test_a_stream_that_is_given_is_current_in_the_callback(accelerator: Device, 
 def test_streams_of_several_devices_can_be_given(pair: Device) -> None:
     sides = [pair.stream(index=i) for i in (0, 1)]
     seen: list[list[torch.Stream]] = []
-    pair.completed(1.0).then(lambda _: seen.append([pair.current(0), pair.current(1)]), stream=sides)
+    pair.complete(1.0).then(lambda _: seen.append([pair.current(0), pair.current(1)]), stream=sides)
     assert seen == [sides]
 
 
@@ -148,7 +148,7 @@ def test_the_completing_thread_has_its_streams_back(accelerator: Device) -> None
     x = accelerator.produce(1.0)
     before = accelerator.current()
     future = Future()
-    future.then(doubled)
+    future.then(double)
     future.set_result(accelerator.empty())
     assert accelerator.current() == before
     assert accelerator.read(x.add_(1)) == 2.0
@@ -165,12 +165,12 @@ def test_a_long_chain_stays_ordered(device: Device) -> None:
 
 
 def test_a_callback_that_changes_the_value_in_place(device: Device) -> None:
-    child = device.completed(1.0).then(lambda done: done.value().add_(1)).then(lambda done: done.value().mul_(3))
+    child = device.complete(1.0).then(lambda done: done.value().add_(1)).then(lambda done: done.value().mul_(3))
     assert device.read(child.wait(non_blocking=True)) == 6.0
 
 
 def test_a_callback_that_returns_host_data_leaves_no_event(device: Device) -> None:
-    child = device.completed(3.0).then(lambda done: device.read(done.value()))
+    child = device.complete(3.0).then(lambda done: device.read(done.value()))
     assert dict(child.events) == {}
     assert child.wait() == 3.0
 
@@ -189,14 +189,14 @@ def test_a_done_callback_is_ordered_as_well(device: Device) -> None:
 
 
 def test_then_async_is_ordered_after_the_inner_future(device: Device) -> None:
-    child = device.completed(1.0).then_async(lambda done: device.completed(device.read(done.value()) + 1))
+    child = device.complete(1.0).then_async(lambda done: device.complete(device.read(done.value()) + 1))
     with device.on(device.stream()):
         assert device.read(child.wait(non_blocking=True)) == 2.0
 
 
 def test_then_async_is_ordered_after_an_inner_future_that_is_done_later(device: Device) -> None:
     inner = Future()
-    child = device.completed(1.0).then_async(lambda _: inner)
+    child = device.complete(1.0).then_async(lambda _: inner)
     with device.on(device.stream()):
         inner.set_result(device.produce(2.0))
     assert device.read(child.wait(non_blocking=True)) == 2.0
@@ -209,14 +209,14 @@ def test_then_async_is_ordered_after_an_inner_future_that_is_done_later(device: 
 def test_a_blocking_callback_runs_when_the_device_has_finished(accelerator: Device, priority: int) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
-        future = accelerator.completed(3.0, stream=side)
+        future = accelerator.complete(3.0, stream=side)
         child = future.then(lambda done: done.ready(), non_blocking=False, priority=priority)
         assert not child.done()
     assert child.wait() is True
 
 
 def test_a_blocking_callback_may_read_on_the_host(device: Device) -> None:
-    host = device.pinned()
+    host = device.make_pinned()
     future: Future = Future()
     with device.on(device.stream()):
         x = device.produce(3.0)
@@ -226,7 +226,7 @@ def test_a_blocking_callback_may_read_on_the_host(device: Device) -> None:
 
 
 def test_a_blocking_callback_runs_at_once_where_the_device_has_finished(device: Device) -> None:
-    future = device.completed(3.0)
+    future = device.complete(3.0)
     future.wait()
     here = threading.get_ident()
     assert future.then(lambda _: threading.get_ident(), non_blocking=False).value() == here
@@ -236,7 +236,7 @@ def test_blocking_callbacks_keep_their_order(accelerator: Device) -> None:
     side = accelerator.stream()
     ran: list[int] = []
     with accelerator.hold(side):
-        future = accelerator.completed(3.0, stream=side)
+        future = accelerator.complete(3.0, stream=side)
         children = [future.then(lambda _, i=i: ran.append(i), non_blocking=False) for i in range(10)]  # type: ignore[misc]
     for child in children:
         child.wait()
@@ -246,8 +246,8 @@ def test_blocking_callbacks_keep_their_order(accelerator: Device) -> None:
 def test_other_callbacks_do_not_wait_for_the_device(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
-        future = accelerator.completed(3.0, stream=side)
-        blocking = future.then(doubled, non_blocking=False)
+        future = accelerator.complete(3.0, stream=side)
+        blocking = future.then(double, non_blocking=False)
         assert future.then(lambda _: "ran").wait() == "ran"
         assert not blocking.done()
     assert accelerator.read(blocking.wait(non_blocking=True)) == 6.0
@@ -256,7 +256,7 @@ def test_other_callbacks_do_not_wait_for_the_device(accelerator: Device) -> None
 def test_a_blocking_then_async_waits_for_the_device_first(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
-        child = accelerator.completed(3.0, stream=side).then_async(lambda done: done.then(doubled), non_blocking=False)
+        child = accelerator.complete(3.0, stream=side).then_async(lambda done: done.then(double), non_blocking=False)
         assert not child.done()
     assert accelerator.read(child.wait(non_blocking=True)) == 6.0
 
@@ -267,7 +267,7 @@ def test_a_blocking_then_async_waits_for_the_device_first(accelerator: Device) -
 @pytest.mark.parametrize("where", ["pool", "callback_thread", "inline"])
 def test_a_callback_on_an_executor_is_ordered(device: Device, where: str) -> None:
     with ThreadPoolExecutor(1) if where == "pool" else contextlib.nullcontext(getattr(executors, where, None)) as it:
-        child = device.completed(3.0).then(doubled, executor=it)
+        child = device.complete(3.0).then(double, executor=it)
         with device.on(device.stream()):
             assert device.read(child.wait(non_blocking=True)) == 6.0
 
@@ -275,13 +275,13 @@ def test_a_callback_on_an_executor_is_ordered(device: Device, where: str) -> Non
 def test_the_callers_streams_follow_it_to_the_executor(accelerator: Device) -> None:
     caller = accelerator.stream()
     with ThreadPoolExecutor(1) as pool, caller:
-        child = accelerator.completed(3.0).then(lambda _: accelerator.current(), stream="caller", executor=pool)
+        child = accelerator.complete(3.0).then(lambda _: accelerator.current(), stream="caller", executor=pool)
         assert child.wait() == caller
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
 def test_a_callback_on_an_executor_has_a_stream_of_its_priority(accelerator: Device, priority: int) -> None:
-    future = accelerator.completed(3.0)
+    future = accelerator.complete(3.0)
     with ThreadPoolExecutor(1) as pool:
         child = future.then(lambda _: accelerator.current(), priority=priority, executor=pool)
         assert accelerator.priority_of(child.wait()) == priority

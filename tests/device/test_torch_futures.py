@@ -69,7 +69,7 @@ def test_a_value_of_ours_is_ordered_in_torch(device: Device) -> None:
 
 
 def test_a_value_of_ours_that_is_there_already_is_ordered_in_torch(device: Device) -> None:
-    target = device.completed(2.0).to_torch()
+    target = device.complete(2.0).to_torch()
     with device.on(device.stream()):
         assert device.read(target.wait()) == 2.0
 
@@ -127,7 +127,7 @@ def test_buckets_that_finish_in_another_order(device: Device) -> None:
 
 def test_memory_of_our_value_is_kept_for_who_waits_in_torch(device: Device) -> None:
     producer, consumer = device.stream(), device.stream()
-    target = device.completed(2.0, stream=producer).to_torch()
+    target = device.complete(2.0, stream=producer).to_torch()
     with device.on(consumer):
         y = target.wait() * 3
     del target

@@ -115,7 +115,7 @@ def test_a_callback_may_return_any_shape(device: Device) -> None:
     def callback(done: CUDAFuture[torch.Tensor]) -> Batch:
         return Batch(done.value() * 2, {"a": [done.value() * 3]})
 
-    child = device.completed(1.0).then(callback)
+    child = device.complete(1.0).then(callback)
     with device.on(device.stream()):
         batch = child.wait(non_blocking=True)
         assert [device.read(batch.inputs), device.read(batch.more["a"][0])] == [2.0, 3.0]

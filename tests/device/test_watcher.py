@@ -28,18 +28,18 @@ def pauses() -> Iterator[None]:
 
 
 def test_nothing_is_polled_while_nothing_is_watched(accelerator: Device) -> None:
-    accelerator.completed(1.0).then(lambda _: None, non_blocking=False).wait()
+    accelerator.complete(1.0).then(lambda _: None, non_blocking=False).wait()
     polls = idle()
     wakeups = _C.statistics()["watcher_wakeups"]
     for _ in range(50):
-        accelerator.completed(1.0).then(lambda done: done.value() * 2).wait(non_blocking=True)
-        accelerator.completed(1.0).wait()
+        accelerator.complete(1.0).then(lambda done: done.value() * 2).wait(non_blocking=True)
+        accelerator.complete(1.0).wait()
     assert _C.statistics()["watcher_polls"] == polls
     assert _C.statistics()["watcher_wakeups"] == wakeups
 
 
 def test_what_has_finished_is_not_watched(device: Device) -> None:
-    future = device.completed(1.0)
+    future = device.complete(1.0)
     future.wait()
     watched = _C.statistics()["watcher_watched"]
     future.then(lambda _: None, non_blocking=False).wait()
@@ -51,7 +51,7 @@ def test_each_blocking_callback_is_watched_once(accelerator: Device) -> None:
     before = _C.statistics()["watcher_watched"]
     side = accelerator.stream()
     with accelerator.hold(side):
-        future = accelerator.completed(1.0, stream=side)
+        future = accelerator.complete(1.0, stream=side)
         children = [future.then(lambda _: None, non_blocking=False) for _ in range(3)]
         assert _C.statistics()["watcher_watched"] == before + 3
         assert _C.statistics()["watcher_pending"] == 3
@@ -68,7 +68,7 @@ def test_it_asks_less_and_less_often(accelerator: Device, pauses: None) -> None:
     side = accelerator.stream()
     begin = time.monotonic()
     with accelerator.hold(side):
-        child = accelerator.completed(1.0, stream=side).then(lambda _: None, non_blocking=False)
+        child = accelerator.complete(1.0, stream=side).then(lambda _: None, non_blocking=False)
         while _C.statistics()["watcher_polls"] - before < 40:
             pass
         polls = _C.statistics()["watcher_polls"] - before
@@ -107,7 +107,7 @@ def test_it_watches_several_devices_and_streams_at_once(pair: Device) -> None:
 def test_callbacks_run_on_the_callback_thread_and_not_on_the_watcher(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
-        future = accelerator.completed(1.0, stream=side)
+        future = accelerator.complete(1.0, stream=side)
         child = future.then(lambda _: threading.current_thread(), non_blocking=False)
     assert child.wait() is not threading.current_thread()
 
@@ -116,7 +116,7 @@ def test_a_future_that_is_dropped_is_watched_to_its_end(accelerator: Device) -> 
     side = accelerator.stream()
     ran: CUDAFuture[float] = CUDAFuture()
     with accelerator.hold(side):
-        future = accelerator.completed(3.0, stream=side)
+        future = accelerator.complete(3.0, stream=side)
         future.then(lambda done: ran.set_result(accelerator.read(done.value())), non_blocking=False)
         del future
     assert ran.wait() == 3.0

@@ -18,9 +18,9 @@ A_BATCH_LOST = """
 import itertools, sys, train_images
 
 def losing(loader, device):
-    return itertools.islice(copied(loader, device), 3)
+    return itertools.islice(copy_each(loader, device), 3)
 
-copied, train_images.copied = train_images.copied, losing
+copy_each, train_images.copy_each = train_images.copy_each, losing
 sys.exit(train_images.main())
 """
 

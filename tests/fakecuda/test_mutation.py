@@ -50,16 +50,16 @@ def completing(device: Device) -> Call:
 
 
 def waiting(device: Device) -> Call:
-    future = device.completed(1.0)
+    future = device.complete(1.0)
     return lambda: future.wait(non_blocking=True)
 
 
 def querying(device: Device) -> Call:
-    return device.completed(1.0).events[device.at()].query
+    return device.complete(1.0).events[device.at()].query
 
 
 def synchronizing(device: Device) -> Call:
-    return device.completed(1.0).events[device.at()].synchronize
+    return device.complete(1.0).events[device.at()].synchronize
 
 
 def destroying(device: Device) -> Call:
@@ -71,7 +71,7 @@ def destroying(device: Device) -> Call:
 
 
 def converting(device: Device) -> Call:
-    view, events = device.completed(1.0).events[device.at()], list[Any]()
+    view, events = device.complete(1.0).events[device.at()], list[Any]()
     return lambda: events.append(view.to_torch_event())
 
 

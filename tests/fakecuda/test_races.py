@@ -38,7 +38,7 @@ def on(stream: Stream) -> torch.cuda.StreamContext:
     return torch.cuda.stream(stream)
 
 
-def filled(stream: Stream, value: float = 1.0, device: str = "cuda:0") -> torch.Tensor:
+def fill(stream: Stream, value: float = 1.0, device: str = "cuda:0") -> torch.Tensor:
     """Return a tensor that a stream allocates and writes."""
     with on(stream):
         return torch.full((SIZE,), value, device=device)
@@ -48,7 +48,7 @@ def filled(stream: Stream, value: float = 1.0, device: str = "cuda:0") -> torch.
 
 
 def test_a_missing_wait_is_reported_with_both_operations_and_both_stacks() -> None:
-    x = filled(Stream())
+    x = fill(Stream())
     x.sum()
     (report,) = races()
     assert report.kind == "race"
@@ -99,7 +99,7 @@ def test_two_halves_of_a_tensor_are_told_apart() -> None:
 
 
 def test_a_race_is_reported_once_however_often_it_occurs() -> None:
-    x = filled(Stream())
+    x = fill(Stream())
     for _ in range(5):
         x.sum()
     assert len(races()) == 1
@@ -107,7 +107,7 @@ def test_a_race_is_reported_once_however_often_it_occurs() -> None:
 
 
 def test_a_loop_and_another_line_are_two_races() -> None:
-    x = filled(Stream())
+    x = fill(Stream())
     for _ in range(3):
         x.sum()
     x.sum()
@@ -115,12 +115,12 @@ def test_a_loop_and_another_line_are_two_races() -> None:
 
 
 def test_detect_races_raises_at_the_end_of_the_block_and_drops_what_was_before() -> None:
-    filled(Stream()).sum()
+    fill(Stream()).sum()
     with fakecuda.detect_races():
         torch.ones(SIZE, device="cuda").sum()
     message = "aten::sum on the default stream of cuda:0 reads"
     with pytest.raises(fakecuda.RaceError, match=message) as caught, fakecuda.detect_races():
-        filled(Stream()).sum()
+        fill(Stream()).sum()
     assert len(caught.value.reports) == 1
 
 
@@ -186,7 +186,7 @@ ORDERS = [
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 def test_this_orders_two_streams(order: Callable[[Stream], None]) -> None:
     side = Stream()
-    x = filled(side)
+    x = fill(side)
     order(side)
     assert x.sum().item() == SIZE
     assert races() == []
@@ -194,7 +194,7 @@ def test_this_orders_two_streams(order: Callable[[Stream], None]) -> None:
 
 def test_an_event_orders_what_came_before_it_and_nothing_later() -> None:
     side = Stream()
-    x = filled(side)
+    x = fill(side)
     event = side.record_event()
     with on(side):
         x.add_(1)
@@ -208,7 +208,7 @@ def test_an_event_orders_what_came_before_it_and_nothing_later() -> None:
 def test_a_query_that_returns_false_orders_nothing() -> None:
     side = Stream()
     with fakecuda.hold(side):
-        x = filled(side)
+        x = fill(side)
         assert not side.record_event().query()
         x.sum()
         assert len(races()) == 1
@@ -216,10 +216,10 @@ def test_a_query_that_returns_false_orders_nothing() -> None:
 
 def test_an_event_that_is_recorded_again_counts_as_it_was_at_the_wait() -> None:
     side, event = Stream(), torch.cuda.Event()
-    x = filled(side)
+    x = fill(side)
     event.record(side)
     event.wait()
-    y = filled(side)
+    y = fill(side)
     event.record(side)
     x.sum()
     assert races() == []
@@ -238,7 +238,7 @@ def blocking_stream() -> Iterator[Stream]:
 
 
 def test_the_legacy_default_stream_is_ordered_after_blocking_streams_and_before_them(blocking_stream: Stream) -> None:
-    x = filled(blocking_stream)
+    x = fill(blocking_stream)
     for _ in range(3):
         x.add_(1)
         with on(blocking_stream):
@@ -252,7 +252,7 @@ def test_the_legacy_default_stream_is_ordered_after_blocking_streams_and_before_
 
 def test_a_copy_to_pinned_memory_is_seen() -> None:
     host, side = torch.zeros(SIZE, pin_memory=True), Stream()
-    x = filled(side)
+    x = fill(side)
     with on(side):
         host.copy_(x, non_blocking=True)
     y = torch.empty(SIZE, device="cuda").copy_(host, non_blocking=True)
@@ -292,7 +292,7 @@ def test_a_copy_between_devices_is_ordered_on_the_sources_stream_only(waits: boo
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     there = Stream("cuda:1")
-    x = filled(there, device="cuda:1")
+    x = fill(there, device="cuda:1")
     target = torch.empty(SIZE, device="cuda:0")
     if waits:
         torch.cuda.current_stream("cuda:1").wait_stream(there)
@@ -307,7 +307,7 @@ def test_a_copy_between_devices_is_ordered_on_the_sources_stream_only(waits: boo
 @pytest.mark.parametrize("recorded", [True, False])
 def test_memory_that_is_used_again_without_record_stream_is_a_race(recorded: bool) -> None:
     producer, consumer = Stream(), Stream()
-    x = filled(producer)
+    x = fill(producer)
     address = x.data_ptr()
     consumer.wait_stream(producer)
     with fakecuda.hold(consumer), on(consumer):
@@ -315,7 +315,7 @@ def test_memory_that_is_used_again_without_record_stream_is_a_race(recorded: boo
         if recorded:
             x.record_stream(consumer)
         del x
-        other = filled(producer, 2.0)
+        other = fill(producer, 2.0)
     assert (other.data_ptr() == address) is not recorded
     found = races()
     if recorded:
@@ -331,7 +331,7 @@ def test_memory_that_is_used_again_without_record_stream_is_a_race(recorded: boo
 
 def test_memory_that_the_driver_hands_out_again_is_no_race() -> None:
     for _ in range(3):
-        x = filled(Stream())
+        x = fill(Stream())
         del x
         torch.cuda.empty_cache()
     assert races() == []

@@ -45,7 +45,7 @@ def run(kind: str) -> Iterator[Run]:
     loop.close()
 
 
-async def awaited(future: Future) -> Any:
+async def await_future(future: Future) -> Any:
     return await future
 
 
@@ -119,7 +119,10 @@ def test_await_of_a_cancelled_future_raises_the_cancellation_of_asyncio(run: Run
 @pytest.mark.parametrize("value", [None, 1, (1, 2), (), StopIteration(3), ValueError("a value"), [ValueError]])
 def test_await_of_a_completed_future_needs_no_loop(value: object) -> None:
     future = CUDAFuture.completed(value)
-    steps: tuple[Callable[[], object], ...] = (lambda: awaited(future).send(None), lambda: next(future.__await__()))
+    steps: tuple[Callable[[], object], ...] = (
+        lambda: await_future(future).send(None),
+        lambda: next(future.__await__()),
+    )
     for step in steps:
         with pytest.raises(StopIteration) as stop:
             step()
@@ -128,7 +131,7 @@ def test_await_of_a_completed_future_needs_no_loop(value: object) -> None:
 
 def test_await_of_a_pending_future_needs_a_loop() -> None:
     with pytest.raises(RuntimeError, match="no running event loop"):
-        awaited(CUDAFuture()).send(None)
+        await_future(CUDAFuture()).send(None)
 
 
 def test_awaiting_a_failure_again_does_not_make_its_traceback_longer(run: Run) -> None:
@@ -209,7 +212,7 @@ def test_loops_in_several_threads_await_the_same_future(kinds: list[str]) -> Non
     def serve(kind: str) -> None:
         async def main() -> None:
             asyncio.get_running_loop().call_soon(waiting.wait)
-            values.append(await asyncio.gather(*(awaited(future) for _ in range(10))))
+            values.append(await asyncio.gather(*(await_future(future) for _ in range(10))))
 
         loop = new_loop(kind)
         loop.run_until_complete(main())
@@ -244,7 +247,7 @@ def test_wait_for_times_out_and_the_future_stays_good(run: Run) -> None:
 def test_cancelling_a_task_detaches_it_and_nothing_else(run: Run) -> None:
     async def main() -> None:
         future: Future = CUDAFuture()
-        given_up, patient = (asyncio.ensure_future(awaited(future)) for _ in range(2))
+        given_up, patient = (asyncio.ensure_future(await_future(future)) for _ in range(2))
         await asyncio.sleep(0)
         assert len(callbacks_of(future)) == 2
         given_up.cancel()
@@ -261,7 +264,7 @@ def test_cancelling_a_task_detaches_it_and_nothing_else(run: Run) -> None:
 def test_a_task_cancelled_when_the_future_is_done_already_hears_its_cancellation(run: Run) -> None:
     async def main() -> None:
         future: Future = CUDAFuture()
-        task = asyncio.ensure_future(awaited(future))
+        task = asyncio.ensure_future(await_future(future))
         await asyncio.sleep(0)
         future.set_result("value")
         task.cancel()
@@ -281,8 +284,8 @@ def test_a_task_group_that_fails_leaves_the_futures_of_its_tasks_alone(run: Run)
 
         async def group_of_two() -> None:
             async with asyncio.TaskGroup() as group:  # type: ignore[attr-defined]
-                group.create_task(awaited(pending))
-                group.create_task(awaited(failing))
+                group.create_task(await_future(pending))
+                group.create_task(await_future(failing))
                 in_another_thread(failing, lambda: failing.set_exception(error))
 
         with pytest.raises(BaseExceptionGroup) as raised:  # type: ignore[name-defined]  # noqa: F821
@@ -310,7 +313,7 @@ def test_a_loop_may_be_closed_before_the_future_is_done(
 ) -> None:
     future: Future = CUDAFuture()
     loop = new_loop(kind)
-    task = loop.create_task(awaited(future))
+    task = loop.create_task(await_future(future))
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     complete(future)

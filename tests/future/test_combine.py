@@ -363,14 +363,14 @@ class Payload:
     """Value that can be weakly referenced."""
 
 
-def completed_payloads(count: int) -> tuple[list[CUDAFuture[Payload]], list[weakref.ref[Payload]]]:
+def complete_payloads(count: int) -> tuple[list[CUDAFuture[Payload]], list[weakref.ref[Payload]]]:
     done = [CUDAFuture.completed(Payload()) for _ in range(count)]
     return done, [weakref.ref(future.value()) for future in done]
 
 
 def test_as_completed_releases_each_future_with_its_value_when_it_is_yielded() -> None:
     pending: CUDAFuture[Payload] = CUDAFuture()
-    done, alive = completed_payloads(3)
+    done, alive = complete_payloads(3)
     iterator = as_completed([pending, *done])
     del done
     for yielded in range(3):
@@ -387,7 +387,7 @@ def test_as_completed_releases_each_future_with_its_value_when_it_is_yielded() -
 def test_async_for_releases_each_future_with_its_value_when_it_is_yielded() -> None:
     async def main() -> None:
         pending: CUDAFuture[Payload] = CUDAFuture()
-        done, alive = completed_payloads(3)
+        done, alive = complete_payloads(3)
         iterator = as_completed([pending, *done]).__aiter__()
         del done
         for yielded in range(3):
@@ -420,14 +420,14 @@ def test_a_timeout_names_the_number_of_unfinished_futures() -> None:
 # ---- one record for failures that are combined
 
 
-def retrieved(whole: CUDAFuture[Any]) -> None:
+def retrieve(whole: CUDAFuture[Any]) -> None:
     whole.exception()
 
 
-def dropped(whole: CUDAFuture[Any]) -> None: ...
+def drop(whole: CUDAFuture[Any]) -> None: ...
 
 
-@pytest.mark.parametrize("look", [retrieved, dropped])
+@pytest.mark.parametrize("look", [retrieve, drop])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("combine", [gather, lambda *fs: gather(gather(*fs[:20]), gather(*fs[20:]))])
 def test_the_failures_of_a_gather_are_logged_once(

@@ -25,7 +25,7 @@ ATTEMPTS = 4
 Kind = Callable[[], object]
 
 
-def left_over() -> dict[str, int]:
+def count_leftovers() -> dict[str, int]:
     """Count what there is, after collecting what nobody can reach."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -50,13 +50,13 @@ def expect_nothing_left(kind: Kind, count: int) -> None:
     for _ in range(WARM_UP):
         for _ in range(count):
             kind()
-        before = left_over()
+        before = count_leftovers()
     # A leak grows every time; an allocator that takes another arena, or a thread of another test, does so now and then.
     for _ in range(ATTEMPTS):
         for _ in range(ROUNDS):
             for _ in range(count):
                 kind()
-        after = left_over()
+        after = count_leftovers()
         growth = {what: after[what] - before[what] for what in before}
         if is_flat(growth):
             return

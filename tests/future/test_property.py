@@ -17,7 +17,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cudafuture import AllFailedError, CancelledError, CUDAFuture, InvalidStateError, collect_all, collect_any, gather
-from support.graphs import CANCELLED, DROPPED, Error, Model, Node, Outcome, all_failed, digest, expected, reachable
+from support.graphs import (
+    CANCELLED,
+    DROPPED,
+    Error,
+    Model,
+    Node,
+    Outcome,
+    all_failed,
+    digest,
+    expected_outcome,
+    reachable,
+)
 from support.soak import SOAK, soak_count
 
 EXAMPLES = soak_count(2000)
@@ -156,7 +167,7 @@ class Graph:
         node = self.pick(number)
         if how == "cancel":
             return self.model.cancel(node)
-        return self.model.finish(node, *written(how, value))
+        return self.model.finish(node, *outcome_of_setter(how, value))
 
     # ---- dropping
 
@@ -189,7 +200,7 @@ class Graph:
         return self.nodes[entry[1]] in gone
 
 
-def written(how: str, value: int) -> Outcome:
+def outcome_of_setter(how: str, value: int) -> Outcome:
     return ("completed", value) if how == "set_result" else ("failed", ("ValueError", value))
 
 
@@ -329,7 +340,7 @@ def test_graphs_completed_by_several_threads_end_in_states_that_fit_together(
         barrier.wait()
         for name, number, *value in mine:
             if graph.complete(name, number, *value):
-                outcome: Outcome = ("cancelled", None) if name == "cancel" else written(name, *value)
+                outcome: Outcome = ("cancelled", None) if name == "cancel" else outcome_of_setter(name, *value)
                 won.append((graph.pick(number), outcome))
 
     for future in [threads.submit(work, every[k::THREADS]) for k in range(THREADS)]:
@@ -351,7 +362,7 @@ def expect_consistency(graph: Graph, won: list[tuple[Node, Outcome]]) -> None:
         elif any(node in whole.parents for whole in cancelled_wholes) and node.state == "cancelled":
             continue
         else:
-            allowed = [expected(node, part) for part in node.parents if decides(node, part)]
+            allowed = [expected_outcome(node, part) for part in node.parents if decides(node, part)]
             assert (node.state, node.outcome) in allowed, node
     calls = Counter(entry for entry in graph.log if entry[0] == "callback")
     states = {n.key: n.state for n in graph.held}

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, collect_all, gather, wait_all
-from support.parity import CANNOT_PICKLE, answered, answers, explained, torch_tests
+from support.parity import CANNOT_PICKLE, answers, find_answered, find_explained, torch_tests
 
 Seen = list[Any]
 
@@ -394,9 +394,9 @@ def test_none_is_no_future(combine: Callable[[Any], object]) -> None:
 
 
 def test_every_test_of_torchs_is_answered_or_explained() -> None:
-    left = torch_tests() - answered() - explained()
+    left = torch_tests() - find_answered() - find_explained()
     assert not left, "answer these with a test, or explain them in docs/coming-from-torch.md"
 
 
 def test_no_answer_is_to_a_test_that_nobody_asked() -> None:
-    assert answered() - torch_tests() == set()
+    assert find_answered() - torch_tests() == set()

@@ -165,13 +165,13 @@ def test_a_loop_that_runs_inside_of_a_task_of_the_other_library_can_await(outer:
 def test_both_sides_of_trio_asyncio_can_await() -> None:
     trio_asyncio = pytest.importorskip("trio_asyncio")
 
-    async def awaited() -> Any:
+    async def await_result() -> Any:
         future: Future = CUDAFuture()
         in_a_thread(lambda: future.set_result(1))
         return await future
 
     async def main() -> None:
         async with trio_asyncio.open_loop():
-            assert (await trio_asyncio.aio_as_trio(awaited)(), await awaited()) == (1, 1)
+            assert (await trio_asyncio.aio_as_trio(await_result)(), await await_result()) == (1, 1)
 
     trio.run(main)

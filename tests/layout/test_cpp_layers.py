@@ -136,7 +136,7 @@ def folder(file: Path) -> str:
     return f"{first}/{others[0]}" if len(others) > 1 else Path(first).stem
 
 
-def reached(file: Path) -> dict[str, str]:
+def foreign_headers(file: Path) -> dict[str, str]:
     """Return every foreign header that a file sees through our own headers, with the file that includes it."""
     found: dict[str, str] = {}
     todo, seen = [file], {file}
@@ -158,13 +158,13 @@ def test_every_folder_has_a_layer(file: Path) -> None:
 
 @pytest.mark.parametrize("file", BELOW_BIND, ids=ids)
 def test_no_python_header_below_bind(file: Path) -> None:
-    for header, by in reached(file).items():
+    for header, by in foreign_headers(file).items():
         assert not PYTHON_HEADER.fullmatch(header), f"{header} is included by {by}; Python does not belong there"
 
 
 @pytest.mark.parametrize("file", sim_files("runtime"), ids=ids)
 def test_the_simulated_accelerators_runtime_knows_no_torch(file: Path) -> None:
-    for header, by in reached(file).items():
+    for header, by in foreign_headers(file).items():
         assert not TORCH_HEADER.fullmatch(header), f"{header} is included by {by}; torch begins in device/"
 
 

@@ -104,7 +104,7 @@ def begins_with_imperative(text: str) -> bool:
     return first is not None and first[1].lower() in VERBS
 
 
-def found_words(text: str) -> list[str]:
+def find_words(text: str) -> list[str]:
     """Return the lines of a text in which a word of WORDS begins, with the word."""
     return [
         f"{text.count(chr(10), 0, found.start()) + 1}: {' '.join(found[0].split())}" for found in WORDS.finditer(text)

@@ -22,7 +22,7 @@ def rows() -> dict[str, list[str]]:
     return {cells[0].strip(): re.findall(r"`(test_\w+)`", cells[-1]) for cells in found}
 
 
-def defined(files: list[object]) -> set[str]:
+def names_of_tests(files: list[object]) -> set[str]:
     return {name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)}  # type: ignore[attr-defined]
 
 
@@ -30,9 +30,9 @@ def defined(files: list[object]) -> set[str]:
 def test_a_row_is_shown_by_tests_that_exist(attacker: str) -> None:
     named = set(rows()[attacker])
     assert bool(named) != (attacker in UNPROVEN)
-    assert named <= defined(list(TESTS))
+    assert named <= names_of_tests(list(TESTS))
 
 
 def test_every_attack_is_in_the_table() -> None:
     named = {name for names in rows().values() for name in names}
-    assert defined(list(ATTACKS)) - WITHOUT_AN_ATTACK <= named
+    assert names_of_tests(list(ATTACKS)) - WITHOUT_AN_ATTACK <= named

@@ -18,7 +18,7 @@ def minor(version: str) -> tuple[int, int]:
     return int(major), int(number)
 
 
-def found(pattern: str, name: str) -> tuple[str, ...]:
+def find(pattern: str, name: str) -> tuple[str, ...]:
     """Return the groups of the only match of a pattern in a file."""
     matches = list(re.finditer(pattern, text(name), re.MULTILINE))
     assert len(matches) == 1, f"{name} has {len(matches)} matches of {pattern}"
@@ -27,17 +27,17 @@ def found(pattern: str, name: str) -> tuple[str, ...]:
 
 def span(pattern: str, name: str) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the oldest and the newest minor version that a file names."""
-    oldest, newest = found(pattern, name)
+    oldest, newest = find(pattern, name)
     return minor(oldest), minor(newest)
 
 
-def listed(variable: str) -> list[str]:
+def read_list(variable: str) -> list[str]:
     """Return the words of a list in tools/matrix.sh."""
-    return found(rf'^{variable}="([^"]+)"$', "tools/matrix.sh")[0].split()
+    return find(rf'^{variable}="([^"]+)"$', "tools/matrix.sh")[0].split()
 
 
-TORCH = [minor(version) for version in listed("TORCH")]
-PYTHON = [minor(version) for version in listed("PYTHON")]
+TORCH = [minor(version) for version in read_list("TORCH")]
+PYTHON = [minor(version) for version in read_list("PYTHON")]
 ENDS = (TORCH[0], TORCH[-1])
 AFTER = (ENDS[1][0], ENDS[1][1] + 1)
 
@@ -46,45 +46,45 @@ def test_the_matrix_runs_every_minor_version_once() -> None:
     for versions in (TORCH, PYTHON):
         first, last = versions[0], versions[-1]
         assert versions == [(first[0], n) for n in range(first[1], last[1] + 1)]
-    assert all(re.fullmatch(r"\d+\.\d+\.\d+", release) for release in listed("TORCH"))
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", release) for release in read_list("TORCH"))
 
 
 def test_the_reference_versions_are_in_the_matrix() -> None:
-    assert minor(found(r"^REFERENCE_TORCH=(\S+)$", "tools/matrix.sh")[0]) in TORCH
-    assert minor(found(r"^REFERENCE_PYTHON=(\S+)$", "tools/matrix.sh")[0]) in PYTHON
-    assert minor(found(r"^GPU_TORCH=(\S+)$", "tools/matrix.sh")[0]) in TORCH
-    assert minor(found(r"^GPU_PYTHON=(\S+)$", "tools/matrix.sh")[0]) in PYTHON
+    assert minor(find(r"^REFERENCE_TORCH=(\S+)$", "tools/matrix.sh")[0]) in TORCH
+    assert minor(find(r"^REFERENCE_PYTHON=(\S+)$", "tools/matrix.sh")[0]) in PYTHON
+    assert minor(find(r"^GPU_TORCH=(\S+)$", "tools/matrix.sh")[0]) in TORCH
+    assert minor(find(r"^GPU_PYTHON=(\S+)$", "tools/matrix.sh")[0]) in PYTHON
 
 
 def test_the_readme_names_the_versions_of_the_matrix() -> None:
     assert span(r"torch (\d\.\d+) to (\d\.\d+), CPU and CUDA", "README.md") == ENDS
     assert span(r"^Linux; Python (\d\.\d+) to (\d\.\d+);", "README.md") == (PYTHON[0], PYTHON[-1])
-    python, torch = found(r"each torch on Python (\S+), with torch (\S+) on each Python", "README.md")
-    assert found(r"^REFERENCE_TORCH=(\S+)$", "tools/matrix.sh") == (torch,)
-    assert found(r"^REFERENCE_PYTHON=(\S+)$", "tools/matrix.sh") == (python,)
-    torch, python = found(r"and with torch (\S+) on Python (\S+) alone", "README.md")
-    assert found(r"^GPU_TORCH=(\S+)$", "tools/matrix.sh") == (torch,)
-    assert found(r"^GPU_PYTHON=(\S+)$", "tools/matrix.sh") == (python,)
+    python, torch = find(r"each torch on Python (\S+), with torch (\S+) on each Python", "README.md")
+    assert find(r"^REFERENCE_TORCH=(\S+)$", "tools/matrix.sh") == (torch,)
+    assert find(r"^REFERENCE_PYTHON=(\S+)$", "tools/matrix.sh") == (python,)
+    torch, python = find(r"and with torch (\S+) on Python (\S+) alone", "README.md")
+    assert find(r"^GPU_TORCH=(\S+)$", "tools/matrix.sh") == (torch,)
+    assert find(r"^GPU_PYTHON=(\S+)$", "tools/matrix.sh") == (python,)
 
 
 def test_pyproject_requires_and_classifies_the_versions_of_the_matrix() -> None:
     assert span(r'"torch>=([\d.]+),<([\d.]+)"', "pyproject.toml") == (TORCH[0], AFTER)
-    assert minor(found(r'^requires-python = ">=([\d.]+)"', "pyproject.toml")[0]) == PYTHON[0]
+    assert minor(find(r'^requires-python = ">=([\d.]+)"', "pyproject.toml")[0]) == PYTHON[0]
     classified = re.findall(r'"Programming Language :: Python :: (\d\.\d+)"', text("pyproject.toml"))
     assert [minor(version) for version in classified] == PYTHON
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
 def test_the_docs_install_what_builds_the_package(page: str) -> None:
-    required = re.findall(r'"([^"]+)"', found(r"^requires = \[(.*)\]$", "pyproject.toml")[0])
-    assert re.findall(r'"([^"]+)"', found(r"^pip install (.*) cmake ninja ", page)[0]) == required
+    required = re.findall(r'"([^"]+)"', find(r"^requires = \[(.*)\]$", "pyproject.toml")[0])
+    assert re.findall(r'"([^"]+)"', find(r"^pip install (.*) cmake ninja ", page)[0]) == required
 
 
 def test_cmake_warns_outside_of_the_versions_of_the_matrix() -> None:
     pattern = r"TORCH_VERSION VERSION_LESS (\S+) OR TORCH_VERSION VERSION_GREATER_EQUAL ([\d.]+)"
     assert span(pattern, "cmake/torch.cmake") == (TORCH[0], AFTER)
     assert span(r"tested with torch (\d\.\d+) to (\d\.\d+);", "cmake/torch.cmake") == ENDS
-    assert minor(found(r"find_package\(Python (\S+) REQUIRED", "CMakeLists.txt")[0]) == PYTHON[0]
+    assert minor(find(r"find_package\(Python (\S+) REQUIRED", "CMakeLists.txt")[0]) == PYTHON[0]
 
 
 def test_the_import_guard_names_the_versions_of_the_matrix() -> None:
@@ -92,23 +92,23 @@ def test_the_import_guard_names_the_versions_of_the_matrix() -> None:
 
 
 def test_the_environment_has_a_torch_of_the_matrix() -> None:
-    release = found(r'^TORCH_WITHOUT_GPU = "torch==(\S+)"$', "tools/environment.py")[0]
-    assert release in listed("TORCH")
+    release = find(r'^TORCH_WITHOUT_GPU = "torch==(\S+)"$', "tools/environment.py")[0]
+    assert release in read_list("TORCH")
 
 
 def test_the_gpu_kit_is_made_for_a_combination_of_the_matrix() -> None:
-    (release,) = found(r"^TORCH=(\S+)", "tools/gpu_kit.sh")
-    assert release in listed("TORCH")
-    assert minor(release) == minor(found(r"^GPU_TORCH=(\S+)$", "tools/matrix.sh")[0])
-    assert found(r"^PYTHON=(\S+)", "tools/gpu_kit.sh") == found(r"^GPU_PYTHON=(\S+)$", "tools/matrix.sh")
+    (release,) = find(r"^TORCH=(\S+)", "tools/gpu_kit.sh")
+    assert release in read_list("TORCH")
+    assert minor(release) == minor(find(r"^GPU_TORCH=(\S+)$", "tools/matrix.sh")[0])
+    assert find(r"^PYTHON=(\S+)", "tools/gpu_kit.sh") == find(r"^GPU_PYTHON=(\S+)$", "tools/matrix.sh")
 
 
 def test_the_environment_refuses_an_older_python() -> None:
-    major, number = found(r"sys\.version_info < \((\d+), (\d+)\)", "tools/venv.sh")
+    major, number = find(r"sys\.version_info < \((\d+), (\d+)\)", "tools/venv.sh")
     assert (int(major), int(number)) == PYTHON[0]
-    assert minor(found(r"needs Python (\d\.\d+) or newer", "tools/venv.sh")[0]) == PYTHON[0]
+    assert minor(find(r"needs Python (\d\.\d+) or newer", "tools/venv.sh")[0]) == PYTHON[0]
 
 
 def test_the_linters_check_for_the_oldest_python() -> None:
-    assert found(r'^target-version = "py(\d+)"', "pyproject.toml") == ("{}{}".format(*PYTHON[0]),)
-    assert minor(found(r'^python_version = "([\d.]+)"', "pyproject.toml")[0]) == PYTHON[0]
+    assert find(r'^target-version = "py(\d+)"', "pyproject.toml") == ("{}{}".format(*PYTHON[0]),)
+    assert minor(find(r'^python_version = "([\d.]+)"', "pyproject.toml")[0]) == PYTHON[0]

@@ -28,7 +28,7 @@ def _show(values: list[object]) -> None:
 def _function(name: str, source: str) -> ast.Module:
     """Return the definition of a function that returns the values which an interactive session would show."""
     body = [_Shown().visit(statement) for statement in ast.parse(source).body]
-    stored = sorted({name for statement in body for node in ast.walk(statement) for name in _stored(node)})
+    stored = sorted({name for statement in body for node in ast.walk(statement) for name in _names_bound(node)})
     module = ast.parse(f"def {name}():\n    shown = []\n    return shown")
     module.body[0].body[1:1] = [*([ast.Global(stored)] if stored else []), *body]  # type: ignore[attr-defined]
     return ast.fix_missing_locations(module)
@@ -52,7 +52,7 @@ class _Shown(ast.NodeTransformer):
         return ast.Assign([node.target], node.value)  # a global has no annotation
 
 
-def _stored(node: ast.AST) -> list[str]:
+def _names_bound(node: ast.AST) -> list[str]:
     """Return the names that a node of the syntax tree binds."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return [node.id]

@@ -236,7 +236,7 @@ def failing_threads() -> None:
         while True:
             step()
 
-    def noted() -> None:
+    def note_error() -> None:
         future: CUDAFuture[int] = CUDAFuture(name="noted")
         future.set_exception(ValueError())
 
@@ -245,7 +245,7 @@ def failing_threads() -> None:
 
     daemon(loop, lambda: CUDAFuture.completed(1).add_done_callback(lambda f: 1 / 0))
     daemon(loop, lambda: CUDAFuture.failed(ValueError()))
-    daemon(loop, noted)
+    daemon(loop, note_error)
     daemon(loop, all_failed)
 
 
@@ -263,13 +263,13 @@ def event_loops() -> None:
     never: CUDAFuture[int] = CUDAFuture()
 
     async def many() -> None:
-        await asyncio.gather(*(_awaited(never) for _ in range(10)))
+        await asyncio.gather(*(_await_future(never) for _ in range(10)))
 
     for _ in range(2):
         daemon(asyncio.run, many())
 
 
-async def _awaited(future: CUDAFuture[int]) -> int:
+async def _await_future(future: CUDAFuture[int]) -> int:
     return await future
 
 
@@ -392,19 +392,19 @@ SCENARIOS = {
 }
 
 
-def terminated() -> None:
+def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def failed() -> None:
+def fail() -> None:
     raise ValueError("the way this process ends")
 
 
 WAYS: dict[str, tuple[Callable[[], object], int]] = {
     "end": (lambda: None, 0),
     "sys.exit": (lambda: sys.exit(3), 3),
-    "exception": (failed, 1),
-    "SIGTERM": (terminated, -signal.SIGTERM),
+    "exception": (fail, 1),
+    "SIGTERM": (terminate, -signal.SIGTERM),
     "os._exit": (lambda: os._exit(4), 4),
 }
 

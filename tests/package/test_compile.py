@@ -53,7 +53,7 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def unmarked() -> Iterator[str]:
+def find_unmarked() -> Iterator[str]:
     """Yield the public functions and methods that Dynamo would trace."""
     for name, entry in {**{name: entry for name, (entry, _) in NAMES.items()}, **METHODS}.items():
         cls = CLASSES.get(name.rpartition(".")[0])
@@ -67,7 +67,7 @@ def unmarked() -> Iterator[str]:
 
 
 def test_every_public_entry_breaks_the_graph() -> None:
-    assert list(unmarked()) == []
+    assert list(find_unmarked()) == []
 
 
 def test_every_native_method_is_of_a_type_that_dynamo_binds() -> None:
@@ -136,7 +136,7 @@ def test_a_compiled_train_step_updates_what_a_plain_one_does(
         optimizer.zero_grad()
         return loss.detach()
 
-    def trained(run: Callable[..., torch.Tensor], offloads: bool) -> list[list[float]]:
+    def train(run: Callable[..., torch.Tensor], offloads: bool) -> list[list[float]]:
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 2)
         optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters())
@@ -149,10 +149,10 @@ def test_a_compiled_train_step_updates_what_a_plain_one_does(
 
     hook = torch._dynamo.convert_frame.register_bytecode_hook(lambda code, _: compiled.append(code.co_filename))
     try:
-        found = trained(torch.compile(step, backend=backend), offloads=True)
+        found = train(torch.compile(step, backend=backend), offloads=True)
     finally:
         hook.remove()
-    assert found == trained(step, offloads=False)
+    assert found == train(step, offloads=False)
     assert __file__ in compiled
     assert not [file for file in compiled if file.startswith(str(Path(cudafuture.__file__).parent))]
 
@@ -183,14 +183,14 @@ def test_tensors_without_memory_are_carried_or_refused(name: str, group: Process
     store, seen = DiskStore(tmp_path), []
     store.write("known", torch.ones(2)).wait()
 
-    def transformed(x: torch.Tensor) -> torch.Tensor:
+    def call_entry(x: torch.Tensor) -> torch.Tensor:
         seen.append(outcome(ENTRIES[name], x, store))
         return x.sum()
 
     with FakeTensorMode():
-        transformed(torch.ones(2))
+        call_entry(torch.ones(2))
     for transform in (torch.func.vmap, torch.func.grad, torch.func.functionalize):
-        transform(transformed)(torch.ones(2, 2) if transform is torch.func.vmap else torch.ones(2))
+        transform(call_entry)(torch.ones(2, 2) if transform is torch.func.vmap else torch.ones(2))
     # Torch pickles a tensor of a device that it does not know as an array of the host.
     refused = name in ("read", "write") or (name == "all_gather_object" and torch.get_default_device().type == "cpu")
     assert len(seen) == 4

@@ -18,7 +18,7 @@ from cudafuture.io import BufferPool, File
 from cudafuture.pipeline import GPipe, Pipeline
 from cudafuture.store import DiskStore, ShardedStore, Store
 from cudafuture.swap import OptimizerSwapper, offload
-from data.archives import images, numbers, written
+from data.archives import images, numbers, write_archive
 from rpc_ext import RemoteStore, rpc_async, serve_store
 from support.rpc_callees import ME, alone
 
@@ -37,7 +37,7 @@ def _defaults(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def numbered(size: int) -> torch.Tensor:
+def make_numbers(size: int) -> torch.Tensor:
     return torch.arange(float(size), device=SIM)
 
 
@@ -46,7 +46,7 @@ def expect(tensor: Any, device: str, values: Any, dtype: torch.dtype = torch.flo
 
 
 def test_futures_and_copies() -> None:
-    x = numbered(3)
+    x = make_numbers(3)
     there, here, packed = gather(submit(lambda: x + 1), copy(x, "cpu"), copy([x, x], "cpu", pack=True)).wait()
     expect(there, SIM, [1, 2, 3])
     for copied in (here, *packed):
@@ -56,10 +56,10 @@ def test_futures_and_copies() -> None:
 def test_collectives_of_tensors_and_of_objects() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        expect(distributed.all_reduce(numbered(3)).wait(), SIM, [0, 1, 2])
-        expect(distributed.reduce_scatter_tensor(numbered(2), numbered(2)).wait(), SIM, [0, 1])
+        expect(distributed.all_reduce(make_numbers(3)).wait(), SIM, [0, 1, 2])
+        expect(distributed.reduce_scatter_tensor(make_numbers(2), make_numbers(2)).wait(), SIM, [0, 1])
         found: list[Any] = [None]
-        distributed.all_gather_object(found, {"x": numbered(2)}).wait()
+        distributed.all_gather_object(found, {"x": make_numbers(2)}).wait()
         distributed.broadcast_object_list(found, src=0).wait()
         expect(found[0]["x"], SIM, [0, 1])
         distributed.monitored_barrier().wait()
@@ -70,7 +70,7 @@ def test_collectives_of_tensors_and_of_objects() -> None:
 def expect_stored(store: Store) -> None:
     """Write and read tensors of the host and of the device, with the flags and digests of each key."""
     is_written = torch.zeros(2, dtype=torch.bool, device="cpu")
-    store.writev({"x": numbered(5), "n": torch.arange(3, device="cpu")}, written=is_written).wait()
+    store.writev({"x": make_numbers(5), "n": torch.arange(3, device="cpu")}, written=is_written).wait()
     assert is_written.all()
     digests = torch.zeros(2, dtype=torch.uint64, device="cpu")
     x, n = store.readv(["x", "n"], device=SIM, digests=digests).wait()
@@ -82,7 +82,7 @@ def expect_stored(store: Store) -> None:
 
 def test_files_and_stores(tmp_path: Path) -> None:
     with File(tmp_path / "file", "w+") as file:
-        file.write(numbered(3)).wait()
+        file.write(make_numbers(3)).wait()
         out = torch.zeros(3, device=SIM)
         file.read(out).wait()
         expect(out, SIM, [0, 1, 2])
@@ -102,7 +102,7 @@ def test_rpc_and_remote_stores(tmp_path: Path) -> None:
 
 
 def test_optimizers_with_state_in_a_store(tmp_path: Path) -> None:
-    weights = [nn.Parameter(numbered(5)), nn.Parameter(torch.ones(3, device="cpu", dtype=torch.float32))]
+    weights = [nn.Parameter(make_numbers(5)), nn.Parameter(torch.ones(3, device="cpu", dtype=torch.float32))]
     same = [nn.Parameter(weight.detach().clone()) for weight in weights]
     optimizer = offload(torch.optim.AdamW(weights, lr=0.1), tmp_path / "states", min_bytes=0, swap_gradients=True)
     usual = torch.optim.AdamW(same, lr=0.1, foreach=False)
@@ -125,7 +125,7 @@ def test_optimizers_with_state_in_a_store(tmp_path: Path) -> None:
 
 def test_images_reach_the_device_through_pinned_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with torch.device("cpu"):
-        archive = written(tmp_path, images(7))
+        archive = write_archive(tmp_path, images(7))
     for x, labels in prefetch(TgzImages(archive, batch=4), SIM):
         assert str(x.device) == str(labels.device) == SIM
     for index in (True, False):
@@ -158,7 +158,7 @@ def test_pipelines_compute_what_the_whole_model_computes() -> None:
 
 
 def test_tensors_on_disk_by_the_api_of_tensornvme(tmp_path: Path) -> None:
-    x, path = numbered(3), tmp_path / "file"
+    x, path = make_numbers(3), tmp_path / "file"
     offloader = DiskOffloader(tmp_path)
     offloader.sync_write(x)
     offloader.sync_read(x)

@@ -43,7 +43,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.fixture(params=["lazy", "jitter", "free"])
-def simulated(request: pytest.FixtureRequest) -> Iterator[str]:
+def schedule(request: pytest.FixtureRequest) -> Iterator[str]:
     sim.enable(devices=4, seed=1, schedule=request.param)
     yield request.param
     races = sim.races()
@@ -105,7 +105,7 @@ def test_gradients_are_those_of_the_plain_model(devices: int, table: str, checkp
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 @pytest.mark.parametrize("table", TABLES)
-def test_devices_are_ordered_after_each_other(simulated: str, table: str, checkpoint: Any) -> None:
+def test_devices_are_ordered_after_each_other(schedule: str, table: str, checkpoint: Any) -> None:
     stages = 4
     devices = [f"sim:{i}" for i in range(2 if table == "interleaved_1f1b" else stages)]
     model = model_of(stages)
@@ -164,7 +164,7 @@ def test_random_tables_give_the_gradients_of_the_plain_model(seed: int) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-def test_calling_it_fills_and_loss_backward_drains(simulated: str, checkpoint: Any) -> None:
+def test_calling_it_fills_and_loss_backward_drains(schedule: str, checkpoint: Any) -> None:
     model = model_of(4)
     pipeline = Pipeline(
         copy.deepcopy(model), [f"sim:{i}" for i in range(4)], balance=[1] * 4, microbatches=4, checkpoint=checkpoint

@@ -545,7 +545,7 @@ def test_a_thread_that_dies_fails_its_futures() -> None:
 FILES = (_worker_thread.__file__, workers_module.__file__)
 
 
-def interrupted(line: int, body: Callable[[], object]) -> bool:
+def interrupt_body(line: int, body: Callable[[], object]) -> bool:
     """Interrupt `body` at that line of the workers."""
 
     def run() -> None:
@@ -572,7 +572,7 @@ def test_ctrl_c_at_any_line_leaves_the_workers_usable(body: str) -> None:
         workers = Workers([CPU], queue=4)
         blocker = Blocker(workers)
         earlier = [workers.submit(CPU, int), workers.submit(CPU, int, priority=2, timeout=1000)]
-        was_interrupted = interrupted(line, functools.partial(BODIES[body], workers))
+        was_interrupted = interrupt_body(line, functools.partial(BODIES[body], workers))
         late = workers.submit(CPU, int, timeout=0.001)
         assert isinstance(late.exception(), TimeoutError), line
         blocker.release()
@@ -593,7 +593,7 @@ def test_ctrl_c_at_any_line_of_close_leaves_it_to_another_call() -> None:
         workers = Workers([CPU, FakeDevice("fake")])
         blocker = Blocker(workers, timeout=1000)
         waiting = workers.submit(CPU, lambda: "ran")
-        was_interrupted = interrupted(line, functools.partial(workers.close, timeout=0.001))
+        was_interrupted = interrupt_body(line, functools.partial(workers.close, timeout=0.001))
         blocker.release()
         workers.close(timeout=10)
         assert waiting.wait(timeout=10) == "ran"

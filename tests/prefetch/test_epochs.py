@@ -165,14 +165,14 @@ def test_two_async_loops_at_a_time_are_refused() -> None:
 def test_an_iterator_that_waits_raises_when_another_epoch_begins() -> None:
     released = threading.Event()
 
-    def blocked_once() -> Iterator[int]:
+    def block_once() -> Iterator[int]:
         yield 0
         assert released.wait(LONG)
         yield 1
 
     class Source:
         def __iter__(self) -> Iterator[int]:
-            return blocked_once()
+            return block_once()
 
     batches = prefetch(Source(), "cpu")
     first = iter(batches)

@@ -45,12 +45,12 @@ def halve(batch: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [10, 1 << 20])
 @pytest.mark.sim(schedule="lazy")
 def test_an_iterable_may_fill_its_pageable_tensors_again(size: int, pack: bool) -> None:
-    def filled() -> Iterator[list[torch.Tensor]]:
+    def fill_again() -> Iterator[list[torch.Tensor]]:
         tensors = [torch.empty(size), torch.empty(size)]
         for i in range(6):
             yield [tensor.fill_(i) for tensor in tensors]
 
-    assert [[x[0].item() for x in batch] for batch in prefetch(filled(), "sim", pack=pack)] == [
+    assert [[x[0].item() for x in batch] for batch in prefetch(fill_again(), "sim", pack=pack)] == [
         [i, i] for i in range(6)
     ]
 

@@ -23,7 +23,7 @@ from rpc_ext import RemoteStore, serve_store
 from rpc_ext.store import _source as source
 from rpc_ext.store import _target as target
 from rpc_ext.store._wire import PIECE
-from support.device_calls import LONG, calling, filled, only
+from support.device_calls import LONG, calling, start_fill, only
 from support.simulated import SCHEDULES
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store-devices")]
@@ -57,7 +57,7 @@ def repeat_corrupted_read(remote: RemoteStore, size: int) -> None:
 
 def read_into_pending_tensor(remote: RemoteStore, size: int) -> None:
     remote.write("x", torch.full((size,), 3.0)).wait(timeout=LONG)
-    out = filled(-1.0, size=size)  # still being written when the read is asked for
+    out = start_fill(-1.0, size=size)  # still being written when the read is asked for
     assert remote.read("x", out).wait(timeout=LONG, non_blocking=True) is out
     assert only(out) == 3.0
 
@@ -84,7 +84,7 @@ def move_many_at_once(remote: RemoteStore, size: int) -> None:
 
 def compare_digests(remote: RemoteStore, size: int) -> None:
     due = {"x": digest(torch.full((size,), 4.0, device="cpu")), "y": 1}
-    tensors = {key: filled(4.0, size=size) for key in due}
+    tensors = {key: start_fill(4.0, size=size) for key in due}
     written = torch.zeros(2, dtype=torch.bool, device="cpu")
     write = remote.writev(tensors, digests=due, written=written)
     assert write.released is not None
@@ -106,7 +106,7 @@ def move_many_in_one_call(remote: RemoteStore, size: int) -> None:
     for tensor in tensors.values():
         tensor.fill_(-1.0)
     write.wait(timeout=LONG)
-    outs = [filled(-1.0, (i + 1) % 2, size) for i in range(3)] + [torch.zeros(size)]
+    outs = [start_fill(-1.0, (i + 1) % 2, size) for i in range(3)] + [torch.zeros(size)]
     assert remote.readv(list(tensors), outs).wait(timeout=LONG, non_blocking=True) == outs
     assert [only(out) for out in outs[:3]] == [0.0, 1.0, 2.0]
     assert torch.equal(outs[3], torch.full((size,), 3.0))
@@ -116,7 +116,7 @@ def move_many_in_one_call(remote: RemoteStore, size: int) -> None:
 def move_transposed(remote: RemoteStore, size: int) -> None:
     tensor = filled(5.0, size=2 * size).view(2, size).t()
     remote.write("x", tensor).wait(timeout=LONG)
-    out = filled(-1.0, size=2 * size).view(2, size).t()
+    out = start_fill(-1.0, size=2 * size).view(2, size).t()
     assert remote.read("x", out).wait(timeout=LONG, non_blocking=True).shape == (size, 2)
     assert only(out) == 5.0
 
@@ -219,7 +219,7 @@ def test_copies_keep_priority_and_use_pinned_memory(process: World, tmp_path: Pa
             mock.patch.object(target, "copy", record_copy),
             serve_on_devices("lazy", tmp_path) as remote,
         ):
-            remote.write("x", filled(1.0, size=size), priority=-1).wait(timeout=LONG)
+            remote.write("x", start_fill(1.0, size=size), priority=-1).wait(timeout=LONG)
             assert len(on_host) == (1 if size == SMALL else 2)
             assert all(tensor.is_pinned() for tensor in on_host)
             assert only(remote.read("x", device="sim", priority=-1).wait(timeout=LONG, non_blocking=True)) == 1.0

@@ -24,7 +24,7 @@ from rpc_ext import RemoteStore, StoreService, _codec, _listeners, serve_store
 from rpc_ext.store import _calls as services
 from rpc_ext.store._wire import PIECE
 from support.attacker import SEAL_SIZE, Stranger, key_of
-from support.middleman import FROM, TO, joined, relayed
+from support.middleman import FROM, TO, be_worker, start_relay
 from support.patience import PATIENCE
 from support.rpc_callees import working
 
@@ -188,12 +188,12 @@ def test_changed_or_exchanged_requests_do_nothing(world: World, tmp_path: Path) 
     def run() -> Any:
         rank, seen = dist.get_rank(), dict[str, Any]()
         if rank == 1:
-            with joined(1, tmp_path / "file", None, seen), serve_store(tmp_path / "served") as service:
+            with be_worker(1, tmp_path / "file", None, seen), serve_store(tmp_path / "served") as service:
                 dist.barrier()
                 dist.barrier()
                 return service.store.statistics().writes, dict(rpc_ext.statistics().refused)
         x = torch.arange(0x4711, 0x4711 + 10)
-        with relayed(seen) as relay, joined(0, tmp_path / "file", relay, seen):
+        with start_relay(seen) as relay, be_worker(0, tmp_path / "file", relay, seen):
             dist.barrier()
             with RemoteStore("w1", namespace=NAMESPACE) as remote:
                 remote.write("x", x).wait(timeout=PATIENCE)

@@ -132,14 +132,14 @@ SCENARIOS: dict[str, Callable[[], None]] = {
 SLOW = {f.__name__: f for f in (a_function_that_does_not_come_back, a_function_that_comes_back_at_the_last_moment)}
 
 
-def failed() -> None:
+def fail() -> None:
     raise ValueError("the way this process ends")
 
 
 WAYS: dict[str, tuple[Callable[[], object], int]] = {
     "end": (nothing, 0),
     "sys.exit": (lambda: sys.exit(3), 3),
-    "exception": (failed, 1),
+    "exception": (fail, 1),
     "os._exit": (lambda: os._exit(4), 4),
     "not graceful": (lambda: rpc_ext.shutdown(graceful=False), 0),
 }

@@ -29,18 +29,18 @@ from support.rpc_callees import (
     alone,
     around,
     by_torchs_decorator,
-    chained,
+    chain,
     fails_at_the_end,
-    fanned_out,
-    forwarded,
+    fan_out,
+    forward,
     is_refused_to_wait,
-    made_by_hand,
+    make_by_hand,
     of_torch,
     of_torch_failed,
     pending,
     raises,
     same,
-    submitted,
+    submit_add,
     waits,
     waits_for_another,
     working,
@@ -88,12 +88,12 @@ MODES = pytest.mark.parametrize("call", [by_sync, by_async, by_remote])
 @pytest.mark.parametrize(
     ("function", "args", "value"),
     [
-        (forwarded, (ME, add, 1, 2), 3),
-        (forwarded, (ME, forwarded, ME, forwarded, ME, add, 1, 2), 3),
-        (chained, (ME, 1, 30), 31),
-        (made_by_hand, (ME, 1, 2), 4),
-        (fanned_out, (ME, 1, 20), 210),
-        (submitted, (1, 2), 3),
+        (forward, (ME, add, 1, 2), 3),
+        (forward, (ME, forward, ME, forward, ME, add, 1, 2), 3),
+        (chain, (ME, 1, 30), 31),
+        (make_by_hand, (ME, 1, 2), 4),
+        (fan_out, (ME, 1, 20), 210),
+        (submit_add, (1, 2), 3),
         (of_torch, (3,), 3),
         (by_torchs_decorator, (3,), 3),
     ],
@@ -121,8 +121,8 @@ def test_methods_of_every_kind_return_futures(worker: rpc_ext.Session, call: Cal
 
 
 def test_a_decorated_function_is_an_ordinary_one_where_it_is_called_directly(worker: rpc_ext.Session) -> None:
-    assert submitted(1, 2).wait(timeout=PATIENCE) == 3
-    assert submitted.__name__ == "submitted"
+    assert submit_add(1, 2).wait(timeout=PATIENCE) == 3
+    assert submit_add.__name__ == "submit_add"
 
 
 @async_execution
@@ -149,7 +149,7 @@ def test_a_future_that_was_not_announced_is_explained(worker: rpc_ext.Session) -
     with pytest.raises(TypeError, match=r"must be decorated with @rpc_ext\.async_execution"):
         rpc_sync(ME, is_not_decorated)
     with pytest.raises(TypeError, match=r"must be decorated with @rpc_ext\.async_execution"):
-        rpc_sync(ME, functools.partial(submitted, 1, 2))
+        rpc_sync(ME, functools.partial(submit_add, 1, 2))
 
 
 # ---- failures
@@ -161,14 +161,14 @@ def raises_before() -> CUDAFuture[Any]:
 
 
 @async_execution
-def cancelled() -> CUDAFuture[Any]:
+def cancel() -> CUDAFuture[Any]:
     future: CUDAFuture[Any] = CUDAFuture()
     future.cancel()
     return future
 
 
 @async_execution
-def completed_with(kind: str) -> CUDAFuture[Any]:
+def complete_with(kind: str) -> CUDAFuture[Any]:
     return CUDAFuture.completed({"lambda": lambda: 1, "future": CUDAFuture()}[kind])
 
 
@@ -177,9 +177,9 @@ def completed_with(kind: str) -> CUDAFuture[Any]:
 def test_a_future_that_fails_fails_the_call(worker: rpc_ext.Session, call: Callable[..., Any]) -> None:
     for function, args, error in (
         (raises_before, (), LookupError),
-        (forwarded, (ME, raises, LookupError("later")), LookupError),
+        (forward, (ME, raises, LookupError("later")), LookupError),
         (of_torch_failed, (), KeyError),
-        (cancelled, (), CancelledError),
+        (cancel, (), CancelledError),
     ):
         with pytest.raises(error):
             call(function, *args)
@@ -188,7 +188,7 @@ def test_a_future_that_fails_fails_the_call(worker: rpc_ext.Session, call: Calla
 def test_an_outcome_that_cannot_be_sent_fails_the_call(worker: rpc_ext.Session) -> None:
     for kind in ("lambda", "future"):
         with pytest.raises(Exception, match=r"pickle|async_execution"):
-            rpc_sync(ME, completed_with, (kind,))
+            rpc_sync(ME, complete_with, (kind,))
 
 
 def test_a_future_that_never_completes_lets_the_call_time_out(worker: rpc_ext.Session, gate: Gate) -> None:
@@ -248,7 +248,7 @@ def test_with_two_threads_one_may_wait(tmp_path: Path) -> None:
 def test_a_call_that_would_have_to_wait_for_room_is_refused_there_as_well(tmp_path: Path) -> None:
     gate = Gate("room")
     with alone(tmp_path / "rendezvous", num_worker_threads=1, max_in_flight=2):
-        future = rpc_async(ME, forwarded, (ME, forwarded, ME, add, 1, 2))
+        future = rpc_async(ME, forward, (ME, forward, ME, add, 1, 2))
         with pytest.raises(InvalidStateError, match="has to wait for room"):
             future.wait(timeout=PATIENCE)
         gate.open()

@@ -25,7 +25,7 @@ import rpc_ext
 from cudafuture.testing import World
 from rpc_ext import _listeners, rpc_async, rpc_sync
 from support import attacker
-from support.attacker import Bomb, Stranger, key_of, logged
+from support.attacker import Bomb, Stranger, collect_log, key_of
 from support.rpc_callees import add, same, working
 from support.soak import soak_count
 
@@ -84,7 +84,7 @@ def be_attacked(file: str, attack: Callable[[list[Any]], Any], *, closed: bool =
             dist.barrier()
     attacker.script_that_makes_a_file()
     doors: list[Any] = []
-    with logged() as messages, watched_doors(doors, closed), warnings.catch_warnings():
+    with collect_log() as messages, watch_doors(doors, closed), warnings.catch_warnings():
         with working(WORKERS[rank], rank, 2, file, **options) as worker:
             address = worker.agent.store.get(f"addrs/{worker.name}")
             dist.all_gather_object(known, {"address": address, "key": key_of(worker), "doors": doors})
@@ -99,7 +99,7 @@ def default_store() -> Any:
 
 
 @contextlib.contextmanager
-def watched_doors(doors: list[Any], closed: bool) -> Iterator[None]:
+def watch_doors(doors: list[Any], closed: bool) -> Iterator[None]:
     """Note where an agent listens when it would close that; let it, or not."""
     close = _listeners.close
     with contextlib.ExitStack() as kept:
@@ -112,14 +112,14 @@ def watched_doors(doors: list[Any], closed: bool) -> Iterator[None]:
             if closed:
                 close(inodes)
                 for family, address in doors:  # no other process is to take the port, and what is thrown at it
-                    kept.enter_context(taken(family, address))
+                    kept.enter_context(take_address(family, address))
 
         with mock.patch.object(_listeners, "close", note):
             yield
 
 
 @contextlib.contextmanager
-def taken(family: int, address: Any) -> Iterator[None]:
+def take_address(family: int, address: Any) -> Iterator[None]:
     """Keep an address without listening there."""
     with socket.socket(family) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -340,7 +340,7 @@ def test_a_store_full_of_garbage_executes_nothing_and_the_job_begins(world: Worl
             shared.set("w1 may come", "1")
             return []
         shared.wait([f"w{rank} may come"])
-        with logged() as messages, working(WORKERS[rank], rank, 2, str(file), secret=SECRET):
+        with collect_log() as messages, working(WORKERS[rank], rank, 2, str(file), secret=SECRET):
             assert rpc_sync(1 - rank, add, (1, 2)) == 3
         return messages
 

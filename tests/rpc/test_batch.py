@@ -450,7 +450,7 @@ def test_callbacks_make_calls_of_their_own(worker: rpc_ext.Session) -> None:
 
 
 @async_execution
-def batched_in_callee(count: int) -> CUDAFuture[Any]:
+def batch_in_callee(count: int) -> CUDAFuture[Any]:
     with batch(ME):
         futures = [rpc_async(ME, add, (i, 1)) for i in range(count)]
     return collect_all(futures).then(lambda f: sum(part.value() for part in f.value()))
@@ -458,7 +458,7 @@ def batched_in_callee(count: int) -> CUDAFuture[Any]:
 
 def test_a_callee_makes_a_batch_of_its_own(worker: rpc_ext.Session) -> None:
     with batch(ME):
-        futures = [rpc_async(ME, batched_in_callee, (n,)) for n in range(20)]
+        futures = [rpc_async(ME, batch_in_callee, (n,)) for n in range(20)]
     assert wait_all(futures, timeout=PATIENCE) == [n * (n + 1) // 2 for n in range(20)]
 
 

@@ -16,7 +16,7 @@ from cudafuture.testing import World, sim
 from cudafuture.testing.sim import RaceError
 from rpc_ext import remote, rpc_async, rpc_sync
 from support import device_calls
-from support.device_calls import LONG, SIZE, calling, doubled, echoed, filled, made, only, where
+from support.device_calls import LONG, SIZE, calling, double, echo, make, only, start_fill, where
 from support.simulated import SCHEDULES
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-device-world")]
@@ -62,7 +62,7 @@ def test_an_edge_that_is_missing_at_either_end_is_found_there(ranks: World, meet
             try:
                 if rank == 0:
                     with torch.Stream("sim"):
-                        rpc_async(1, doubled, (filled(1.0),)).wait(non_blocking=True, timeout=LONG).mul_(2)
+                        rpc_async(1, double, (start_fill(1.0),)).wait(non_blocking=True, timeout=LONG).mul_(2)
                 dist.barrier()
             finally:
                 _C.cut_sync_edge(None)
@@ -77,10 +77,10 @@ def test_a_call_that_waits_for_the_owner_of_an_rref_keeps_its_streams(
     def run() -> None:
         rank = dist.get_rank()
         with calling(schedule, meeting, rank=rank, size=2), torch.Stream("sim:0"):
-            rref = remote(1 - rank, device_calls.doubled_there, (2.0,))
+            rref = remote(1 - rank, device_calls.double_there, (2.0,))
             assert only(rref.to_here()) == 4.0
             for _ in range(4):  # this worker becomes another holder, of which the owner has to hear first
-                assert only(rpc_sync(rank, device_calls.added_later, (rref, filled(3.0)))) == 7.0
+                assert only(rpc_sync(rank, device_calls.add_later, (rref, start_fill(3.0)))) == 7.0
 
     ranks.run(run)
 
@@ -90,13 +90,13 @@ def test_a_device_that_is_lost_on_the_callee_fails_the_call_with_its_error(ranks
         rank = dist.get_rank()
         with calling("lazy", meeting, rank=rank, size=2):
             if rank == 0:
-                for call in (device_calls.broken, device_calls.broken_later):
-                    error = rpc_async(1, call, (filled(1.0),)).exception(timeout=LONG)
+                for call in (device_calls.break_device, device_calls.break_device_later):
+                    error = rpc_async(1, call, (start_fill(1.0),)).exception(timeout=LONG)
                     assert type(error) is RuntimeError
                     assert "a broken bit" in str(error)
                     assert error.worker == "worker1"  # type: ignore[attr-defined]
                     rpc_sync(1, sim.clear_error)
-                    assert only(rpc_sync(1, doubled, (filled(2.0),))) == 4.0
+                    assert only(rpc_sync(1, double, (start_fill(2.0),))) == 4.0
 
     ranks.run(run)
 
@@ -120,18 +120,18 @@ def run_with_maps(
 
 def test_a_map_takes_tensors_to_another_device_and_back(ranks: World, meeting: Path) -> None:
     def caller(to: str) -> None:
-        first, second = filled(1.0), filled(2.0, 1)
-        assert rpc_sync(to, device_calls.placed, ([first, second, torch.ones(2)],)) == [
+        first, second = start_fill(1.0), start_fill(2.0, 1)
+        assert rpc_sync(to, device_calls.describe, ([first, second, torch.ones(2)],)) == [
             ("sim:1", (SIZE,), (1,), torch.float32, [1.0] * SIZE),
             ("sim:0", (SIZE,), (1,), torch.float32, [2.0] * SIZE),
             ("cpu", (2,), (1,), torch.float32, [1.0, 1.0]),
         ]
-        (back, other), _ = rpc_sync(to, echoed, (first, second))
+        (back, other), _ = rpc_sync(to, echo, (first, second))
         assert (where(back), where(other), only(back), only(other)) == ("sim:0", "sim:1", 1.0, 2.0)
-        rref = remote(to, device_calls.doubled_there, (1.0, 1))
+        rref = remote(to, device_calls.double_there, (1.0, 1))
         assert where(rref.to_here()) == "sim:0"
         assert rref.rpc_sync().get_device() == 1
-        assert where(rpc_sync(to, made, (3.0, 1))) == "sim:0"
+        assert where(rpc_sync(to, make, (3.0, 1))) == "sim:0"
 
     maps = {"worker1": {"sim:0": "sim:1", "sim:1": "sim:0"}}
     run_with_maps(ranks, meeting, [2, 2], [maps, None], caller)
@@ -139,20 +139,20 @@ def test_a_map_takes_tensors_to_another_device_and_back(ranks: World, meeting: P
 
 def test_auto_with_unequal_counts_maps_what_both_have(ranks: World, meeting: Path) -> None:
     def caller(to: str) -> None:
-        assert only(rpc_sync(to, doubled, (filled(1.0),))) == 2.0
+        assert only(rpc_sync(to, double, (start_fill(1.0),))) == 2.0
         with pytest.raises(ValueError, match=r"on sim:1 cannot be sent to worker 'worker1'.*mapped: sim:0 to sim:0\)"):
-            rpc_async(to, doubled, (filled(1.0, 1),))
+            rpc_async(to, double, (start_fill(1.0, 1),))
 
     run_with_maps(ranks, meeting, [2, 1], ["auto", "auto"], caller)
 
 
 def test_an_answer_on_a_device_without_a_way_back_is_an_error_of_the_call(ranks: World, meeting: Path) -> None:
     def caller(to: str) -> None:
-        error = rpc_async(to, made, (1.0, 2)).exception(timeout=LONG)
+        error = rpc_async(to, make, (1.0, 2)).exception(timeout=LONG)
         assert isinstance(error, ValueError)
         assert "a tensor on sim:2 cannot be sent to worker 'worker0'" in str(error)
         assert error.worker == to  # type: ignore[attr-defined]
-        rref = remote(to, made, (1.0, 2))  # stays where it is
+        rref = remote(to, make, (1.0, 2))  # stays where it is
         assert isinstance(rref.get_future().exception(timeout=LONG), ValueError)
         assert rref.rpc_sync().get_device() == 2
 
@@ -161,11 +161,11 @@ def test_an_answer_on_a_device_without_a_way_back_is_an_error_of_the_call(ranks:
 
 def test_without_a_map_no_tensor_leaves_its_device(ranks: World, meeting: Path) -> None:
     def caller(to: str) -> None:
-        x = filled(1.0)
+        x = start_fill(1.0)
         for call in (rpc_async, remote):
             with pytest.raises(ValueError, match=r"on sim:0 cannot be sent to worker 'worker1'.*device_maps"):
-                call(to, doubled, (x,))
-        assert isinstance(rpc_async(to, made, (1.0,)).exception(timeout=LONG), ValueError)
+                call(to, double, (x,))
+        assert isinstance(rpc_async(to, make, (1.0,)).exception(timeout=LONG), ValueError)
         assert rpc_sync(to, divmod, (7, 2)) == (3, 1)
 
     run_with_maps(ranks, meeting, [1, 1], [None, "auto"], caller)
@@ -178,7 +178,7 @@ def test_a_worker_without_devices_answers_about_the_host(ranks: World, meeting: 
             with calling("lazy", meeting, rank=0, size=2):
                 assert torch.equal(rpc_sync(1, torch.add, (torch.ones(2), 1)), torch.full((2,), 2.0))
                 with pytest.raises(ValueError, match=r"cannot be sent to worker 'worker1'.*mapped: nothing"):
-                    rpc_async(1, doubled, (filled(1.0),))
+                    rpc_async(1, double, (start_fill(1.0),))
         else:
             import rpc_ext
 

@@ -22,17 +22,17 @@ def pairs(of: Any) -> dict[str, str]:
     return {str(here): str(there) for here, there in of.items()}
 
 
-def planned(rank: int, counts: list[dict[str, int]], maps: list[Any]) -> Plan:
+def make_plan(rank: int, counts: list[dict[str, int]], maps: list[Any]) -> Plan:
     return plan(rank, NAMES[: len(counts)], counts, [as_json(m) for m in maps])
 
 
-def staged(found: Plan) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def staged_pairs(found: Plan) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     return [pairs(of.staged) for of in found.calls], [pairs(of.staged) for of in found.answers]
 
 
 def test_auto_pairs_devices_of_one_type_and_index_that_both_have() -> None:
     for rank in (0, 1):
-        calls, answers = staged(planned(rank, [{"sim": 1}, {"sim": 3}], ["auto", "auto"]))
+        calls, answers = staged_pairs(make_plan(rank, [{"sim": 1}, {"sim": 3}], ["auto", "auto"]))
         assert calls[1 - rank] == answers[1 - rank] == {"sim:0": "sim:0"}
         own = {f"sim:{i}": f"sim:{i}" for i in range((1, 3)[rank])}
         assert calls[rank] == answers[rank] == own
@@ -40,42 +40,42 @@ def test_auto_pairs_devices_of_one_type_and_index_that_both_have() -> None:
 
 def test_auto_pairs_nothing_where_one_side_has_another_type_or_the_host_only() -> None:
     for other in ({}, {"cuda": 2}):
-        found = planned(0, [{"sim": 2}, other], ["auto", "auto"])
-        assert staged(found) == ([{"sim:0": "sim:0", "sim:1": "sim:1"}, {}],) * 2
+        found = make_plan(0, [{"sim": 2}, other], ["auto", "auto"])
+        assert staged_pairs(found) == ([{"sim:0": "sim:0", "sim:1": "sim:1"}, {}],) * 2
 
 
 def test_an_answer_goes_back_the_way_that_its_caller_says() -> None:
     maps = [{"b": {"sim:0": "sim:1"}}, {"a": {"sim:1": "sim:1"}}]
-    assert staged(planned(0, [{"sim": 2}] * 2, maps)) == ([{}, {"sim:0": "sim:1"}], [{}, {"sim:1": "sim:1"}])
-    assert staged(planned(1, [{"sim": 2}] * 2, maps)) == ([{"sim:1": "sim:1"}, {}], [{"sim:1": "sim:0"}, {}])
+    assert staged_pairs(make_plan(0, [{"sim": 2}] * 2, maps)) == ([{}, {"sim:0": "sim:1"}], [{}, {"sim:1": "sim:1"}])
+    assert staged_pairs(make_plan(1, [{"sim": 2}] * 2, maps)) == ([{"sim:1": "sim:1"}, {}], [{"sim:1": "sim:0"}, {}])
 
 
 def test_without_maps_nothing_goes_anywhere_but_answers_to_those_who_have_some() -> None:
-    found = planned(1, [{"sim": 1}] * 2, ["auto", None])
-    assert staged(found) == ([{}, {}], [{"sim:0": "sim:0"}, {}])
+    found = make_plan(1, [{"sim": 1}] * 2, ["auto", None])
+    assert staged_pairs(found) == ([{}, {}], [{"sim:0": "sim:0"}, {}])
 
 
 def test_a_worker_that_a_map_leaves_out_gets_nothing() -> None:
-    assert staged(planned(0, [{"sim": 1}] * 2, [{}, "auto"]))[0] == [{}, {}]
-    assert staged(planned(0, [{"sim": 1}] * 2, [{"a": {"sim": "sim"}}, "auto"]))[0] == [
+    assert staged_pairs(make_plan(0, [{"sim": 1}] * 2, [{}, "auto"]))[0] == [{}, {}]
+    assert staged_pairs(make_plan(0, [{"sim": 1}] * 2, [{"a": {"sim": "sim"}}, "auto"]))[0] == [
         {"sim:0": "sim:0"},
         {},
     ]
 
 
 def test_what_tensorpipe_carries_is_left_to_it() -> None:
-    found = planned(0, [{"cuda": 2}] * 2, [{"b": {"cuda:0": "cuda:1"}}, {"a": {"cuda:1": "cuda:1"}}])
+    found = make_plan(0, [{"cuda": 2}] * 2, [{"b": {"cuda:0": "cuda:1"}}, {"a": {"cuda:1": "cuda:1"}}])
     assert {worker: pairs(of) for worker, of in found.native.items()} == {"b": {"cuda:0": "cuda:1"}}
     assert {worker: pairs(of) for worker, of in found.native_reverse.items()} == {"b": {"cuda:1": "cuda:1"}}
     assert found.native_devices == at("cuda:0", "cuda:1")
     assert pairs(found.calls[1].native) == {"cuda:0": "cuda:1"}
     assert pairs(found.answers[1].native) == {"cuda:1": "cuda:1"}
-    assert staged(found) == ([{}, {}], [{}, {}])
+    assert staged_pairs(found) == ([{}, {}], [{}, {}])
 
 
 def test_devices_of_two_types_go_through_the_host() -> None:
     counts, maps = [{"sim": 1}, {"cuda": 1}], [{"b": {"sim:0": "cuda:0"}}, None]
-    caller, callee = planned(0, counts, maps), planned(1, counts, maps)
+    caller, callee = make_plan(0, counts, maps), make_plan(1, counts, maps)
     assert (pairs(caller.calls[1].staged), caller.native, caller.native_devices) == ({"sim:0": "cuda:0"}, {}, [])
     assert (pairs(callee.answers[0].staged), callee.native_reverse) == ({"cuda:0": "sim:0"}, {})
 
@@ -95,7 +95,7 @@ def test_devices_of_two_types_go_through_the_host() -> None:
 )
 def test_a_map_that_does_not_fit_is_refused(rank: int, maps: Any, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
-        planned(rank, [{"sim": 2}, {"sim": 1}], [maps, "auto"])
+        make_plan(rank, [{"sim": 2}, {"sim": 1}], [maps, "auto"])
 
 
 @pytest.mark.parametrize("maps", ["cuda", 3, [("b", {})]])
@@ -120,7 +120,7 @@ def test_those_of_the_accelerator_are_counted() -> None:
 
 @pytest.mark.sim(devices=2)
 def test_a_message_says_where_its_tensors_go() -> None:
-    to_b = planned(0, [{"sim": 2}] * 2, [{"b": {"sim:0": "sim:1"}}, None]).calls[1]
+    to_b = make_plan(0, [{"sim": 2}] * 2, [{"b": {"sim:0": "sim:1"}}, None]).calls[1]
     on_host, on_device = torch.zeros(1, device="cpu"), torch.zeros(1, device="sim:0")
     encoded = encode(Kind.VALUE, {"x": [on_host, on_device]}, to_b)
     assert encoded.targets == targets_of(encoded.payload) == [None, "sim:1"]
@@ -134,8 +134,8 @@ def test_a_message_says_where_its_tensors_go() -> None:
 @pytest.mark.sim(devices=2)
 def test_a_tensor_that_has_no_target_is_refused_with_those_that_there_are() -> None:
     counts = [{"sim": 2}] * 2
-    some = planned(0, counts, [{"b": {"sim:0": "sim:1"}}, None]).calls[1]
+    some = make_plan(0, counts, [{"b": {"sim:0": "sim:1"}}, None]).calls[1]
     with pytest.raises(ValueError, match=r"on sim:1 cannot be sent to worker 'b'.*\(mapped: sim:0 to sim:1\)"):
         encode(Kind.VALUE, torch.zeros(1, device="sim:1"), some)
     with pytest.raises(ValueError, match=r"on sim:0 cannot be sent to worker 'b'.*\(mapped: nothing\).*device_maps"):
-        encode(Kind.VALUE, torch.zeros(1, device="sim:0"), planned(0, counts, [None, None]).calls[1])
+        encode(Kind.VALUE, torch.zeros(1, device="sim:0"), make_plan(0, counts, [None, None]).calls[1])

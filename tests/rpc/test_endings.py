@@ -62,7 +62,7 @@ while rpc_ext.rpc_sync(peer, count_held) < 20: pass
 say("ready")
 hear()
 if me == 0:
-    for future in futures: say(blamed(future.exception(timeout=LONG)))
+    for future in futures: say(blame(future.exception(timeout=LONG)))
 """
 
 

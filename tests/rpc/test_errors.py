@@ -25,7 +25,7 @@ from cudafuture.errors import (
 from rpc_ext import async_execution, rpc_async, rpc_sync
 from support.parity import answers
 from support.patience import PATIENCE
-from support.rpc_callees import ME, alone, forwarded, raises, same
+from support.rpc_callees import ME, alone, forward, raises, same
 
 pytestmark = [pytest.mark.world, pytest.mark.usefixtures("nothing_in_flight"), pytest.mark.xdist_group("rpc-errors")]
 
@@ -346,14 +346,14 @@ def make(error: type[BaseException]) -> Bomb:
 
 
 @async_execution
-def dropped() -> CUDAFuture[Any]:
+def drop() -> CUDAFuture[Any]:
     return CUDAFuture()
 
 
 def test_a_future_that_is_dropped_on_the_callee_fails_the_call_which_counts_as_served() -> None:
-    assert "dropped before it completed" in str(error_of(dropped))
+    assert "dropped before it completed" in str(error_of(drop))
     with rpc_ext.batch(ME):
-        futures = [rpc_async(ME, dropped), rpc_async(ME, same, (1,))]
+        futures = [rpc_async(ME, drop), rpc_async(ME, same, (1,))]
     assert "dropped" in str(futures[0].exception(timeout=PATIENCE))
     assert futures[1].wait(timeout=PATIENCE) == 1
     assert rpc_ext.statistics().serving == 0
@@ -367,7 +367,7 @@ def test_each_waiting_gets_the_error_and_nothing_is_logged(caplog: pytest.LogCap
     for _ in range(3):
         with pytest.raises(ValueError, match="expected"):
             future.wait(timeout=PATIENCE)
-    nested = rpc_async(ME, forwarded, (ME, raises, ValueError("nested")))
+    nested = rpc_async(ME, forward, (ME, raises, ValueError("nested")))
     with pytest.raises(ValueError, match="nested"):
         nested.wait(timeout=PATIENCE)
     del future, nested

@@ -49,38 +49,38 @@ class OfNow(Exception):
         return f"code {self.args[0]} at {self.times}"
 
 
-def raised(error: BaseException) -> BaseException:
+def raise_and_catch(error: BaseException) -> BaseException:
     try:
         raise error
     except BaseException as e:
         return e
 
 
-def sent(error: BaseException, worker: str = "w1") -> Any:
+def send_and_return(error: BaseException, worker: str = "w1") -> Any:
     """Send an error to another worker and back, as bytes."""
-    failure = Failure(*pickle.loads(pickle.dumps(tuple(describe(raised(error), worker)))))
+    failure = Failure(*pickle.loads(pickle.dumps(tuple(describe(raise_and_catch(error), worker)))))
     return rebuild(failure)
 
 
 @settings(deadline=None)
 @given(st.text(), st.sampled_from([ValueError, KeyError, RuntimeError, StorageError, RemoteError]))
 def test_any_text_arrives(text: str, cls: type[Exception]) -> None:
-    got = sent(cls(text))
+    got = send_and_return(cls(text))
     assert (type(got), str(got)) == (cls, str(cls(text)))
 
 
 def test_a_constructor_of_other_arguments_is_not_called() -> None:
-    got = sent(OfTwo(3, "expected"))
+    got = send_and_return(OfTwo(3, "expected"))
     assert (type(got), str(got), got.code) == (OfTwo, "3: expected", 3)
 
 
 def test_a_constructor_that_makes_the_message_makes_it_once() -> None:
-    got = sent(sent(sent(OfItsMessage("bread"))))
+    got = send_and_return(send_and_return(send_and_return(OfItsMessage("bread"))))
     assert str(got) == "there is no bread"
 
 
 def test_a_text_that_changes_leaves_the_arguments_as_they_are() -> None:
-    got = sent(OfNow(7))
+    got = send_and_return(OfNow(7))
     assert got.args == (7,)
     assert str(got).startswith("code 7 at ")
 
@@ -89,26 +89,26 @@ def test_attributes_travel_once() -> None:
     error: Any = ValueError("expected")
     error.blob = bytes(1 << 20)
     assert len(pickle.dumps(tuple(describe(error, "w1")))) < 1.5 * (1 << 20)
-    got = sent(error)
+    got = send_and_return(error)
     assert (got.args, len(got.blob)) == (("expected",), 1 << 20)
 
 
 def test_attributes_that_pickle_arrive_even_where_the_whole_does_not() -> None:
     error = OfTwo(3, "expected")
     error.lock, error.more = lambda: 1, [1, 2]  # type: ignore[attr-defined]
-    got = sent(error)
+    got = send_and_return(error)
     assert (type(got), got.code, got.more) == (OfTwo, 3, [1, 2])
     assert not hasattr(got, "lock")
 
 
 def test_one_that_cannot_show_itself_without_what_was_lost_is_a_remote_error() -> None:
-    got = sent(AboutItself(3, lambda: 1))
+    got = send_and_return(AboutItself(3, lambda: 1))
     assert type(got) is RemoteError
     assert str(got).endswith("AboutItself: code 3 False")
 
 
 def test_a_type_that_is_not_here_is_a_remote_error() -> None:
-    failure = describe(raised(ValueError("expected")), "w1")
+    failure = describe(raise_and_catch(ValueError("expected")), "w1")
     for changed in (
         failure._replace(module="no.such.module", pickled=b"garbage"),
         failure._replace(qualname="NoSuchError", pickled=None),
@@ -130,13 +130,13 @@ def test_a_pickle_of_something_else_is_not_taken_for_the_error() -> None:
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=lambda e: type(e).__name__)
 def test_what_ends_a_process_ends_only_its_own(error: BaseException) -> None:
-    got = sent(error)
+    got = send_and_return(error)
     assert type(got) is RemoteError
     assert got.type_name == f"builtins.{type(error).__name__}"
 
 
 def test_the_worker_and_its_traceback_are_noted() -> None:
-    got = sent(ValueError("expected"))
+    got = send_and_return(ValueError("expected"))
     assert got.worker == "w1"
     assert "in raised" in got.remote_traceback
     assert got.__notes__ == [f"raised on worker 'w1':\n{got.remote_traceback.rstrip()}"]
@@ -147,7 +147,7 @@ def test_each_worker_on_the_way_adds_its_own_note() -> None:
     error.__notes__ = ["of the user"]
     sizes = []
     for i in range(12):
-        error = sent(error, f"w{i}")
+        error = send_and_return(error, f"w{i}")
         sizes.append(sum(map(len, error.__notes__)))
     assert error.__notes__[0] == "of the user"
     assert [note.split("'")[1] for note in error.__notes__[1:]] == [f"w{i}" for i in range(12)]
@@ -158,14 +158,14 @@ def test_each_worker_on_the_way_adds_its_own_note() -> None:
 
 
 def test_the_worker_that_an_error_is_about_is_kept() -> None:
-    assert sent(WorkerLostError("gone", worker="third")).worker == "third"
+    assert send_and_return(WorkerLostError("gone", worker="third")).worker == "third"
 
 
 def test_notes_that_are_none_do_no_harm() -> None:
     for notes in (3, [3, "text"], None):
         error: Any = ValueError("expected")
         error.__notes__ = notes
-        got = sent(error)
+        got = send_and_return(error)
         assert (type(got), str(got)) == (ValueError, "expected")
         assert "raised on worker 'w1'" in got.__notes__[-1]
 

@@ -17,13 +17,13 @@ from cudafuture import InvalidStateError, wait_all
 from cudafuture.errors import CallsFailedError
 from rpc_ext import batch, broadcast_call, init_rpc, remote, rpc_async, rpc_sync
 from support.patience import PATIENCE
-from support.rpc_callees import ME, Gate, add, alone, forwarded, pending, raises, same, sees, wait_for, waits
+from support.rpc_callees import ME, Gate, add, alone, forward, pending, raises, same, sees, wait_for, waits
 from support.soak import soak_count
 
 pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-flow")]
 
 
-def counted() -> rpc_ext.DestinationStatistics:
+def own_statistics() -> rpc_ext.DestinationStatistics:
     return rpc_ext.statistics().destinations[ME]
 
 
@@ -41,13 +41,13 @@ def test_a_call_beyond_the_number_waits_until_there_is_room(tmp_path: Path, gate
         held = [rpc_async(ME, pending, (gate,)) for _ in range(3)]
         later: list[Any] = []
         thread = in_thread(lambda: later.append(rpc_async(ME, add, (1, 2))))
-        wait_for(lambda: counted().waiting == 1)
-        assert (counted().in_flight, counted().calls, later) == (3, 3, [])
+        wait_for(lambda: own_statistics().waiting == 1)
+        assert (own_statistics().in_flight, own_statistics().calls, later) == (3, 3, [])
         wait_for(lambda: len(gate.futures) == 3)
         gate.futures[1].set_result("one")
         thread.join(PATIENCE)
         assert later[0].wait(timeout=PATIENCE) == 3
-        assert (counted().waiting, counted().calls) == (0, 4)
+        assert (own_statistics().waiting, own_statistics().calls) == (0, 4)
         for i in (0, 2):
             gate.futures[i].set_result("others")
         assert wait_all(held, timeout=PATIENCE) == ["others", "one", "others"] or held[1].done()
@@ -58,7 +58,7 @@ def test_non_blocking_raises_instead(tmp_path: Path, gate: Gate) -> None:
         held = [rpc_async(ME, waits, (gate, i), non_blocking=True) for i in range(2)]
         with pytest.raises(BlockingIOError, match=r"2 calls and \d+ bytes are in flight to worker 'me' \(at most 2"):
             rpc_async(ME, add, (1, 2), non_blocking=True)
-        assert (counted().calls, counted().waiting, counted().failed) == (2, 0, 0)
+        assert (own_statistics().calls, own_statistics().waiting, own_statistics().failed) == (2, 0, 0)
         gate.open()
         wait_all(held, timeout=PATIENCE)
         assert rpc_async(ME, add, (1, 2), non_blocking=True).wait(timeout=PATIENCE) == 3
@@ -69,7 +69,7 @@ def test_non_blocking_does_not_overtake_who_waits(tmp_path: Path, gate: Gate) ->
         held = rpc_async(ME, waits, (gate, torch.zeros(1000)))
         later: list[Any] = []
         thread = in_thread(lambda: later.append(rpc_async(ME, same, (torch.zeros(2000),))))
-        wait_for(lambda: counted().waiting == 1)
+        wait_for(lambda: own_statistics().waiting == 1)
         with pytest.raises(BlockingIOError):
             rpc_async(ME, add, (1, 2), non_blocking=True)  # there would be room for it
         gate.open()
@@ -84,12 +84,12 @@ def test_who_waits_is_admitted_in_order(tmp_path: Path, gate: Gate) -> None:
         threads = []
         for i in range(10):
             threads.append(in_thread(lambda i=i: rpc_async(ME, sees, (gate, i))))  # type: ignore[misc]
-            wait_for(lambda i=i: counted().waiting == i + 1)  # type: ignore[misc]
+            wait_for(lambda i=i: own_statistics().waiting == i + 1)  # type: ignore[misc]
         gate.open()
         held.wait(timeout=PATIENCE)
         for thread in threads:
             thread.join(PATIENCE)
-        wait_for(lambda: counted().in_flight == 0)
+        wait_for(lambda: own_statistics().in_flight == 0)
         assert gate.seen == list(range(10))
 
 
@@ -100,7 +100,7 @@ def test_the_number_is_never_exceeded(tmp_path: Path) -> None:
     def watch(_: object) -> None:
         nonlocal most
         with lock:
-            most = max(most, counted().in_flight)
+            most = max(most, own_statistics().in_flight)
 
     def use() -> None:
         for i in range(100):
@@ -120,17 +120,17 @@ def test_the_number_is_never_exceeded(tmp_path: Path) -> None:
 def test_bytes_are_limited_too_and_what_is_larger_than_all_goes_alone(tmp_path: Path, gate: Gate) -> None:
     with alone(tmp_path / "rendezvous", max_bytes_in_flight=100_000):
         small = rpc_async(ME, waits, (gate, torch.zeros(1000)))
-        assert 4000 < counted().bytes_in_flight < 5000
+        assert 4000 < own_statistics().bytes_in_flight < 5000
         with pytest.raises(BlockingIOError, match="100000"):
             rpc_async(ME, same, (torch.zeros(25_000),), non_blocking=True)
         later: list[Any] = []
         thread = in_thread(lambda: later.append(rpc_async(ME, same, (torch.zeros(1_000_000),))))
-        wait_for(lambda: counted().waiting == 1)
+        wait_for(lambda: own_statistics().waiting == 1)
         gate.open()
         small.wait(timeout=PATIENCE)
         thread.join(PATIENCE)
         assert later[0].wait(timeout=PATIENCE).shape == (1_000_000,)
-        assert counted().bytes_in_flight == 0
+        assert own_statistics().bytes_in_flight == 0
         assert rpc_sync(ME, same, (torch.zeros(1_000_000),)).shape == (1_000_000,)
 
 
@@ -145,7 +145,7 @@ def test_waiting_for_room_has_the_calls_timeout(tmp_path: Path, gate: Gate) -> N
                 rpc_async(ME, add, (1, 2), timeout=timeout)
         with pytest.raises(TimeoutError, match="no room"):
             rpc_sync(ME, add, (1, 2), timeout=0.05)
-        assert (counted().calls, counted().waiting) == (1, 0)
+        assert (own_statistics().calls, own_statistics().waiting) == (1, 0)
         gate.open()
         assert held.wait(timeout=PATIENCE) == 1
         assert rpc_sync(ME, add, (1, 2)) == 3
@@ -189,7 +189,7 @@ def test_a_session_that_ends_lets_go_who_waits(tmp_path: Path, gate: Gate) -> No
     with alone(tmp_path / "rendezvous", max_in_flight=1):
         held = rpc_async(ME, pending, (gate,))
         thread = in_thread(call)
-        wait_for(lambda: counted().waiting == 1)
+        wait_for(lambda: own_statistics().waiting == 1)
         rpc_ext.shutdown(graceful=False)
         thread.join(PATIENCE)
     assert isinstance(raised[0], InvalidStateError)
@@ -208,7 +208,7 @@ def test_limits_are_at_least_one(option: str, tmp_path: Path) -> None:
 
 def test_calls_bytes_and_failures_are_counted_exactly(tmp_path: Path, gate: Gate) -> None:
     with alone(tmp_path / "rendezvous"):
-        nothing = counted()
+        nothing = own_statistics()
         assert nothing == rpc_ext.DestinationStatistics(
             calls=0,
             failed=0,
@@ -224,7 +224,7 @@ def test_calls_bytes_and_failures_are_counted_exactly(tmp_path: Path, gate: Gate
         assert math.isnan(nothing.latency_p50)
         for i in range(10):
             rpc_sync(ME, same, (torch.zeros(1000 * i),))
-        sent = counted()
+        sent = own_statistics()
         assert (sent.calls, sent.failed, sent.in_flight) == (10, 0, 0)
         assert 45 * 4000 < sent.bytes_sent < 45 * 4000 + 10 * 500
         assert 45 * 4000 < sent.bytes_received < 45 * 4000 + 10 * 500
@@ -237,8 +237,8 @@ def test_calls_bytes_and_failures_are_counted_exactly(tmp_path: Path, gate: Gate
             rpc_sync(ME, waits, (gate,), timeout=0.05)
         cancelled = rpc_async(ME, same, (1,))
         cancelled.cancel()
-        wait_for(lambda: counted().in_flight == 0)
-        assert (counted().calls, counted().failed) == (15, 4)
+        wait_for(lambda: own_statistics().in_flight == 0)
+        assert (own_statistics().calls, own_statistics().failed) == (15, 4)
         gate.open()
 
 
@@ -249,7 +249,7 @@ def test_what_runs_here_is_counted(tmp_path: Path, gate: Gate) -> None:
         assert dict(statistics.refused) == {}
         held = [rpc_async(ME, waits, (gate, 1)), rpc_async(ME, pending, (gate,))]
         wait_for(lambda: rpc_ext.statistics().serving == 2)
-        assert rpc_sync(ME, forwarded, (ME, add, 1, 2)) == 3
+        assert rpc_sync(ME, forward, (ME, add, 1, 2)) == 3
         assert session.statistics().served == 4
         wait_for(lambda: len(gate.futures) == 1)
         gate.open()
@@ -269,7 +269,7 @@ def test_latencies_are_those_from_the_call_to_the_future(tmp_path: Path, gate: G
             slow.wait(timeout=0.5)
         gate.open()
         slow.wait(timeout=PATIENCE)
-        found = counted()
+        found = own_statistics()
     assert sum(count for _, count in found.latencies) == 100
     assert [upper for upper, _ in found.latencies] == sorted(upper for upper, _ in found.latencies)
     assert found.latencies[-1][0] >= 0.5
@@ -281,7 +281,7 @@ def test_calls_of_a_batch_are_counted_one_by_one(tmp_path: Path) -> None:
         with batch(ME):
             futures = [rpc_async(ME, add, (i, 1)) for i in range(500)]
         wait_all(futures, timeout=PATIENCE)
-        assert (counted().calls, counted().in_flight, rpc_ext.statistics().served) == (500, 0, 500)
+        assert (own_statistics().calls, own_statistics().in_flight, rpc_ext.statistics().served) == (500, 0, 500)
 
 
 def test_references_are_made_beside_the_limits(tmp_path: Path, gate: Gate) -> None:
@@ -313,5 +313,5 @@ def test_room_is_given_back_whatever_happens(tmp_path: Path) -> None:
         threads = [in_thread(lambda i=i: use(i)) for i in range(4)]  # type: ignore[misc]
         for thread in threads:
             thread.join(2 * PATIENCE)
-        wait_for(lambda: counted().in_flight == 0)
-        assert (counted().bytes_in_flight, counted().waiting, counted().calls) == (0, 0, 3 * calls)
+        wait_for(lambda: own_statistics().in_flight == 0)
+        assert (own_statistics().bytes_in_flight, own_statistics().waiting, own_statistics().calls) == (0, 0, 3 * calls)

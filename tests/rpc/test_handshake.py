@@ -159,7 +159,7 @@ class Bomb:
         return os.mkdir, (self._path,)
 
 
-def signed(value: object) -> bytes:
+def sign(value: object) -> bytes:
     return b"0" * 64 + b" " + json.dumps({"value": value}).encode()
 
 
@@ -173,8 +173,8 @@ GARBAGE = {
     "unsigned": b"unsigned " + json.dumps({"value": {"nonce": "0", "value": 1}}).encode(),
     "deep": b"0" * 64 + b" " + b"[" * 100_000,
     "deep and unsigned": b"unsigned " + b"[" * 100_000,
-    "a wrong signature": signed({"nonce": "0", "value": 1}),
-    "a list": signed([]),
+    "a wrong signature": sign({"nonce": "0", "value": 1}),
+    "a list": sign([]),
     "large": b"x" * (1 << 20),
 }
 
@@ -213,7 +213,7 @@ def test_records_that_were_changed_by_chance_are_passed_over(store: MemoryStore,
     record = store.get("hello/1")
     numbers = random.Random(1)
     for _ in range(soak_count(100_000)):
-        changed = mutated(record, numbers)
+        changed = mutate(record, numbers)
         store.plant("hello/1", changed)
         one = handshake(store, 0, secret=secret, timeout=0.0)
         with contextlib.suppress(AuthenticationError):
@@ -221,7 +221,7 @@ def test_records_that_were_changed_by_chance_are_passed_over(store: MemoryStore,
             assert changed == record if secret else {*seen} == {*value}
 
 
-def mutated(record: bytes, numbers: random.Random) -> bytes:
+def mutate(record: bytes, numbers: random.Random) -> bytes:
     """Return a record with some bytes changed, removed, repeated or added."""
     changed = bytearray(record)
     for _ in range(numbers.choice([1, 1, 2, 8])):
@@ -286,7 +286,7 @@ def test_it_is_logged_once_for_each_worker_and_step(
 # ---- records that are signed, and old
 
 
-def recorded(pool: ThreadPoolExecutor, size: int = 2) -> tuple[dict[str, bytes], bytes]:
+def record_session(pool: ThreadPoolExecutor, size: int = 2) -> tuple[dict[str, bytes], bytes]:
     """Return what a session has left in its store, and its key."""
     store = MemoryStore()
     begun = all_begin(pool, *(handshake(store, rank, size) for rank in range(size)))
@@ -296,7 +296,7 @@ def recorded(pool: ThreadPoolExecutor, size: int = 2) -> tuple[dict[str, bytes],
 def test_the_records_of_an_older_session_do_not_keep_a_new_one_from_beginning(
     store: MemoryStore, pool: ThreadPoolExecutor
 ) -> None:
-    old, old_key = recorded(pool)
+    old, old_key = record_session(pool)
     for place, record in old.items():
         store.plant(place, record)
     first = pool.submit(handshake(store, 0).begin, "new")  # takes the old one's hello, at first
@@ -309,7 +309,7 @@ def test_the_records_of_an_older_session_do_not_keep_a_new_one_from_beginning(
 
 def test_a_worker_alone_is_not_taken_in_by_an_older_session(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     # With its key, the messages of that session would be taken once more.
-    old, _ = recorded(pool)
+    old, _ = record_session(pool)
 
     def write_over(key: str) -> None:
         store.records.update(old)
@@ -339,7 +339,7 @@ def test_a_record_is_of_one_step_and_of_as_many_workers(store: MemoryStore, pool
     store.plant("two/1", store.get("one/1"))
     with pytest.raises(AuthenticationError, match=r"\(two\)"):
         both[0].round("two", True)
-    old, _ = recorded(pool, size=3)
+    old, _ = record_session(pool, size=3)
     store.plant("hello/1", old["hello/1"])
     with pytest.raises(AuthenticationError, match=r"worker 1 of 2 .* \(hello\)"):
         handshake(store, 0, timeout=SHORT).begin(0)

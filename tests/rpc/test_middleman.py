@@ -22,7 +22,7 @@ from cudafuture.errors import AuthenticationError, WorkerLostError
 from cudafuture.testing import World
 from rpc_ext import _codec, _listeners, rpc_async, rpc_sync
 from support.attacker import MAGIC, SEAL_SIZE, Stranger
-from support.middleman import FROM, TO, Change, Relay, joined, relayed, tcp_only
+from support.middleman import FROM, TO, Change, Relay, be_worker, start_relay, tcp_only
 from support.patience import PATIENCE
 from support.rpc_callees import Gate, add, refusals, same, wait_for, waits
 from support.soak import SOAK, soak_count
@@ -47,10 +47,10 @@ def be_relayed(
     rank, seen = dist.get_rank(), dict[str, Any]()
     if rank == 1:
         prepared = prepare()
-        with joined(1, file, None, seen, **options):
+        with be_worker(1, file, None, seen, **options):
             dist.barrier()
             return prepared, dict(rpc_ext.statistics().refused)
-    with relayed(seen) as relay, joined(0, file, relay, seen, **options) as session:
+    with start_relay(seen) as relay, be_worker(0, file, relay, seen, **options) as session:
         found = attack(relay, session)
         dist.barrier()
         return found, dict(rpc_ext.statistics().refused)
@@ -179,7 +179,7 @@ def test_a_message_that_comes_twice_is_taken_once(world: World, tmp_path: Path) 
         for i in range(times):
             for way in (TO, FROM):
                 gate = Gate(f"{i} {way}")
-                with relay.recorded(way) as recorded:
+                with relay.record(way) as recorded:
                     rpc_sync("w1", Path.mkdir, (folder,))
                 rpc_sync("w1", Path.rmdir, (folder,))
                 held = rpc_async("w1", waits, (gate,))
@@ -222,18 +222,18 @@ def test_a_message_that_comes_by_another_connection_is_refused(world: World, tmp
             dist.barrier()
             return None
         if rank == 1:
-            with mock.patch.object(_listeners, "close", return_value=None), joined(1, file, None, seen):
+            with mock.patch.object(_listeners, "close", return_value=None), be_worker(1, file, None, seen):
                 dist.all_gather_object(shown, None)
                 while not refusals("w0"):
                     pass
                 dist.barrier()
                 return dict(rpc_ext.statistics().refused)
-        with relayed(seen) as relay, joined(0, file, relay, seen):
-            with relay.recorded(TO) as arrived:
+        with start_relay(seen) as relay, be_worker(0, file, relay, seen):
+            with relay.record(TO) as arrived:
                 rpc_sync("w1", Path.mkdir, (folder,))
             rpc_sync("w1", Path.rmdir, (folder,))
-            with relay.dropped(TO):
-                with relay.recorded(TO) as recorded:
+            with relay.drop(TO):
+                with relay.record(TO) as recorded:
                     kept_back = rpc_async("w1", Path.mkdir, (folder,))
                     while len(recorded) < len(arrived):
                         pass
@@ -257,12 +257,12 @@ def test_a_reply_that_waits_for_its_tensor_takes_no_other_reply_with_it(world: W
     tensor = torch.full((16,), 7.0)
 
     def attack(relay: Relay, session: rpc_ext.Session) -> list[str]:
-        with relay.recorded(FROM) as recorded:
+        with relay.record(FROM) as recorded:
             rpc_sync("w1", same, (tensor,))
         forged = bytearray(recorded)
         first, second = Gate(secrets.token_hex()), Gate(secrets.token_hex())  # the callee keeps those of other rounds
         assert rpc_sync("w1", add, (1, 2)) == 3
-        with relay.recorded(TO) as request:
+        with relay.record(TO) as request:
             pending = [rpc_async("w1", waits, (first,), timeout=LIKELY)]
             assert rpc_sync("w1", add, (1, 2)) == 3
         number = number_in(request, request.find(MAGIC))
@@ -272,7 +272,7 @@ def test_a_reply_that_waits_for_its_tensor_takes_no_other_reply_with_it(world: W
         for at in (m.start() for m in re.finditer(re.escape(number_in(forged, begin)), bytes(forged))):
             forged[at : at + 8] = number
         forged[begin] ^= 1  # it is not signed
-        with relay.recorded(FROM) as replies:
+        with relay.record(FROM) as replies:
             relay.inject(FROM, bytes(forged))
             pending.append(rpc_async("w1", Gate.open, (first,), timeout=LIKELY))
             while replies.count(MAGIC) < 2:  # to the first call, and to the one that has opened it

@@ -43,7 +43,7 @@ def call_with_tensors(name, count, size):
         assert torch.equal(future.wait(), sent)
 
 def tell(name):
-    say(sorted({blamed(f.exception(timeout=LONG)).replace("answered", "yes") for f in futures[name]}))
+    say(sorted({blame(f.exception(timeout=LONG)).replace("answered", "yes") for f in futures[name]}))
 
 def leave(graceful, timeout):
     try: rpc_ext.shutdown(graceful, timeout=timeout)

@@ -49,7 +49,7 @@ def torch_tests() -> set[str]:
     return set(re.findall(r"    def (test_\w+)", suite.read_text(encoding="utf-8"))) - {"test_func"}
 
 
-def answered() -> set[str]:
+def find_answered() -> set[str]:
     names: set[str] = set()
     for pattern in ("rpc/test_*.py", "*/test_torch*parity.py"):
         for file in (ROOT / "tests").glob(pattern):
@@ -59,14 +59,14 @@ def answered() -> set[str]:
     return names
 
 
-def explained(names: set[str]) -> set[str]:
+def find_explained(names: set[str]) -> set[str]:
     return {name for name in names if any(re.fullmatch(pattern, name) for pattern in REASONS)}
 
 
 def test_every_test_of_torch_is_answered_or_there_is_a_reason() -> None:
     names = torch_tests()
     assert len(names) > 200
-    assert sorted(names - answered() - explained(names)) == []
+    assert sorted(names - find_answered() - find_explained(names)) == []
 
 
 def test_every_reason_is_of_some_test() -> None:

@@ -34,9 +34,9 @@ from support.rpc_callees import (
     is_confirmed,
     is_watched_gone,
     local_value_of,
-    made_on,
-    passed_on,
-    passed_on_late,
+    make_on,
+    pass_on,
+    pass_on_after_deadline,
     pending,
     raises,
     references_to,
@@ -269,7 +269,7 @@ def test_a_value_on_its_owner_has_to_be_made_in_time(
 
 
 @pytest.fixture
-def blocked(worker: rpc_ext.Session) -> Iterator[Callable[[], None]]:
+def block(worker: rpc_ext.Session) -> Iterator[Callable[[], None]]:
     """Give a function that lets a callback block the callback thread until the test is over."""
     over = threading.Event()
     yield lambda: CUDAFuture.completed(None).add_done_callback(
@@ -278,30 +278,30 @@ def blocked(worker: rpc_ext.Session) -> Iterator[Callable[[], None]]:
     over.set()
 
 
-def test_a_value_that_was_made_late_needs_no_free_callback_thread(gate: Gate, blocked: Callable[[], None]) -> None:
+def test_a_value_that_was_made_late_needs_no_free_callback_thread(gate: Gate, block: Callable[[], None]) -> None:
     rref = remote(ME, waits, (gate, 3), timeout=0.05)
     with pytest.raises(TimeoutError):
         rref.to_here(timeout=PATIENCE)
     gate.open()
     wait_for(lambda: rref.get_future(timeout=math.inf).exception(timeout=PATIENCE) is None)
-    blocked()
+    block()
     assert rref.rpc_sync(timeout=PATIENCE).conjugate() == 3
 
 
 @pytest.mark.parametrize("timeout", [math.inf, PATIENCE / 2])
 def test_a_value_that_is_awaited_needs_no_free_callback_thread(
-    gate: Gate, blocked: Callable[[], None], timeout: float
+    gate: Gate, block: Callable[[], None], timeout: float
 ) -> None:
     rref = remote(ME, waits, (gate, 3), timeout=timeout)
     assert gate.reached.wait(PATIENCE)
-    blocked()
+    block()
     asked = [rref.get_future(timeout=PATIENCE), rpc_async(ME, value_of, (rref,)), rref.rpc_async().conjugate()]
     gate.open()
     assert wait_all(asked, timeout=PATIENCE / 2) == [3, 3, 3]
     assert rref.local_value() == 3
 
 
-def made_late(file: str) -> None:
+def make_late(file: str) -> None:
     rank = dist.get_rank()
     with working(f"worker{rank}", rank, 3, file, num_worker_threads=4):
         if rank == 0:
@@ -326,7 +326,7 @@ def made_late(file: str) -> None:
 @pytest.mark.slow
 @pytest.mark.world(3)
 def test_a_value_that_is_late_is_late_for_all_who_ask_before_it_is_made(world: World, tmp_path: Path) -> None:
-    world.run(made_late, str(tmp_path / "rendezvous"))
+    world.run(make_late, str(tmp_path / "rendezvous"))
 
 
 def pass_on_late(file: str) -> None:
@@ -337,7 +337,7 @@ def pass_on_late(file: str) -> None:
             while not made:  # a busy machine may not make it in its time
                 rref = remote(1, same, (3,), timeout=0.05)
                 made = rref.get_future(timeout=PATIENCE).exception(timeout=PATIENCE) is None
-            assert rpc_sync(2, passed_on_late, ([0, 2, 1, 0], rref)) == 3
+            assert rpc_sync(2, pass_on_after_deadline, ([0, 2, 1, 0], rref)) == 3
         dist.barrier()
 
 
@@ -357,7 +357,7 @@ class Waiting:
 
 @pytest.mark.slow
 def test_a_value_without_references_is_deleted(worker: rpc_ext.Session) -> None:
-    for make in (lambda: RRef(Watched()), lambda: remote(ME, Watched), lambda: rpc_sync(ME, made_on, (ME, Watched))):
+    for make in (lambda: RRef(Watched()), lambda: remote(ME, Watched), lambda: rpc_sync(ME, make_on, (ME, Watched))):
         rref: Any = make()
         assert rpc_sync(ME, is_a, (rref,)) == "Watched"
         gc.collect()
@@ -440,7 +440,7 @@ def test_one_worker_thread_is_enough_where_nobody_waits_on_it(tmp_path: Path) ->
     with alone(tmp_path / "rendezvous", num_worker_threads=1):
         rrefs = [remote(ME, add, (i, 1)) for i in range(50)]
         assert wait_all([rref.get_future() for rref in rrefs], timeout=PATIENCE) == list(range(1, 51))
-        assert rpc_sync(ME, passed_on, ([], RRef(3))) == 3  # the value is there: nothing to wait for
+        assert rpc_sync(ME, pass_on, ([], RRef(3))) == 3  # the value is there: nothing to wait for
         assert rpc_sync(ME, local_value_of, (rrefs[3],)) == 4
         shared = remote(ME, Adder, (0,))
         wait_all([shared.rpc_async().add(1) for _ in range(50)], timeout=PATIENCE)
@@ -496,14 +496,14 @@ def with_others(file: str, secret: str | None) -> None:
             assert torch.equal(remote(two, sum_of, (remote(one, same, (value,)), RRef(value))).to_here(), 2 * value)
             assert rpc_sync(two, is_confirmed, (remote(one, same, (1,)),)) is True
             assert remote(two, is_confirmed, (remote(one, same, (1,)),)).to_here() is True
-        assert torch.equal(rpc_sync(one, passed_on, ([two, rank, one, two], made)), value + 1)
+        assert torch.equal(rpc_sync(one, pass_on, ([two, rank, one, two], made)), value + 1)
         # returned: by its owner, and by another
-        assert rpc_sync(one, made_on, (two, add, 1, 2)).to_here() == 3
-        assert remote(one, made_on, (two, add, 1, 2)).to_here().to_here() == 3
+        assert rpc_sync(one, make_on, (two, add, 1, 2)).to_here() == 3
+        assert remote(one, make_on, (two, add, 1, 2)).to_here().to_here() == 3
         lists = rpc_sync(one, references_to, ([Adder(1), Adder(2)],))
         assert [rref.rpc_sync().add(10) for rref in lists] == [11, 12]
         assert [rpc_sync(rref.owner(), local_value_of, (rref,)).value for rref in lists] == [11, 12]
-        assert rpc_sync(two, passed_on, ([], lists[0])).value == 11
+        assert rpc_sync(two, pass_on, ([], lists[0])).value == 11
         # in a batch, calls with references go in messages of their own, and the others keep their order
         with batch(two):
             calls = [rpc_async(two, count, (remote(one, same, (0,)) if i % 3 == 0 else i,)) for i in range(9)]
@@ -545,7 +545,7 @@ def test_references_go_from_worker_to_worker(world: World, tmp_path: Path, secre
     world.run(with_others, str(tmp_path / "rendezvous"), secret)
 
 
-def used_elsewhere_while_it_is_made(file: str) -> None:
+def use_elsewhere_while_made(file: str) -> None:
     rank = dist.get_rank()
     with working(f"worker{rank}", rank, 2, file, num_worker_threads=4):
         if rank == 0:
@@ -568,4 +568,4 @@ def used_elsewhere_while_it_is_made(file: str) -> None:
 @pytest.mark.slow
 @pytest.mark.world(2)
 def test_a_reference_may_be_used_and_dropped_elsewhere_before_its_value_is_made(world: World, tmp_path: Path) -> None:
-    world.run(used_elsewhere_while_it_is_made, str(tmp_path / "rendezvous"))
+    world.run(use_elsewhere_while_made, str(tmp_path / "rendezvous"))

@@ -150,9 +150,9 @@ def references() -> None:
     """Make references, hand them on, and fetch what they refer to."""
     made = rpc.remote("w1", add, (ONES, 1))
     assert torch.equal(made.to_here(), ONES + 1)
-    assert torch.equal(rpc.rpc_sync("w1", attacker.fetched, (made,)), ONES + 1)
+    assert torch.equal(rpc.rpc_sync("w1", attacker.fetch, (made,)), ONES + 1)
     mine = rpc.RRef(ONES)
-    assert torch.equal(rpc.rpc_sync("w1", attacker.fetched, (mine,)), ONES)
+    assert torch.equal(rpc.rpc_sync("w1", attacker.fetch, (mine,)), ONES)
     by_script = rpc.remote("w1", attacker.script_that_adds(), (ONES, ONES))
     assert torch.equal(by_script.to_here(), 2 * ONES)
     assert torch.equal(rpc_ext.remote("w1", add, (ONES, 1)).to_here(), ONES + 1)

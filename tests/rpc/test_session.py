@@ -45,19 +45,19 @@ def test_functions_are_called_once_in_order_when_the_agent_has_stopped(
 ) -> None:
     called: list[tuple[str, bool]] = []
 
-    def named(name: str) -> Callable[[], None]:
+    def make_hook(name: str) -> Callable[[], None]:
         return lambda: called.append((name, _engine.has_agent()))
 
     monkeypatch.setattr(rpc_session, "_called_at_every_end", list(rpc_session._called_at_every_end))
-    rpc_session.call_at_end(named("every session"))
+    rpc_session.call_at_end(make_hook("every session"))
     with alone(tmp_path / "rendezvous") as session:
-        session.call_at_end(named("first"))
-        session.call_at_end(named("second"))
+        session.call_at_end(make_hook("first"))
+        session.call_at_end(make_hook("second"))
         end()
     expected = ["every session", "first", "second"]
     assert called == [(name, False) for name in expected]
     with pytest.raises(InvalidStateError, match="has ended"):
-        session.call_at_end(named("too late"))
+        session.call_at_end(make_hook("too late"))
     with alone(tmp_path / "again"):
         pass
     assert called[3:] == [("every session", False)]
@@ -104,7 +104,7 @@ def test_functions_are_called_when_the_process_exits(tmp_path: Path, monkeypatch
 # ---- the pool that tensors are received into
 
 
-def received(tensor: torch.Tensor) -> int:
+def count_received(tensor: torch.Tensor) -> int:
     """Send a tensor to this worker and back; return the bytes received outside of the pool."""
     before = rpc_ext.statistics().received_outside
     assert torch.equal(rpc_sync(ME, same, (tensor,)), tensor)
@@ -115,8 +115,8 @@ def received(tensor: torch.Tensor) -> int:
 def test_receive_memory_is_the_size_of_the_pool(tmp_path: Path, receive_memory: int) -> None:
     tensor = torch.arange(2 * MIB // 4, dtype=torch.int32)
     with alone(tmp_path / "rendezvous", receive_memory=receive_memory):
-        outside = received(tensor)
-        assert received(tensor[: MIB // 8].clone()) == 0  # smaller tensors never use the pool
+        outside = count_received(tensor)
+        assert count_received(tensor[: MIB // 8].clone()) == 0  # smaller tensors never use the pool
     assert outside == (2 * tensor.nbytes if receive_memory == 4096 else 0)
 
 

@@ -16,7 +16,7 @@ from cudafuture import _C
 from cudafuture.testing import sim
 from rpc_ext import remote, rpc_async, rpc_sync
 from support import device_calls
-from support.device_calls import LONG, calling, doubled, filled, only
+from support.device_calls import LONG, calling, double, only, start_fill
 from support.simulated import SCHEDULES
 from support.soak import soak_count
 
@@ -93,7 +93,7 @@ def test_a_message_that_is_sent_before_the_host_may_read_it_has_wrong_values(mee
 @on_each_schedule
 def test_who_does_not_wait_for_the_answer_is_found(meeting: Path, schedule: str) -> None:
     with calling(schedule, meeting) as me:
-        future = rpc_async(me.name, doubled, (filled(1.0),))
+        future = rpc_async(me.name, double, (start_fill(1.0),))
         done = threading.Event()  # wait() would order this thread's streams, too
         future.add_done_callback(lambda _: done.set())
         assert done.wait(LONG)
@@ -108,18 +108,18 @@ def test_who_does_not_wait_for_the_answer_is_found(meeting: Path, schedule: str)
 @pytest.mark.parametrize("call", ["rpc_async", "batch"])
 def test_a_device_that_is_lost_before_its_tensors_have_left_fails_the_call(meeting: Path, call: str) -> None:
     with calling("lazy", meeting, devices=2) as me:
-        x = filled(1.0)
+        x = start_fill(1.0)
         sim.fail("a broken bit")
         if call == "batch":
             with rpc_ext.batch(me.name):
-                future = rpc_async(me.name, doubled, (x,))
+                future = rpc_async(me.name, double, (x,))
         else:
-            future = rpc_async(me.name, doubled, (x,))
+            future = rpc_async(me.name, double, (x,))
         with pytest.raises(RuntimeError, match="a broken bit"):
             future.wait(timeout=LONG)
         sim.clear_error()
         assert rpc_sync(me.name, divmod, (7, 2)) == (3, 1)
-        assert only(rpc_sync(me.name, doubled, (filled(2.0, 1),))) == 4.0
+        assert only(rpc_sync(me.name, double, (start_fill(2.0, 1),))) == 4.0
 
 
 @pytest.mark.parametrize("in_batch", [False, True])
@@ -127,20 +127,20 @@ def test_a_call_whose_device_does_not_finish_in_time_is_over_in_time(meeting: Pa
     with calling("lazy", meeting) as me:
         with sim.hold():
             with rpc_ext.batch(me.name) if in_batch else contextlib.nullcontext():
-                stuck = rpc_async(me.name, doubled, (filled(1.0),), timeout=0.05)
-            with pytest.raises(TimeoutError, match=r"doubled on worker 'worker0' has not answered within 0\.05 s"):
+                stuck = rpc_async(me.name, double, (start_fill(1.0),), timeout=0.05)
+            with pytest.raises(TimeoutError, match=r"double on worker 'worker0' has not answered within 0\.05 s"):
                 stuck.wait(timeout=LONG)
-        assert only(rpc_sync(me.name, doubled, (filled(2.0),))) == 4.0
+        assert only(rpc_sync(me.name, double, (start_fill(2.0),))) == 4.0
         assert me.statistics().destinations[me.name].in_flight == 0
 
 
 def test_remote_refuses_tensors_that_go_through_the_host(meeting: Path) -> None:
     with calling("lazy", meeting) as me:
         register = remote(me.name, device_calls.Register, (1.0,))
-        for call in (lambda x: remote(me.name, doubled, (x,)), register.remote().add):
+        for call in (lambda x: remote(me.name, double, (x,)), register.remote().add):
             with pytest.raises(
                 ValueError, match=r"a tensor on sim:0 cannot be sent to worker 'worker0'.*copy it to the host first"
             ):
-                call(filled(1.0))
+                call(start_fill(1.0))
         assert only(register.remote().add_number(2.0).to_here()) == 3.0
-        assert only(register.rpc_sync().add(filled(2.0))) == 5.0
+        assert only(register.rpc_sync().add(start_fill(2.0))) == 5.0

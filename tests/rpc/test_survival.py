@@ -22,7 +22,7 @@ from support.rpc_workers import (
     SHORT,
     be_lost,
     begin,
-    blamed,
+    blame,
     go_on,
     hold,
     hold_half,
@@ -101,7 +101,7 @@ def wait_for_room_at_the_lost(rank: int, store: str, sent: int) -> Counter[str]:
             try:
                 future = rpc_async("callee", hold_half, (10, sent), timeout=0.5)
             except TimeoutError as e:
-                ended.append(blamed(e))
+                ended.append(blame(e))
             else:
                 ended.append(outcome(future))
 
@@ -129,7 +129,7 @@ def call_in_every_way(rank: int, store: str, sent: int) -> dict[str, str]:
     there = rpc_ext.remote("callee", same, (1,))
     assert there.to_here() == 1
     last = rpc_async("callee", hold_half, (1, sent), timeout=SHORT)
-    blamed(last.exception(timeout=LONG))
+    blame(last.exception(timeout=LONG))
     ways: dict[str, Callable[[], Any]] = {
         "rpc_sync": lambda: rpc_sync("callee", same, (1,), timeout=0.5),
         "to_here": lambda: there.to_here(timeout=0.5),
@@ -142,19 +142,19 @@ def call_in_every_way(rank: int, store: str, sent: int) -> dict[str, str]:
             .then_async(lambda f: rpc_async("callee", same, (f.value(),), timeout=0.5))
             .wait(timeout=LONG)
         ),
-        "in a batch": lambda: batched(0.5),
+        "in a batch": lambda: call_in_batch(0.5),
     }
     results = {}
     for name, way in ways.items():
         try:
             way()
         except Exception as e:
-            results[name] = blamed(e)
+            results[name] = blame(e)
     expect_all_ended(session)
     return results
 
 
-def batched(timeout: float) -> Any:
+def call_in_batch(timeout: float) -> Any:
     with rpc_ext.batch("callee"):
         future = rpc_async("callee", same, (1,), timeout=timeout)
     return future.wait(timeout=LONG)

@@ -63,25 +63,25 @@ def async_execution(function: F) -> F:
 
 
 @async_execution
-def chained(tensor: torch.Tensor, added: int) -> torch.futures.Future[torch.Tensor]:
+def chain(tensor: torch.Tensor, added: int) -> torch.futures.Future[torch.Tensor]:
     return call(torch.add, tensor, 1).then(lambda f: f.wait() + added).to_torch()
 
 
 @async_execution
-def made_by_hand(tensor: torch.Tensor, added: int) -> torch.futures.Future[torch.Tensor]:
+def make_by_hand(tensor: torch.Tensor, added: int) -> torch.futures.Future[torch.Tensor]:
     future = CUDAFuture[torch.Tensor]()
     call(torch.add, tensor, 1).then(lambda f: future.set_result(f.wait() + added))
     return future.to_torch()
 
 
 @async_execution
-def fanned_out(tensor: torch.Tensor, times: int) -> torch.futures.Future[torch.Tensor]:
+def fan_out(tensor: torch.Tensor, times: int) -> torch.futures.Future[torch.Tensor]:
     parts = [call(torch.add, tensor, i) for i in range(times)]
     return gather(*parts).then(lambda f: torch.stack(f.value()).sum(0)).to_torch()
 
 
 @async_execution
-def failed() -> torch.futures.Future[Any]:
+def fail() -> torch.futures.Future[Any]:
     return CUDAFuture.failed(ValueError("expected")).to_torch()
 
 
@@ -160,19 +160,19 @@ def test_the_future_of_a_remote_reference() -> None:
 
 
 @answers("test_async_function_with_future_ctor", "test_async_function_with_future_ctor_remote")
-@pytest.mark.parametrize("function", [chained, made_by_hand])
+@pytest.mark.parametrize("function", [chain, make_by_hand])
 def test_a_bridged_future_is_what_async_execution_wants(function: Any) -> None:
     assert torch.equal(rpc.rpc_sync(ME, function, args=(ONES, 2)), ONES + 3)
     assert torch.equal(rpc.remote(ME, function, args=(ONES, 2)).to_here(), ONES + 3)
 
 
 def test_many_calls_out_of_one() -> None:
-    assert torch.equal(call(fanned_out, ONES, 4).wait(timeout=60), ONES * 4 + 6)
+    assert torch.equal(call(fan_out, ONES, 4).wait(timeout=60), ONES * 4 + 6)
 
 
 def test_a_failed_bridged_future_fails_the_call() -> None:
     with pytest.raises(RuntimeError, match="expected"):
-        rpc.rpc_sync(ME, failed)
+        rpc.rpc_sync(ME, fail)
 
 
 def test_a_cuda_future_itself_is_refused_by_async_execution() -> None:

@@ -193,7 +193,7 @@ def test_what_is_a_parameter_or_requires_grad_is_and_does_so_there() -> None:
     "make",
     [
         lambda: torch.empty(0, 5)[:, 4],
-        lambda: resized(torch.ones(4), 0)[2:2],
+        lambda: resize(torch.ones(4), 0)[2:2],
         lambda: torch.sparse_coo_tensor(torch.empty(2, 0), torch.empty(0, 5)[:, 4], (3, 3)),
         lambda: torch.nn.Parameter(torch.empty(0, 5)[:, 4]),
     ],
@@ -217,7 +217,7 @@ def test_a_quantized_tensor_without_elements_arrives() -> None:
         assert (got.shape, got.dtype, got.q_scale()) == (tensor.shape, tensor.dtype, 0.5)
 
 
-def resized(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+def resize(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Resize the memory of a tensor, or of the values of a sparse one."""
     values = tensor._values() if tensor.layout is torch.sparse_coo else tensor
     values = tensor.values() if tensor.layout is torch.sparse_csr else values
@@ -237,13 +237,13 @@ def without_scales() -> torch.Tensor:
 
 
 UNSENDABLE: dict[str, Callable[[], torch.Tensor]] = {
-    "freed": lambda: resized(torch.ones(4), 0),
-    "shrunk": lambda: resized(torch.ones(8), 8),
-    "freed parameter": lambda: torch.nn.Parameter(resized(torch.ones(4), 0)),
-    "freed subclass": lambda: resized(torch.ones(4), 0).as_subclass(Marked),
+    "freed": lambda: resize(torch.ones(4), 0),
+    "shrunk": lambda: resize(torch.ones(8), 8),
+    "freed parameter": lambda: torch.nn.Parameter(resize(torch.ones(4), 0)),
+    "freed subclass": lambda: resize(torch.ones(4), 0).as_subclass(Marked),
     "freed scales": lambda: without_scales(),
-    "freed values of CSR": lambda: resized(torch.eye(2).to_sparse_csr(), 0),
-    "freed values": lambda: resized(torch.eye(2).to_sparse(), 0),
+    "freed values of CSR": lambda: resize(torch.eye(2).to_sparse_csr(), 0),
+    "freed values": lambda: resize(torch.eye(2).to_sparse(), 0),
     "quint4x2": lambda: torch._empty_affine_quantized((2, 4), scale=0.5, zero_point=0, dtype=torch.quint4x2),
     "without a scheme": lambda: torch.empty(3, dtype=torch.qint8),
     "zeros": lambda: torch._efficientzerotensor((3,)),

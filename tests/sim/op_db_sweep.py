@@ -53,7 +53,7 @@ def first_draw(seed: int) -> int:
     return x ^ (x >> 31)
 
 
-def moved(value: Any, device: str) -> Any:
+def move_all(value: Any, device: str) -> Any:
     """Return the arguments on a device, with their strides and as parts of the same storage."""
 
     def move(leaf: Any) -> Any:
@@ -81,9 +81,9 @@ def run(op: Any, sample: Any, device: str) -> Any:
     """Return the result and the gradients."""
     kwargs = {key: torch.device(device) if key == "device" else value for key, value in sample.kwargs.items()}
     if op.name in HOST_ARGUMENTS:
-        x, args, kwargs = moved(sample.input, device), sample.args, kwargs
+        x, args, kwargs = move_all(sample.input, device), sample.args, kwargs
     else:
-        x, args, kwargs = moved((sample.input, sample.args, kwargs), device)
+        x, args, kwargs = move_all((sample.input, sample.args, kwargs), device)
     # Samples seed themselves. The CPU gets the seed that the device will draw.
     torch.manual_seed = _manual_seed if device == "sim" else (lambda seed: _manual_seed(first_draw(seed)))
     try:

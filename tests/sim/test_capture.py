@@ -18,15 +18,15 @@ pytestmark = pytest.mark.sim(devices=2, schedule="lazy")
 RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
-def recorded() -> torch.Event:
+def record_event() -> torch.Event:
     event = torch.Event("sim")
     event.record(torch.Stream("sim:0"))
     return event
 
 
 UNSAFE: dict[str, Callable[[], Any]] = {
-    "a query of an event": lambda: recorded().query(),
-    "a synchronization with an event": lambda: recorded().synchronize(),
+    "a query of an event": lambda: record_event().query(),
+    "a synchronization with an event": lambda: record_event().synchronize(),
     "a query of a stream": lambda: torch.Stream("sim:0").query(),
     "a synchronization with a stream": lambda: torch.Stream("sim:0").synchronize(),
     "a synchronization with another device": lambda: sim.synchronize("sim:1"),
@@ -47,7 +47,7 @@ def function(capsule: Any, name: bytes, result: Any, *arguments: Any) -> Any:
 
 
 @contextmanager
-def relaxed() -> Iterator[None]:
+def relax_capture() -> Iterator[None]:
     """Put the calling thread into relaxed capture mode for a scope."""
     exchange = function(
         _sim.exchange_capture_mode(), b"exchange_capture_mode", ctypes.c_int, ctypes.POINTER(ctypes.c_int)
@@ -109,7 +109,7 @@ def test_an_unsafe_call_ends_a_capture_whose_mode_forbids_it_to_the_thread(name:
 @pytest.mark.parametrize("name", UNSAFE)
 def test_a_thread_in_relaxed_mode_makes_unsafe_calls(name: str) -> None:
     def call() -> None:
-        with relaxed():
+        with relax_capture():
             UNSAFE[name]()
 
     assert errors_of(call, "other", "global") == ("", "")
@@ -118,7 +118,7 @@ def test_a_thread_in_relaxed_mode_makes_unsafe_calls(name: str) -> None:
 @pytest.mark.parametrize("mode", get_args(sim.CaptureMode))
 def test_no_mode_allows_to_wait_for_a_device_with_a_capture(mode: str) -> None:
     def call() -> None:
-        with relaxed():
+        with relax_capture():
             sim.synchronize("sim:0")
 
     called, ended = errors_of(call, "other", mode)

@@ -81,7 +81,7 @@ WAYS = [
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Child]:
+def waiter() -> Iterator[Child]:
     """Return a process that waits in the ways that it is told."""
     with Child(SCRIPT) as child:
         yield child
@@ -91,11 +91,11 @@ def shared() -> Iterator[Child]:
 
 
 @pytest.fixture(params=WAYS)
-def waiting(request: pytest.FixtureRequest, shared: Child) -> Child:
+def waiting(request: pytest.FixtureRequest, waiter: Child) -> Child:
     """Return the process while its main thread waits behind a hold."""
-    shared.say(request.param)
-    assert shared.hear() == "waiting"
-    return shared
+    waiter.say(request.param)
+    assert waiter.hear() == "waiting"
+    return waiter
 
 
 def test_ctrl_c_ends_a_wait(waiting: Child) -> None:

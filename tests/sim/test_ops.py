@@ -640,13 +640,13 @@ def test_an_operator_from_outside_that_knows_the_cpu() -> None:
 
 
 def test_ctrl_c_in_a_meta_kernel_of_python_is_not_taken_for_an_answer() -> None:
-    @torch.library.custom_op("sim_test::interrupted", mutates_args=(), device_types="cpu")
-    def interrupted(x: torch.Tensor) -> torch.Tensor:
+    @torch.library.custom_op("sim_test::interrupt", mutates_args=(), device_types="cpu")
+    def interrupt(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     impatient = [KeyboardInterrupt("now")]
 
-    @interrupted.register_fake
+    @interrupt.register_fake
     def _(x: torch.Tensor) -> torch.Tensor:
         if impatient:
             raise impatient.pop()
@@ -654,9 +654,9 @@ def test_ctrl_c_in_a_meta_kernel_of_python_is_not_taken_for_an_answer() -> None:
 
     x = X.to("sim")
     with pytest.raises(KeyboardInterrupt, match="now"):
-        interrupted(x)
+        interrupt(x)
     results: list[torch.Tensor] = []
-    assert runs_later(lambda: results.append(interrupted(x)))
+    assert runs_later(lambda: results.append(interrupt(x)))
     assert torch.equal(results[0].cpu(), X)
 
 

@@ -11,13 +11,13 @@ from cudafuture.testing import sim
 pytestmark = pytest.mark.sim(devices=2, schedule="lazy")
 
 
-def found() -> list[sim.Report]:
+def reports() -> list[sim.Report]:
     """Return the reports, oldest first."""
     return sim.races()
 
 
 def kinds() -> list[str]:
-    return [report.kind for report in found()]
+    return [report.kind for report in reports()]
 
 
 def fill(stream: torch.Stream, value: float = 1.0) -> torch.Tensor:
@@ -33,7 +33,7 @@ def current(device: str = "sim:0") -> torch.Stream:
 def test_a_read_that_waits_for_nobody() -> None:
     x = fill(torch.Stream("sim:0"))
     x.sum()
-    (report,) = found()
+    (report,) = reports()
     assert report.kind == "race"
     assert report.earlier is not None
     assert report.later is not None
@@ -50,7 +50,7 @@ def test_a_write_over_what_another_stream_reads() -> None:
     with side:
         x.sum()
     x.add_(1)
-    (report,) = found()
+    (report,) = reports()
     assert report.kind == "race"
     assert report.later is not None
     assert report.later.operation == "aten::add"
@@ -84,7 +84,7 @@ def test_an_event_orders_what_came_before_it_and_nothing_later() -> None:
         x.add_(1)
     event.wait(current())
     x.sum()
-    (report,) = found()
+    (report,) = reports()
     assert report.earlier is not None
     assert report.earlier.operation == "aten::add"
 
@@ -99,7 +99,7 @@ def test_an_event_that_was_recorded_again_counts_as_it_was_when_somebody_waited(
         other = torch.full((256,), 2.0, device="sim:0")
     event.record(side)
     assert x.sum().item() == 256
-    assert found() == []
+    assert reports() == []
     other.sum()
     assert kinds() == ["race"]
 
@@ -158,7 +158,7 @@ def test_memory_that_is_handed_out_again_too_early() -> None:
         x.sum()
     del x
     y = torch.empty(256, device="sim:0")
-    (report,) = found()
+    (report,) = reports()
     assert report.kind == "reuse"
     assert "record_stream" in report.summary
     assert report.later is not None
@@ -197,7 +197,7 @@ def test_filling_pinned_memory_that_a_copy_still_reads() -> None:
     pinned = torch.ones(256).pin_memory()
     x = pinned.to("sim:0", non_blocking=True)
     pinned.fill_(2)
-    (report,) = found()
+    (report,) = reports()
     assert report.kind == "host_race"
     assert report.later is not None
     assert "fill_" in report.later.operation
@@ -258,7 +258,7 @@ def test_what_was_found_before_the_block_is_not_raised_in_it() -> None:
     fill(torch.Stream("sim:0")).sum()
     with sim.detect_races():
         pass
-    assert found() == []
+    assert reports() == []
 
 
 @pytest.mark.parametrize("schedule", ["free", "jitter", "lazy"])
@@ -271,7 +271,7 @@ def test_every_schedule_finds_it(schedule: sim.Schedule) -> None:
 def test_nothing_is_looked_for_when_told_so() -> None:
     sim.enable(detect=False)
     fill(torch.Stream("sim:0")).sum()
-    assert found() == []
+    assert reports() == []
     with pytest.raises(RuntimeError, match="detect=True"), sim.detect_races():
         pass
 
@@ -287,12 +287,12 @@ def test_an_event_that_is_asked_on_another_device() -> None:
     with torch.accelerator.device_index(1):
         event.record(current("sim:1"))
     event.query()
-    (report,) = found()
+    (report,) = reports()
     assert report.kind == "wrong_device"
     assert "sim:1" in report.summary
     with torch.accelerator.device_index(1):
         del event
-    assert found() == []
+    assert reports() == []
 
 
 @pytest.mark.sim(devices=1, schedule="free")

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.sim(devices=2)
 SCHEDULES: list[sim.Schedule] = ["free", "jitter", "lazy"]
 
 
-def executed() -> int:
+def count_executed() -> int:
     return sim.statistics().executed
 
 
@@ -28,11 +28,11 @@ def test_free_runs_at_once() -> None:
 
 def test_lazy_runs_nothing_until_somebody_waits() -> None:
     sim.enable(schedule="lazy")
-    before = executed()
+    before = count_executed()
     x = torch.ones(4, device="sim").add_(1)
-    assert executed() == before
+    assert count_executed() == before
     assert x.tolist() == [2, 2, 2, 2]
-    assert executed() > before
+    assert count_executed() > before
 
 
 def test_lazy_runs_only_what_is_waited_for() -> None:
@@ -41,11 +41,11 @@ def test_lazy_runs_only_what_is_waited_for() -> None:
     sim.sleep(1, first)
     sim.sleep(1, second)
     sim.sleep(1, second)
-    before = executed()
+    before = count_executed()
     first.synchronize()
-    assert executed() == before + 1
+    assert count_executed() == before + 1
     sim.synchronize()
-    assert executed() == before + 3
+    assert count_executed() == before + 3
 
 
 def test_lazy_runs_what_that_depends_on() -> None:
@@ -55,9 +55,9 @@ def test_lazy_runs_what_that_depends_on() -> None:
     second.wait_stream(first)
     sim.sleep(1, first)
     sim.sleep(1, second)
-    before = executed()
+    before = count_executed()
     second.synchronize()
-    assert executed() == before + 2
+    assert count_executed() == before + 2
 
 
 def test_who_does_not_wait_reads_nan_under_lazy() -> None:

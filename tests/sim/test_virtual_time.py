@@ -20,7 +20,7 @@ def _speeds() -> None:
     sim.set_speeds(SPEEDS)
 
 
-def elapsed(work: Callable[[], object]) -> float:
+def measure(work: Callable[[], object]) -> float:
     """Return how many virtual milliseconds pass until the work is done."""
     begin = sim.clock()
     work()
@@ -29,7 +29,7 @@ def elapsed(work: Callable[[], object]) -> float:
 
 
 def test_a_delay_takes_as_long_as_it_says() -> None:
-    assert elapsed(lambda: sim.sleep(ms=2.5)) == pytest.approx(2.5)
+    assert measure(lambda: sim.sleep(ms=2.5)) == pytest.approx(2.5)
 
 
 def test_work_on_one_stream_adds_up() -> None:
@@ -37,7 +37,7 @@ def test_work_on_one_stream_adds_up() -> None:
         sim.sleep(ms=1)
         sim.sleep(ms=2)
 
-    assert elapsed(work) == pytest.approx(3)
+    assert measure(work) == pytest.approx(3)
 
 
 def test_work_on_two_streams_overlaps() -> None:
@@ -45,7 +45,7 @@ def test_work_on_two_streams_overlaps() -> None:
         sim.sleep(ms=1)
         sim.sleep(ms=2, stream=torch.Stream("sim:0"))
 
-    assert elapsed(work) == pytest.approx(2)
+    assert measure(work) == pytest.approx(2)
 
 
 def test_a_stream_that_waits_begins_later() -> None:
@@ -55,12 +55,12 @@ def test_a_stream_that_waits_begins_later() -> None:
         side.wait_stream(torch.accelerator.current_stream())
         sim.sleep(ms=2, stream=side)
 
-    assert elapsed(work) == pytest.approx(3)
+    assert measure(work) == pytest.approx(3)
 
 
 def test_a_copy_takes_what_its_bytes_take() -> None:
     pinned = torch.zeros(MB).pin_memory()
-    assert elapsed(lambda: pinned.to("sim:0", non_blocking=True)) == pytest.approx(1)
+    assert measure(lambda: pinned.to("sim:0", non_blocking=True)) == pytest.approx(1)
 
 
 def test_copies_in_one_direction_share_an_engine() -> None:
@@ -71,7 +71,7 @@ def test_copies_in_one_direction_share_an_engine() -> None:
             with stream:
                 pinned.to("sim:0", non_blocking=True)
 
-    assert elapsed(work) == pytest.approx(2)
+    assert measure(work) == pytest.approx(2)
 
 
 def test_copies_in_both_directions_overlap() -> None:
@@ -85,7 +85,7 @@ def test_copies_in_both_directions_overlap() -> None:
         with torch.Stream("sim:0"):
             download.copy_(on_device, non_blocking=True)
 
-    assert elapsed(work) == pytest.approx(1)
+    assert measure(work) == pytest.approx(1)
 
 
 def test_copy_and_kernel_overlap() -> None:
@@ -96,7 +96,7 @@ def test_copy_and_kernel_overlap() -> None:
         with torch.Stream("sim:0"):
             pinned.to("sim:0", non_blocking=True)
 
-    assert elapsed(work) == pytest.approx(3)
+    assert measure(work) == pytest.approx(3)
 
 
 def test_the_host_goes_on_while_the_device_works() -> None:
@@ -114,7 +114,7 @@ def test_work_begins_when_the_host_enqueues_it() -> None:
         sim.spend(ms=1)
         sim.sleep(ms=1)
 
-    assert elapsed(work) == pytest.approx(2)
+    assert measure(work) == pytest.approx(2)
 
 
 def test_a_stream_can_be_slower_than_the_others() -> None:
@@ -126,7 +126,7 @@ def test_a_stream_can_be_slower_than_the_others() -> None:
         with slow:
             pinned.to("sim:0", non_blocking=True)
 
-    assert elapsed(work) == pytest.approx(2)
+    assert measure(work) == pytest.approx(2)
 
 
 def test_events_measure_time() -> None:
@@ -151,4 +151,4 @@ def test_time_does_not_depend_on_the_schedule(schedule: sim.Schedule) -> None:
         x.add_(1)
         x.record_stream(torch.accelerator.current_stream())
 
-    assert elapsed(work) == pytest.approx(1 + 2)  # add_ reads and writes 1 MB
+    assert measure(work) == pytest.approx(1 + 2)  # add_ reads and writes 1 MB

@@ -107,7 +107,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
             ["mkfs.ext4", "-q", "-F", "-m0", "-b4096", str(image)],
             ["mount", "-o", "loop", str(image), str(root)],
         ]
-        made = mounts.mounted(root, "ext4", commands)
+        made = mounts.mount(root, "ext4", commands)
     with made as disk:
         yield disk
 

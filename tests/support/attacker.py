@@ -41,7 +41,7 @@ def key_of(worker: rpc_ext.Session) -> bytes:
 
 
 @contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
+def collect_log() -> Iterator[list[str]]:
     """Collect what is logged of messages and records that were not as they should be."""
     logger = logging.getLogger("rpc_ext.authentication")
     messages: list[str] = []
@@ -77,16 +77,16 @@ def make_folder(path: str, tensor: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def script_that_makes_a_file() -> Any:
     """Return a TorchScript function, which others can call when they have asked for it as well."""
-    return _compiled(_make_file)
+    return _compile(_make_file)
 
 
 @functools.cache
 def script_that_adds() -> Any:
     """Return another."""
-    return _compiled(_add)
+    return _compile(_add)
 
 
-def _compiled(function: Any) -> Any:
+def _compile(function: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=DeprecationWarning)
         return torch.jit.script(function)
@@ -100,7 +100,7 @@ def _add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a + b
 
 
-def fetched(reference: Any) -> Any:
+def fetch(reference: Any) -> Any:
     """Return what a reference refers to."""
     return reference.to_here()
 
@@ -166,16 +166,16 @@ class Stranger:
 
     def call(self, function: Any, *args: object) -> str:
         """Call a function by torch's own rpc_async; return what is said to that: "" where an answer came."""
-        return said(lambda: rpc.rpc_sync(self.workers[0], function, args=args))
+        return message_of(lambda: rpc.rpc_sync(self.workers[0], function, args=args))
 
     def builtin(self, operator: str, *args: object) -> str:
         """Call an operator by its name."""
         to = self._agent.get_worker_info(self.workers[0])
-        return said(lambda: _native._invoke_rpc_builtin(to, operator, float(PATIENCE), *args).wait())
+        return message_of(lambda: _native._invoke_rpc_builtin(to, operator, float(PATIENCE), *args).wait())
 
     def remote(self, function: Any, *args: object) -> str:
         """Have an RRef made of what a function returns."""
-        return said(lambda: rpc.remote(self.workers[0], function, args=args).to_here())
+        return message_of(lambda: rpc.remote(self.workers[0], function, args=args).to_here())
 
 
 class _Listener:
@@ -189,7 +189,7 @@ class _Listener:
         self._answer.set_result(message)
 
 
-def said(call: Callable[[], object]) -> str:
+def message_of(call: Callable[[], object]) -> str:
     """Return the message of the error that a call ends with, or ""."""
     try:
         call()

@@ -266,17 +266,17 @@ def expect_gathered_layouts(name: str, device: str) -> None:
         # The layouts differ between the ranks: what is sent does not depend on them.
         mine = STRIDED["contiguous" if place.rank == 2 else read](source)
         theirs, there = ([STRIDED[written](torch.zeros(4, 2)) for _ in range(place.size)] for _ in range(2))
-        ours = [_moved(t, device) for t in there]
+        ours = [_move(t, device) for t in there]
         future: CUDAFuture[Any]
         if name == "all_gather":
             dist.all_gather(theirs, mine)
-            future = cfd.all_gather(ours, _moved(mine, device))
+            future = cfd.all_gather(ours, _move(mine, device))
         elif name == "all_gather_coalesced":
             dist.all_gather(theirs, mine)
-            future = cfd.all_gather_coalesced([[t] for t in ours], [_moved(mine, device)])
+            future = cfd.all_gather_coalesced([[t] for t in ours], [_move(mine, device)])
         else:
             dist.gather(mine, theirs if place.at_root else None, **place.root("dst"))
-            future = cfd.gather(_moved(mine, device), ours if place.at_root else None, **place.root("dst"))
+            future = cfd.gather(_move(mine, device), ours if place.at_root else None, **place.root("dst"))
         future.wait(timeout=TIMEOUT)
         for wanted, output in zip(theirs, ours, strict=True):
             assert output._base is not None
@@ -284,7 +284,7 @@ def expect_gathered_layouts(name: str, device: str) -> None:
             assert torch.equal(output._base.cpu(), wanted._base), f"{name}, {read} into {written}"
 
 
-def _moved(tensor: Tensor, device: str) -> Tensor:
+def _move(tensor: Tensor, device: str) -> Tensor:
     """Return the same view of a copy on the device."""
     assert tensor._base is not None
     return tensor._base.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

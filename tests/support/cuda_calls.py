@@ -39,36 +39,36 @@ def only(tensor: Tensor) -> float:
 # ---- what is called
 
 
-def doubled(x: Tensor) -> Tensor:
+def double(x: Tensor) -> Tensor:
     Cuda().delay()
     return x * 2
 
 
-def doubled_there(value: float) -> Tensor:
+def double_there(value: float) -> Tensor:
     """Double a tensor of the callee."""
-    return doubled(slow(value))
+    return double(slow(value))
 
 
 @rpc_ext.async_execution
-def doubled_there_later(value: float) -> CUDAFuture[Tensor]:
+def double_there_later(value: float) -> CUDAFuture[Tensor]:
     """Return a future of a tensor of the callee, on which its GPU is still at work."""
-    return doubled_later(slow(value))
+    return double_later(slow(value))
 
 
 def where(x: Tensor) -> str:
     return str(x.device)
 
 
-def added_to(rref: RRef[Tensor], x: Tensor) -> Tensor:
+def add_to(rref: RRef[Tensor], x: Tensor) -> Tensor:
     return rref.local_value() + x
 
 
 @rpc_ext.async_execution
-def doubled_later(x: Tensor) -> CUDAFuture[Tensor]:
+def double_later(x: Tensor) -> CUDAFuture[Tensor]:
     """Return a future that is done at once, and whose GPU is still at work on a stream of its own."""
     came = CUDAFuture.completed(x)
     with torch.cuda.stream(torch.cuda.Stream()):
-        return CUDAFuture.completed(doubled(came.wait(non_blocking=True)))
+        return CUDAFuture.completed(double(came.wait(non_blocking=True)))
 
 
 # ---- scenarios
@@ -79,50 +79,50 @@ def arguments_and_results(to: str) -> None:
         futures = []
         for value in range(8):
             x = slow(float(value))
-            futures.append(rpc_async(to, doubled, (x,)))
+            futures.append(rpc_async(to, double, (x,)))
     with torch.cuda.stream(torch.cuda.Stream()):
         assert [only(future.wait(non_blocking=True, timeout=LONG)) for future in futures] == [2.0 * i for i in range(8)]
 
 
-def made_there(to: str) -> None:
+def make_there(to: str) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         assert only(rpc_async(to, slow, (3.0,)).wait(non_blocking=True, timeout=LONG)) == 3.0
 
 
 def futures_there(to: str) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert only(rpc_async(to, doubled_later, (slow(3.0),)).wait(non_blocking=True, timeout=LONG)) == 6.0
+        assert only(rpc_async(to, double_later, (slow(3.0),)).wait(non_blocking=True, timeout=LONG)) == 6.0
 
 
 def callbacks(to: str) -> None:
-    first = rpc_async(to, doubled, (slow(1.0),))
-    second = first.then_async(lambda done: rpc_async(to, doubled, (done.value() + 1,)))
+    first = rpc_async(to, double, (slow(1.0),))
+    second = first.then_async(lambda done: rpc_async(to, double, (done.value() + 1,)))
     both: CUDAFuture[Any] = gather(first, second).then(lambda done: sum(done.value()))
     assert only(both.wait(timeout=LONG)) == 8.0
 
 
-def batched(to: str) -> None:
+def batch_calls(to: str) -> None:
     with rpc_ext.batch(to):
-        futures = [rpc_async(to, doubled, (slow(float(i)),)) for i in range(4)]
-        futures.append(rpc_async(to, doubled_later, (slow(4.0),)))
+        futures = [rpc_async(to, double, (slow(float(i)),)) for i in range(4)]
+        futures.append(rpc_async(to, double_later, (slow(4.0),)))
     assert [only(future.wait(non_blocking=True, timeout=LONG)) for future in futures] == [2.0 * i for i in range(5)]
 
 
 def references(to: str) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
-        rref = remote(to, doubled_there, (2.0,))
+        rref = remote(to, double_there, (2.0,))
     with torch.cuda.stream(torch.cuda.Stream()):
         assert only(rref.get_future().wait(non_blocking=True, timeout=LONG)) == 4.0
-        assert only(rpc_sync(to, added_to, (rref, slow(1.0)))) == 5.0
+        assert only(rpc_sync(to, add_to, (rref, slow(1.0)))) == 5.0
         assert only(rref.rpc_sync().add(slow(2.0))) == 6.0
-        assert only(remote(to, doubled_there_later, (5.0,)).to_here()) == 10.0
+        assert only(remote(to, double_there_later, (5.0,)).to_here()) == 10.0
 
 
 SCENARIOS: tuple[Callable[[str], None], ...] = (
     arguments_and_results,
-    made_there,
+    make_there,
     futures_there,
     callbacks,
-    batched,
+    batch_calls,
     references,
 )

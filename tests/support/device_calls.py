@@ -18,7 +18,7 @@ import rpc_ext
 from cudafuture import CUDAFuture, copy, gather, submit
 from cudafuture.testing import sim
 from rpc_ext import RRef, remote, rpc_async, rpc_sync
-from support.simulated import simulated
+from support.simulated import simulate
 
 LONG = 40.0  # seconds; much more than anything takes
 SIZE = 64
@@ -30,7 +30,7 @@ def calling(
 ) -> Iterator[rpc_ext.Session]:
     """Begin RPC in this process, between simulated devices; afterwards raise if a race was found."""
     with (
-        simulated(schedule, devices, seed),
+        simulate(schedule, devices, seed),
         rpc_ext.init_rpc(
             rank=rank, world_size=size, init_method=f"file://{meeting}", rpc_timeout=LONG, **more
         ) as session,
@@ -38,7 +38,7 @@ def calling(
         yield session
 
 
-def filled(value: float, index: int = 0, size: int = SIZE) -> Tensor:
+def start_fill(value: float, index: int = 0, size: int = SIZE) -> Tensor:
     """Return a tensor that the device fills, after a while."""
     with torch.accelerator.device_index(index):
         sim.sleep(1)
@@ -59,18 +59,18 @@ def where(tensor: Tensor) -> str:
 # ---- what is called
 
 
-def doubled(x: Tensor) -> Tensor:
+def double(x: Tensor) -> Tensor:
     with torch.accelerator.device_index(x.device.index):
         sim.sleep(1)
     return x * 2
 
 
-def used(x: Tensor) -> None:
+def use(x: Tensor) -> None:
     """Leave work behind that nobody waits for."""
-    doubled(x)
+    double(x)
 
 
-def added(*tensors: Tensor) -> Tensor:
+def add_all(*tensors: Tensor) -> Tensor:
     """Return the sum of what may be on several devices, on the first."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
@@ -78,76 +78,76 @@ def added(*tensors: Tensor) -> Tensor:
     return total
 
 
-def echoed(*args: Any, **kwargs: Any) -> Any:
+def echo(*args: Any, **kwargs: Any) -> Any:
     return args, kwargs
 
 
-def placed(value: Any) -> Any:
+def describe(value: Any) -> Any:
     """Say what kind of tensor came, and what it holds."""
     return [(where(t), tuple(t.shape), t.stride(), t.dtype, t.tolist()) for t in value]
 
 
-def made(value: float, index: int = 0, size: int = SIZE) -> Tensor:
-    return filled(value, index, size)
+def make(value: float, index: int = 0, size: int = SIZE) -> Tensor:
+    return start_fill(value, index, size)
 
 
 @rpc_ext.async_execution
-def doubled_later(x: Tensor) -> CUDAFuture[Tensor]:
+def double_later(x: Tensor) -> CUDAFuture[Tensor]:
     """Return a future that is done at once, and whose device is still at work on a stream of its own."""
     came = CUDAFuture.completed(x)
     with torch.Stream(x.device):
-        return CUDAFuture.completed(doubled(came.wait(non_blocking=True)))
+        return CUDAFuture.completed(double(came.wait(non_blocking=True)))
 
 
-def doubled_there(value: float, index: int = 0) -> Tensor:
+def double_there(value: float, index: int = 0) -> Tensor:
     """Double a tensor of the callee."""
-    return doubled(filled(value, index))
+    return double(start_fill(value, index))
 
 
 @rpc_ext.async_execution
-def doubled_there_later(value: float, index: int = 0) -> CUDAFuture[Tensor]:
+def double_there_later(value: float, index: int = 0) -> CUDAFuture[Tensor]:
     """Return a future of a tensor of the callee, on which its device is still at work."""
-    return doubled_later(filled(value, index))
+    return double_later(start_fill(value, index))
 
 
 @rpc_ext.async_execution
-def doubled_elsewhere(x: Tensor) -> CUDAFuture[Tensor]:
+def double_elsewhere(x: Tensor) -> CUDAFuture[Tensor]:
     """Return a future that is done when a thread of the host has come to it."""
     both: CUDAFuture[list[Any]] = gather(CUDAFuture.completed(x), submit(int, 2))
     return both.then(lambda both: both.value()[0] * both.value()[1])
 
 
 @rpc_ext.async_execution
-def doubled_by(to: str, x: Tensor) -> CUDAFuture[Tensor]:
-    return rpc_async(to, doubled, (x,))
+def double_by(to: str, x: Tensor) -> CUDAFuture[Tensor]:
+    return rpc_async(to, double, (x,))
 
 
-def refused_there() -> Tensor:
-    return refused(filled(1.0))
+def refuse_there() -> Tensor:
+    return refuse(start_fill(1.0))
 
 
-def refused(x: Tensor) -> Tensor:
+def refuse(x: Tensor) -> Tensor:
     raise LookupError(f"no such tensor on {x.device}")
 
 
-def added_to(rref: RRef[Tensor], x: Tensor) -> Tensor:
+def add_to(rref: RRef[Tensor], x: Tensor) -> Tensor:
     return rref.local_value() + x
 
 
 @rpc_ext.async_execution
-def added_later(rref: RRef[Tensor], x: Tensor) -> CUDAFuture[Tensor]:
+def add_later(rref: RRef[Tensor], x: Tensor) -> CUDAFuture[Tensor]:
     """Wait for neither."""
     return gather(rref.get_future(), CUDAFuture.completed(x)).then(lambda both: both.value()[0] + both.value()[1])
 
 
-def broken(x: Tensor) -> Tensor:
+def break_device(x: Tensor) -> Tensor:
     sim.fail("a broken bit")
     return x * 2
 
 
 @rpc_ext.async_execution
-def broken_later(x: Tensor) -> CUDAFuture[Tensor]:
-    return CUDAFuture.completed(broken(x))
+def break_device_later(x: Tensor) -> CUDAFuture[Tensor]:
+    return CUDAFuture.completed(break_device(x))
 
 
 def streams() -> list[int]:
@@ -166,7 +166,7 @@ class Register:
     """A value that lives on a device of its owner."""
 
     def __init__(self, start: float) -> None:
-        self.total = filled(start)
+        self.total = start_fill(start)
 
     def add(self, x: Tensor) -> Tensor:
         self.total = self.total + x
@@ -177,7 +177,7 @@ class Register:
         return CUDAFuture.completed(self.add(x)).then(lambda done: done.value() * 1)
 
     def add_number(self, x: float) -> Tensor:
-        return self.add(filled(x))
+        return self.add(start_fill(x))
 
     def set(self, x: Tensor) -> None:
         self.total.copy_(x)
@@ -225,11 +225,11 @@ def fill_held_later(x: Tensor) -> CUDAFuture[None]:
     return filled_later
 
 
-def held() -> Tensor:
+def return_held() -> Tensor:
     return _held[0]
 
 
-def held_plus(x: Tensor) -> Tensor:
+def add_to_held(x: Tensor) -> Tensor:
     return _held[0] + x
 
 
@@ -243,32 +243,32 @@ def release_held() -> None:
 def arguments_and_results(to: str) -> None:
     """They are read after what the caller has enqueued, and written before whoever waits for the answer."""
     with torch.Stream("sim:0"):
-        future = rpc_async(to, doubled, (filled(3.0),))
+        future = rpc_async(to, double, (start_fill(3.0),))
     with torch.Stream("sim:0"):
         result = future.wait(non_blocking=True)
         assert only(result) == 6.0
     assert where(result) == "sim:0"
     assert list(future.events) == [torch.device("sim:0")]
-    assert only(rpc_sync(to, doubled, (filled(4.0, 1),))) == 8.0
+    assert only(rpc_sync(to, double, (start_fill(4.0, 1),))) == 8.0
 
 
-def dropped_at_once(to: str) -> None:
+def drop_at_once(to: str) -> None:
     """Nobody keeps the arguments, and their memory is handed out again while the copies are still to come."""
     with torch.Stream("sim:0"):
         futures = []
         for value in (1.0, 2.0, 3.0):
             with sim.hold():
-                x = filled(value)
-                futures.append(rpc_async(to, doubled, (x,)))
+                x = start_fill(value)
+                futures.append(rpc_async(to, double, (x,)))
                 del x
                 torch.empty(SIZE, device="sim:0").fill_(100.0)
         assert [only(future.wait(timeout=LONG)) for future in futures] == [2.0, 4.0, 6.0]
 
 
-def changed_by_who_waits(to: str) -> None:
+def write_after_wait(to: str) -> None:
     """Write to the arguments, and to the answer, after a wait for the answer."""
-    x = filled(2.0)
-    future = rpc_async(to, doubled, (x,))
+    x = start_fill(2.0)
+    future = rpc_async(to, double, (x,))
     with torch.Stream("sim:0"):
         result = future.wait(non_blocking=True)
         x.fill_(9.0)
@@ -277,9 +277,9 @@ def changed_by_who_waits(to: str) -> None:
         assert only(x) == 9.0
 
 
-def nobody_waits(to: str) -> None:
+def drop_unread(to: str) -> None:
     """An answer that is dropped does no harm to memory that is handed out again."""
-    for future in [rpc_async(to, doubled, (filled(float(i)),)) for i in range(4)]:
+    for future in [rpc_async(to, double, (start_fill(float(i)),)) for i in range(4)]:
         future.wait(non_blocking=True)
     del future
     torch.full((640,), 3.0, device="sim:0")
@@ -288,17 +288,17 @@ def nobody_waits(to: str) -> None:
 def many_in_a_row(to: str) -> None:
     """More calls than a device has streams, some of which leave work behind that nobody waits for."""
     for value in range(20):
-        rpc_sync(to, used, (filled(float(value)),))
-        assert only(rpc_sync(to, doubled, (filled(float(value)),))) == 2.0 * value
+        rpc_sync(to, use, (start_fill(float(value)),))
+        assert only(rpc_sync(to, double, (start_fill(float(value)),))) == 2.0 * value
 
 
 def while_the_device_is_at_work(to: str) -> None:
     """Nothing blocks the caller while its device has not finished."""
     with torch.Stream("sim:0"):
         with sim.hold():
-            x = filled(1.0)
-            call = rpc_async(to, doubled, (x,))
-            rref = remote(to, doubled_there, (1.0,))
+            x = start_fill(1.0)
+            call = rpc_async(to, double, (x,))
+            rref = remote(to, double_there, (1.0,))
             assert not call.done()
         assert only(call.wait(timeout=LONG)) == 2.0
         assert only(rref.to_here()) == 2.0
@@ -307,14 +307,14 @@ def while_the_device_is_at_work(to: str) -> None:
 def several_devices(to: str) -> None:
     """Each tensor arrives on its own device, and those on the host stay there."""
     on_host = torch.arange(4.0)
-    first, second = filled(1.0), filled(2.0, 1)
+    first, second = start_fill(1.0), start_fill(2.0, 1)
     nested = {"a": [first, (second, on_host)], "b": {"n": 7}}
-    (back,), _ = rpc_async(to, echoed, (nested,)).wait(non_blocking=True)
+    (back,), _ = rpc_async(to, echo, (nested,)).wait(non_blocking=True)
     assert (where(back["a"][0]), where(back["a"][1][0]), where(back["a"][1][1])) == ("sim:0", "sim:1", "cpu")
     assert (only(back["a"][0]), only(back["a"][1][0])) == (1.0, 2.0)
     assert torch.equal(back["a"][1][1], on_host)
     assert back["b"] == {"n": 7}
-    total = rpc_async(to, added, (second, first, torch.full((SIZE,), 4.0)))
+    total = rpc_async(to, add_all, (second, first, torch.full((SIZE,), 4.0)))
     assert only(total.wait(non_blocking=True)) == 7.0
     assert list(total.events) == [torch.device("sim:1")]
 
@@ -323,32 +323,32 @@ def layouts(to: str) -> None:
     """Send views: each arrives with its own values only, and two views of one tensor arrive as two tensors."""
     x = torch.arange(24.0, device="sim:0").view(4, 6)
     views = [x, x.t(), x[:, ::2], x[1], x[0, 0], x[:0], x[:1].expand(3, -1), x.to(torch.int16), x > 3, x.detach()]
-    found = rpc_sync(to, placed, (views,))
+    found = rpc_sync(to, describe, (views,))
     for view, (device, shape, _, dtype, values) in zip(views, found, strict=True):
         assert (device, shape, dtype, values) == ("sim:0", tuple(view.shape), view.dtype, view.tolist())
-    parts, whole = rpc_sync(to, echoed, ([x[0], x[0]], x))[0]
+    parts, whole = rpc_sync(to, echo, ([x[0], x[0]], x))[0]
     parts[0].zero_()
     assert only(parts[0]) == 0.0
     assert torch.equal(parts[1].cpu(), x[0].cpu())
     assert torch.equal(whole.cpu(), x.cpu())
-    assert torch.equal(rpc_sync(to, doubled, (torch.nn.Parameter(x),)).cpu(), 2 * x.cpu())
+    assert torch.equal(rpc_sync(to, double, (torch.nn.Parameter(x),)).cpu(), 2 * x.cpu())
 
 
 def large_ones(to: str) -> None:
     """More than a thread copies to pinned memory in passing."""
     size = 400_000  # floats
-    x = filled(1.5, size=size)
-    future = rpc_async(to, doubled, (x,))
+    x = start_fill(1.5, size=size)
+    future = rpc_async(to, double, (x,))
     del x
     with torch.Stream("sim:0"):
         assert only(future.wait(non_blocking=True)) == 3.0
-    mixed = rpc_async(to, added, (filled(1.0, 1, size), torch.full((size,), 2.0)))
+    mixed = rpc_async(to, add_all, (start_fill(1.0, 1, size), torch.full((size,), 2.0)))
     assert only(mixed.wait(non_blocking=True)) == 3.0
 
 
-def made_there(to: str) -> None:
+def make_there(to: str) -> None:
     """A function without any tensor among its arguments may return some."""
-    futures = [rpc_async(to, made, (float(i), i % 2)) for i in range(4)]
+    futures = [rpc_async(to, make, (float(i), i % 2)) for i in range(4)]
     assert [only(future.wait(non_blocking=True)) for future in futures] == [0.0, 1.0, 2.0, 3.0]
     assert [where(future.value()) for future in futures] == ["sim:0", "sim:1"] * 2
 
@@ -356,32 +356,32 @@ def made_there(to: str) -> None:
 def futures_there(to: str) -> None:
     """An answer that is a future's outcome is read when that is done, and its device has finished."""
     with torch.Stream("sim:1"):
-        assert only(rpc_async(to, doubled_later, (filled(3.0, 1),)).wait(non_blocking=True)) == 6.0
-    assert only(rpc_sync(to, doubled_elsewhere, (filled(3.0),))) == 6.0
-    assert only(rpc_sync(to, doubled_by, (to, filled(3.0)))) == 6.0
+        assert only(rpc_async(to, double_later, (start_fill(3.0, 1),)).wait(non_blocking=True)) == 6.0
+    assert only(rpc_sync(to, double_elsewhere, (start_fill(3.0),))) == 6.0
+    assert only(rpc_sync(to, double_by, (to, start_fill(3.0)))) == 6.0
 
 
 def callbacks(to: str) -> None:
     """A callback is ordered after the answer, and a call in it after the callback."""
-    first = rpc_async(to, doubled, (filled(1.0),))
-    second = first.then_async(lambda done: rpc_async(to, doubled, (done.value() + 1,)))
+    first = rpc_async(to, double, (start_fill(1.0),))
+    second = first.then_async(lambda done: rpc_async(to, double, (done.value() + 1,)))
     third = second.then(lambda done: done.value() + 1)
-    waiting = first.then(lambda done: rpc_sync(to, doubled, (done.value(),)))  # holds the callback thread
+    waiting = first.then(lambda done: rpc_sync(to, double, (done.value(),)))  # holds the callback thread
     assert only(waiting.wait(timeout=LONG)) == 4.0
     both: CUDAFuture[Any] = gather(first, third).then(lambda done: sum(done.value()))
     assert only(both.wait(timeout=LONG)) == 9.0
 
 
-def batched(to: str) -> None:
+def batch_calls(to: str) -> None:
     """Calls that travel together have each its own tensors, of the streams that were current when it was made."""
     with rpc_ext.batch(to):
         with torch.Stream("sim:0"):
-            futures = [rpc_async(to, doubled, (filled(float(i), i % 2),)) for i in range(6)]
+            futures = [rpc_async(to, double, (start_fill(float(i), i % 2),)) for i in range(6)]
         with torch.Stream("sim:0"):
-            futures.append(rpc_async(to, doubled_later, (filled(6.0),)))
-        futures.append(rpc_async(to, doubled, (torch.full((SIZE,), 7.0, device="sim:0"),)))
+            futures.append(rpc_async(to, double_later, (start_fill(6.0),)))
+        futures.append(rpc_async(to, double, (torch.full((SIZE,), 7.0, device="sim:0"),)))
         numbers = [rpc_async(to, divmod, (i, 2)) for i in range(3)]
-        failing = rpc_async(to, refused, (filled(1.0, 1),))
+        failing = rpc_async(to, refuse, (start_fill(1.0, 1),))
     assert [only(future.wait(non_blocking=True)) for future in futures] == [2.0 * i for i in range(8)]
     assert [number.wait() for number in numbers] == [(0, 0), (0, 1), (1, 0)]
     assert isinstance(failing.exception(timeout=LONG), LookupError)
@@ -390,53 +390,53 @@ def batched(to: str) -> None:
 def messages_of_a_batch(to: str) -> None:
     """Most of a batch is sent by the thread that takes an answer."""
     with torch.Stream("sim:0"), rpc_ext.batch(to):
-        futures = [rpc_async(to, doubled, (filled(float(i)),)) for i in range(80)]
+        futures = [rpc_async(to, double, (start_fill(float(i)),)) for i in range(80)]
     assert [only(future.wait(timeout=LONG)) for future in futures] == [2.0 * i for i in range(80)]
 
 
 def references(to: str) -> None:
     """Use the object of an RRef, which stays on its owner's device: each use is ordered after its creation."""
     with torch.Stream("sim:0"):
-        rref = remote(to, doubled_there, (2.0,))
-    later = remote(to, doubled_there_later, (5.0, 1))
+        rref = remote(to, double_there, (2.0,))
+    later = remote(to, double_there_later, (5.0, 1))
     with torch.Stream("sim:0"):
         assert only(rref.get_future().wait(non_blocking=True)) == 4.0
-        assert only(rpc_sync(to, added_to, (rref, filled(1.0)))) == 5.0
-        assert only(rpc_sync(to, added_to, (rref, filled(2.0)))) == 6.0
+        assert only(rpc_sync(to, add_to, (rref, start_fill(1.0)))) == 5.0
+        assert only(rpc_sync(to, add_to, (rref, start_fill(2.0)))) == 6.0
     assert only(later.to_here()) == 10.0
-    assert isinstance(remote(to, refused_there).get_future().exception(timeout=LONG), LookupError)
+    assert isinstance(remote(to, refuse_there).get_future().exception(timeout=LONG), LookupError)
 
 
 def methods_of_references(to: str) -> None:
     """A method is ordered after its object, and after its own arguments."""
     register = remote(to, Register, (1.0,))
     with torch.Stream("sim:0"):
-        assert only(register.rpc_async().add(filled(2.0)).wait(non_blocking=True)) == 3.0
+        assert only(register.rpc_async().add(start_fill(2.0)).wait(non_blocking=True)) == 3.0
     with torch.Stream("sim:0"):
-        assert only(register.rpc_sync().add_later(filled(3.0))) == 6.0
+        assert only(register.rpc_sync().add_later(start_fill(3.0))) == 6.0
         assert only(register.remote().add_number(4.0).to_here()) == 10.0
-    later = remote(to, doubled_there_later, (5.0,))
+    later = remote(to, double_there_later, (5.0,))
     assert later.rpc_sync().sum().item() == 10.0 * SIZE
 
 
 def state_that_calls_change(to: str) -> None:
     """A call is ordered after the device work of the same caller's earlier calls, which have returned no tensor."""
-    rpc_sync(to, hold, (filled(1.0),))
+    rpc_sync(to, hold, (start_fill(1.0),))
     for value, fill in enumerate([fill_held, fill_held_elsewhere, fill_held_later, fill_held], 2):
-        rpc_sync(to, fill, (filled(float(value)),))
-        assert only(rpc_sync(to, held)) == value
+        rpc_sync(to, fill, (start_fill(float(value)),))
+        assert only(rpc_sync(to, return_held)) == value
         rpc_sync(to, fill_held_by_number, (10.0 * value,))
-        assert only(rpc_sync(to, held_plus, (filled(1.0),))) == 10.0 * value + 1
-    assert isinstance(rpc_async(to, fill_held_and_fail, (filled(6.0),)).exception(timeout=LONG), LookupError)
-    assert only(rpc_sync(to, held)) == 6.0
+        assert only(rpc_sync(to, add_to_held, (start_fill(1.0),))) == 10.0 * value + 1
+    assert isinstance(rpc_async(to, fill_held_and_fail, (start_fill(6.0),)).exception(timeout=LONG), LookupError)
+    assert only(rpc_sync(to, return_held)) == 6.0
     kept = remote(to, fill_held_by_number, (7.0,))
     assert kept.to_here() is None
-    assert only(rpc_sync(to, held_plus, (filled(1.0),))) == 8.0
+    assert only(rpc_sync(to, add_to_held, (start_fill(1.0),))) == 8.0
     with rpc_ext.batch(to):
-        rpc_async(to, fill_held, (filled(8.0),))
-        first = rpc_async(to, held_plus, (filled(1.0),))
+        rpc_async(to, fill_held, (start_fill(8.0),))
+        first = rpc_async(to, add_to_held, (start_fill(1.0),))
         rpc_async(to, fill_held_by_number, (9.0,))
-        second = rpc_async(to, held_plus, (filled(1.0),))
+        second = rpc_async(to, add_to_held, (start_fill(1.0),))
     assert (only(first.wait(timeout=LONG)), only(second.wait(timeout=LONG))) == (9.0, 10.0)
     rpc_sync(to, release_held)
 
@@ -445,64 +445,64 @@ def objects_that_methods_change(to: str) -> None:
     """The methods of an object are ordered like functions, where none returns a tensor."""
     register = remote(to, Register, (1.0,))
     for value in (2.0, 3.0, 4.0):
-        register.rpc_sync().set(filled(value))
-        assert only(register.rpc_sync().add(filled(1.0))) == value + 1
+        register.rpc_sync().set(start_fill(value))
+        assert only(register.rpc_sync().add(start_fill(1.0))) == value + 1
 
 
-def what_is_current(to: str) -> None:
+def keep_current(to: str) -> None:
     """A call with tensors runs on streams of its own, and leaves the thread as it was."""
     before = rpc_sync(to, streams)
-    assert rpc_sync(to, streams_with, (filled(1.0),))[0] not in (0, before[0])
+    assert rpc_sync(to, streams_with, (start_fill(1.0),))[0] not in (0, before[0])
     assert rpc_sync(to, streams) == before == [0, 0]
     assert rpc_sync(to, torch.accelerator.current_device_index) == 0
 
 
 def failures(to: str) -> None:
     """Raise errors in calls with tensors."""
-    error = rpc_async(to, refused, (filled(1.0, 1),)).exception(timeout=LONG)
+    error = rpc_async(to, refuse, (start_fill(1.0, 1),)).exception(timeout=LONG)
     assert isinstance(error, LookupError)
     assert "sim:1" in str(error)
-    cancelled = rpc_async(to, doubled, (filled(1.0),))
+    cancelled = rpc_async(to, double, (start_fill(1.0),))
     assert cancelled.cancel()
-    assert only(rpc_sync(to, doubled, (filled(1.0),))) == 2.0
+    assert only(rpc_sync(to, double, (start_fill(1.0),))) == 2.0
 
 
 def copies_of_their_own(to: str) -> None:
     """The caller moves tensors between host and device before and after, without waiting."""
     there = copy(torch.full((SIZE,), 2.0), "sim:0")
-    called = there.then_async(lambda done: rpc_async(to, doubled, (done.value(),)))
+    called = there.then_async(lambda done: rpc_async(to, double, (done.value(),)))
     back = called.then_async(lambda done: copy(done.value(), "cpu"))
     assert back.wait(timeout=LONG).tolist() == [4.0] * SIZE
 
 
 def several_workers(to: str) -> None:
     """The same tensor goes to several workers, and what comes back belongs together."""
-    results = rpc_ext.broadcast_call([to, to], doubled, (filled(2.0),)).wait(non_blocking=True)
+    results = rpc_ext.broadcast_call([to, to], double, (start_fill(2.0),)).wait(non_blocking=True)
     assert [only(result) for result in results] == [4.0, 4.0]
-    results = rpc_ext.map_call([to, to], doubled, [(filled(1.0),), (filled(2.0, 1),)]).wait(non_blocking=True)
+    results = rpc_ext.map_call([to, to], double, [(start_fill(1.0),), (start_fill(2.0, 1),)]).wait(non_blocking=True)
     assert [(where(result), only(result)) for result in results] == [("sim:0", 2.0), ("sim:1", 4.0)]
 
 
 SCENARIOS: tuple[Callable[[str], None], ...] = (
     arguments_and_results,
-    dropped_at_once,
-    changed_by_who_waits,
-    nobody_waits,
+    drop_at_once,
+    write_after_wait,
+    drop_unread,
     many_in_a_row,
     while_the_device_is_at_work,
     several_devices,
     layouts,
     large_ones,
-    made_there,
+    make_there,
     futures_there,
     callbacks,
-    batched,
+    batch_calls,
     messages_of_a_batch,
     references,
     methods_of_references,
     state_that_calls_change,
     objects_that_methods_change,
-    what_is_current,
+    keep_current,
     failures,
     copies_of_their_own,
     several_workers,

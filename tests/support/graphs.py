@@ -118,16 +118,16 @@ class Model:
     def _run_then(self, node: Node) -> None:
         if not node.done:
             self._log_call(node)
-            self.finish(node, *expected(node))
+            self.finish(node, *expected_outcome(node))
 
     def _run_then_async(self, node: Node) -> None:
         if node.done:
             return
         self._log_call(node)
         if node.parents[0].state == "completed":
-            self._attach(node.parents[1], lambda: self.finish(node, *expected(node)) and None, node)
+            self._attach(node.parents[1], lambda: self.finish(node, *expected_outcome(node)) and None, node)
         else:
-            self.finish(node, *expected(node))
+            self.finish(node, *expected_outcome(node))
 
     def _log_call(self, node: Node) -> None:
         if node.parents[0].state == "completed" or node.parents[0].error != DROPPED:
@@ -137,7 +137,7 @@ class Model:
         left[0] -= 1
         completed = part.state == "completed"
         if left[0] == 0 or (whole.kind == "gather" and not completed) or (whole.kind == "collect_any" and completed):
-            self.finish(whole, *expected(whole, part))
+            self.finish(whole, *expected_outcome(whole, part))
 
     def drop_unreachable(self, nodes: Iterable[Node], held: Iterable[Node]) -> set[Node]:
         """Fail those who wait for pending futures that nobody can reach any more; return these."""
@@ -159,11 +159,11 @@ def reachable(held: Iterable[Node]) -> set[Node]:
     return alive
 
 
-def expected(node: Node, part: Node | None = None) -> Outcome:
+def expected_outcome(node: Node, part: Node | None = None) -> Outcome:
     """Return how a node ends whose parents are done; `part` is the one that decided about a gather."""
     first, *others = node.parents
     if node.kind == "then":
-        return _transformed(first, node.transform)
+        return _outcome_of_transform(first, node.transform)
     if node.kind == "then_async":
         return (others[0].state, others[0].outcome) if first.state == "completed" else ("failed", first.error)
     if node.kind == "collect_all":
@@ -183,7 +183,7 @@ def all_failed(errors: Sequence[Error]) -> Error:
     return DROPPED if DROPPED in errors else (ALL_FAILED, *errors)
 
 
-def _transformed(parent: Node, transform: Transform) -> Outcome:
+def _outcome_of_transform(parent: Node, transform: Transform) -> Outcome:
     if parent.state == "completed":
         number = digest(parent.outcome)
         return ("failed", ("KeyError", number)) if transform == "raise" else ("completed", number + 1)

@@ -55,7 +55,7 @@ class Device:
         """Make a device the current one for a scope."""
         return torch.accelerator.device_index(self.index(index))
 
-    def selected(self) -> int:
+    def current_index(self) -> int:
         """Return the index of the current device, as `at` counts them."""
         return torch.accelerator.current_device_index() - self.first
 
@@ -106,11 +106,11 @@ class Device:
             raise AssertionError(f"not one value: {low.item()} to {high.item()}")
         return float(high.item())
 
-    def pinned(self, value: float = 0.0) -> torch.Tensor:
+    def make_pinned(self, value: float = 0.0) -> torch.Tensor:
         return torch.full((SIZE,), value, pin_memory=self.has_streams)
 
     # ---- futures
-    def completed(self, value: float, index: int = 0, stream: torch.Stream | None = None) -> CUDAFuture[torch.Tensor]:
+    def complete(self, value: float, index: int = 0, stream: torch.Stream | None = None) -> CUDAFuture[torch.Tensor]:
         """Return a future whose value a stream of its own, or this one, fills after a while."""
         future: CUDAFuture[torch.Tensor] = CUDAFuture()
         with self.on(stream if stream is not None else self.stream(index=index)):
@@ -216,9 +216,7 @@ def devices() -> Iterator[str]:
         yield "cuda"
 
 
-def settled(
-    measure: Callable[[], float], *, warm_up: float = 0.0, tolerance: float = 0.02, at_most: int = 100
-) -> float:
+def settle(measure: Callable[[], float], *, warm_up: float = 0.0, tolerance: float = 0.02, at_most: int = 100) -> float:
     """Measure until a figure agrees with the least one before it, at most so many times, and return the least figure.
 
     An idle device runs at a low clock. Its clock rises only after it has worked for a while, so that the first figures
@@ -253,7 +251,7 @@ def _cycles_per_ms() -> int:
 
     torch.cuda._sleep(1)  # loads the kernel
     warm_up = 0.0 if fakecuda.is_active() else WARM_UP_MS
-    return int(cycles / settled(milliseconds, warm_up=warm_up))
+    return int(cycles / settle(milliseconds, warm_up=warm_up))
 
 
 @functools.cache

@@ -51,21 +51,21 @@ def raising(_: object) -> None:
 # ---- one of each kind
 
 
-def completed() -> None:
+def complete() -> None:
     CUDAFuture.completed(probe)
 
 
-def made_and_dropped() -> None:
+def make_and_drop() -> None:
     CUDAFuture(["cpu"], name="dropped")
 
 
-def completed_and_waited_for() -> None:
+def complete_and_wait() -> None:
     future: CUDAFuture[Probe] = CUDAFuture(name="waited for")
     future.set_result(probe)
     assert future.wait() is future.result() is future.value() is probe
 
 
-def failed_and_looked_at() -> None:
+def fail_and_look() -> None:
     future: CUDAFuture[Probe] = CUDAFuture(name="looked at")
     future.set_exception(error())
     with suppress(ValueError):
@@ -73,7 +73,7 @@ def failed_and_looked_at() -> None:
     assert isinstance(future.exception(), ValueError)
 
 
-def failed_with_a_traceback() -> None:
+def fail_with_traceback() -> None:
     """The traceback holds a frame that holds the future that holds the exception."""
     future: CUDAFuture[Probe] = CUDAFuture()
     held = probe
@@ -85,12 +85,12 @@ def failed_with_a_traceback() -> None:
         future.wait()
 
 
-def failed_in_a_callback() -> None:
+def fail_in_callback() -> None:
     child = CUDAFuture.completed(probe).then(raising)
     assert child.exception() is not None
 
 
-def cancelled() -> None:
+def cancel() -> None:
     future: CUDAFuture[Probe] = CUDAFuture()
     future.add_done_callback(probe)
     child = future.then(probe)
@@ -100,13 +100,13 @@ def cancelled() -> None:
     assert child.value() is probe
 
 
-def cancelled_child() -> None:
+def cancel_child() -> None:
     future: CUDAFuture[Probe] = CUDAFuture()
     future.then(probe).cancel()
     future.set_result(probe)
 
 
-def completed_twice() -> None:
+def complete_twice() -> None:
     future = CUDAFuture.completed(probe)
     with suppress(InvalidStateError):
         future.set_result(probe)
@@ -114,12 +114,12 @@ def completed_twice() -> None:
         future.set_exception(error())
 
 
-def timed_out() -> None:
+def time_out() -> None:
     with suppress(TimeoutError):
         CUDAFuture().wait(timeout=0)
 
 
-def chained() -> None:
+def chain() -> None:
     first: CUDAFuture[Probe] = CUDAFuture()
     last = first.then(lambda f: f.value()).then(probe).then_async(lambda f: CUDAFuture.completed(f.value()))
     first.add_done_callback(probe)
@@ -127,7 +127,7 @@ def chained() -> None:
     assert last.value() is probe
 
 
-def chained_and_dropped() -> None:
+def chain_and_drop() -> None:
     first: CUDAFuture[Probe] = CUDAFuture()
     first.add_done_callback(probe)
     last = first.then(probe).then(probe)
@@ -141,7 +141,7 @@ def then_async_and_dropped() -> None:
     CUDAFuture.completed(probe).then_async(lambda f: inner)
 
 
-def gathered() -> None:
+def gather_parts() -> None:
     parts: list[CUDAFuture[Probe]] = [CUDAFuture(), CUDAFuture.completed(probe), CUDAFuture()]
     wholes: list[CUDAFuture[Any]] = [gather(*parts), collect_all(parts), collect_any(parts)]
     child = wholes[0].then(lambda f: f.value()[0])
@@ -150,7 +150,7 @@ def gathered() -> None:
     assert child.value() is probe
 
 
-def gathered_and_failed() -> None:
+def gather_and_fail() -> None:
     parts: list[CUDAFuture[Probe]] = [CUDAFuture(), CUDAFuture()]
     whole, anything = gather(*parts), collect_any(parts)
     parts[0].set_exception(error())
@@ -159,20 +159,20 @@ def gathered_and_failed() -> None:
     assert isinstance(anything.exception(), AllFailedError)
 
 
-def gathered_and_cancelled() -> None:
+def gather_and_cancel() -> None:
     parts: list[CUDAFuture[Probe]] = [CUDAFuture(), CUDAFuture()]
     gather(*parts, cancel_parts=True).cancel()
     gather(CUDAFuture(), CUDAFuture.completed(probe)).cancel()
 
 
-def gathered_and_dropped() -> None:
+def gather_and_drop() -> None:
     parts: list[CUDAFuture[Probe]] = [CUDAFuture(), CUDAFuture()]
     gather(*parts).add_done_callback(probe)
     collect_any(parts).then(probe)
     collect_all(parts)
 
 
-def waited_for_together() -> None:
+def wait_together() -> None:
     done, pending = CUDAFuture.completed(probe), CUDAFuture[Probe]()
     wait([done, pending], return_when="FIRST_COMPLETED")
     wait([pending], timeout=0, return_when="FIRST_COMPLETED")
@@ -284,17 +284,17 @@ def group() -> dist.ProcessGroupGloo:
     return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, dt.timedelta(seconds=100))
 
 
-def failed_and_not_looked_at() -> None:
+def fail_unseen() -> None:
     CUDAFuture.failed(error())
 
 
 # ---- many at once, 100 of them
 
 
-def awaited() -> None:
+def await_many() -> None:
     async def main() -> None:
         futures: list[CUDAFuture[Probe]] = [CUDAFuture() for _ in range(100)]
-        waiting = asyncio.gather(*(_awaited(f) for f in futures))
+        waiting = asyncio.gather(*(_await_future(f) for f in futures))
         loop = asyncio.get_running_loop()
         for f in futures:
             loop.call_soon(f.set_result, probe)
@@ -303,11 +303,11 @@ def awaited() -> None:
     asyncio.run(main())
 
 
-def awaited_and_given_up() -> None:
+def await_and_give_up() -> None:
     never: CUDAFuture[Probe] = CUDAFuture()
 
     async def main() -> None:
-        tasks = [asyncio.ensure_future(_awaited(never)) for _ in range(100)]
+        tasks = [asyncio.ensure_future(_await_future(never)) for _ in range(100)]
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
@@ -317,18 +317,18 @@ def awaited_and_given_up() -> None:
     never.set_result(probe)
 
 
-async def _awaited(future: CUDAFuture[Probe]) -> Probe:
+async def _await_future(future: CUDAFuture[Probe]) -> Probe:
     return await future
 
 
-def submitted() -> None:
+def submit_many() -> None:
     with ThreadPoolExecutor(1) as pool:
         futures = [submit(probe, executor=pool) for _ in range(50)]
         futures += [CUDAFuture.completed(probe).then(probe, executor=pool) for _ in range(50)]
         assert wait_all(futures) == [probe] * 100
 
 
-def completed_by_another_thread() -> None:
+def complete_in_thread() -> None:
     futures: list[CUDAFuture[Probe]] = [CUDAFuture() for _ in range(100)]
     children = [f.then(probe) for f in futures]
     thread = threading.Thread(target=lambda: [f.set_result(probe) for f in futures])  # type: ignore[func-returns-value]
@@ -338,27 +338,27 @@ def completed_by_another_thread() -> None:
 
 
 KINDS = [
-    completed,
-    made_and_dropped,
-    completed_and_waited_for,
-    failed_and_looked_at,
-    failed_with_a_traceback,
-    failed_in_a_callback,
-    cancelled,
-    cancelled_child,
-    completed_twice,
-    timed_out,
-    chained,
-    chained_and_dropped,
+    complete,
+    make_and_drop,
+    complete_and_wait,
+    fail_and_look,
+    fail_with_traceback,
+    fail_in_callback,
+    cancel,
+    cancel_child,
+    complete_twice,
+    time_out,
+    chain,
+    chain_and_drop,
     then_async_and_dropped,
-    gathered,
-    gathered_and_failed,
-    gathered_and_cancelled,
-    gathered_and_dropped,
-    waited_for_together,
+    gather_parts,
+    gather_and_fail,
+    gather_and_cancel,
+    gather_and_drop,
+    wait_together,
     on_an_executor,
     tensors,
-    failed_and_not_looked_at,
+    fail_unseen,
     callback_over_its_own_future,
     callback_over_its_child,
     callback_over_a_gather_of_itself,
@@ -373,4 +373,4 @@ KINDS = [
     from_torch_dropped,
     collective,
 ]
-BATCHES = [awaited, awaited_and_given_up, submitted, completed_by_another_thread]
+BATCHES = [await_many, await_and_give_up, submit_many, complete_in_thread]

@@ -74,7 +74,7 @@ class Relay:
             self._replacements[way] = old, new
 
     @contextlib.contextmanager
-    def recorded(self, way: int) -> Iterator[bytearray]:
+    def record(self, way: int) -> Iterator[bytearray]:
         """Record the messages of one way, without their tensors."""
         with self._lock:
             record = self._records[way] = bytearray()
@@ -83,7 +83,7 @@ class Relay:
             del self._records[way]
 
     @contextlib.contextmanager
-    def dropped(self, way: int) -> Iterator[None]:
+    def drop(self, way: int) -> Iterator[None]:
         """Drop the messages of one way."""
         with self._lock:
             self._dropped.add(way)
@@ -155,7 +155,7 @@ def tcp_only() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def joined(rank: int, file: Path | str, relay: Relay | None, seen: Any, **options: Any) -> Iterator[rpc_ext.Session]:
+def be_worker(rank: int, file: Path | str, relay: Relay | None, seen: Any, **options: Any) -> Iterator[rpc_ext.Session]:
     """Be a worker of two. The relay has itself taken for the second worker by the first one.
 
     Addresses are signed, so it is the first worker that is made to believe it here. On a network a relay can stand
@@ -163,7 +163,7 @@ def joined(rank: int, file: Path | str, relay: Relay | None, seen: Any, **option
     """
     addresses = _agent._addresses
 
-    def told(handshake: Any, own: str) -> list[str]:
+    def replace_address(handshake: Any, own: str) -> list[str]:
         found = addresses(handshake, own)
         if relay is None:
             return found
@@ -173,7 +173,7 @@ def joined(rank: int, file: Path | str, relay: Relay | None, seen: Any, **option
     with (
         mock.patch.dict(os.environ, TP_SOCKET_IFNAME="lo"),
         tcp_only(),
-        mock.patch.object(_agent, "_addresses", told),
+        mock.patch.object(_agent, "_addresses", replace_address),
     ):
         options = {"secret": SECRET, **options}
         session = rpc_ext.init_rpc(f"w{rank}", rank=rank, world_size=2, init_method=f"file://{file}", **options)
@@ -186,7 +186,7 @@ def joined(rank: int, file: Path | str, relay: Relay | None, seen: Any, **option
 
 
 @contextlib.contextmanager
-def relayed(seen: dict[str, Any]) -> Iterator[Relay]:
+def start_relay(seen: dict[str, Any]) -> Iterator[Relay]:
     """Stand between this worker and w1."""
 
     def find() -> tuple[str, int]:

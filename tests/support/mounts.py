@@ -12,7 +12,7 @@ import pytest
 
 
 @contextlib.contextmanager
-def mounted(root: Path, what: str, commands: Sequence[Sequence[str]]) -> Iterator[Path]:
+def mount(root: Path, what: str, commands: Sequence[Sequence[str]]) -> Iterator[Path]:
     """Give a folder at which commands have mounted something; skip the test where that is not possible."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount a file system")
@@ -30,12 +30,12 @@ def mounted(root: Path, what: str, commands: Sequence[Sequence[str]]) -> Iterato
 
 def small_disk(root: Path, size: int) -> contextlib.AbstractContextManager[Path]:
     """Give a file system in memory of so many bytes."""
-    return mounted(root, "tmpfs", [["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(root)]])
+    return mount(root, "tmpfs", [["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(root)]])
 
 
 @contextlib.contextmanager
 def read_only(there: Path, root: Path) -> Iterator[Path]:
     """Give another name of a folder, by which nothing can be written."""
-    with mounted(root, "folder", [["mount", "--bind", str(there), str(root)]]):
+    with mount(root, "folder", [["mount", "--bind", str(there), str(root)]]):
         subprocess.run(["mount", "-o", "remount,bind,ro", str(root)], check=True)
         yield root

@@ -49,7 +49,7 @@ def torch_tests() -> set[str]:
     return {n for n in names if not NOT_ABOUT_FUTURES.search(n)} | set(TEST_FUTURES.split())
 
 
-def answered() -> set[str]:
+def find_answered() -> set[str]:
     """Return the names that a test of ours answers."""
     names: set[str] = set()
     # A failed future that the collector drops is logged with its source lines, and so parsed: CPython 3.11 cannot parse
@@ -62,6 +62,6 @@ def answered() -> set[str]:
     return names
 
 
-def explained() -> set[str]:
+def find_explained() -> set[str]:
     """Return the names that the page for those who come from torch speaks of."""
     return set(re.findall(r"`(test_\w+)`", PAGE.read_text(encoding="utf-8")))

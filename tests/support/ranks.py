@@ -94,7 +94,7 @@ def short_group(seconds: float = TIMEOUT) -> ProcessGroup:
 
 
 @contextlib.contextmanager
-def compared() -> Iterator[None]:
+def compare_order() -> Iterator[None]:
     """Compare the operations that the ranks issue, as CUDAFUTURE_DEBUG=order does."""
     _issue._compares_order = True
     try:

@@ -79,10 +79,10 @@ class Gate:
         Gate._gates[name] = self
 
     def __reduce__(self) -> Any:
-        return Gate.named, (self.name,)
+        return Gate.by_name, (self.name,)
 
     @staticmethod
-    def named(name: str) -> Gate:
+    def by_name(name: str) -> Gate:
         return Gate._gates.get(name) or Gate(name)
 
     def open(self) -> None:
@@ -207,12 +207,12 @@ class Adder:
 
 
 @rpc_ext.async_execution
-def forwarded(to: Any, function: Callable[..., Any], *args: Any) -> CUDAFuture[Any]:
+def forward(to: Any, function: Callable[..., Any], *args: Any) -> CUDAFuture[Any]:
     return rpc_async(to, function, args)
 
 
 @rpc_ext.async_execution
-def chained(to: Any, value: Any, times: int) -> CUDAFuture[Any]:
+def chain(to: Any, value: Any, times: int) -> CUDAFuture[Any]:
     future = rpc_async(to, add, (value, 0))
     for _ in range(times):
         future = future.then(lambda f: f.value() + 1)
@@ -220,20 +220,20 @@ def chained(to: Any, value: Any, times: int) -> CUDAFuture[Any]:
 
 
 @rpc_ext.async_execution
-def fanned_out(to: Any, value: Any, times: int) -> CUDAFuture[Any]:
+def fan_out(to: Any, value: Any, times: int) -> CUDAFuture[Any]:
     parts = [rpc_async(to, add, (value, i)) for i in range(times)]
     return collect_all(parts).then(lambda f: sum(part.value() for part in f.value()))
 
 
 @rpc_ext.async_execution
-def made_by_hand(to: Any, a: Any, b: Any) -> CUDAFuture[Any]:
+def make_by_hand(to: Any, a: Any, b: Any) -> CUDAFuture[Any]:
     future: CUDAFuture[Any] = CUDAFuture()
     rpc_async(to, add, (a, b)).add_done_callback(lambda f: future.set_result(f.value() + 1))
     return future
 
 
 @rpc_ext.async_execution
-def submitted(a: Any, b: Any) -> CUDAFuture[Any]:
+def submit_add(a: Any, b: Any) -> CUDAFuture[Any]:
     return submit(add, a, b)
 
 
@@ -335,18 +335,18 @@ def is_confirmed(rref: rpc_ext.RRef[Any]) -> bool:
     return rref.confirmed_by_owner()
 
 
-def made_on(to: Any, function: Callable[..., Any], *args: Any) -> rpc_ext.RRef[Any]:
+def make_on(to: Any, function: Callable[..., Any], *args: Any) -> rpc_ext.RRef[Any]:
     return rpc_ext.remote(to, function, args)
 
 
-def passed_on(path: list[int], rref: rpc_ext.RRef[Any]) -> Any:
-    return rpc_sync(path[0], passed_on, (path[1:], rref)) if path else rref.to_here()
+def pass_on(path: list[int], rref: rpc_ext.RRef[Any]) -> Any:
+    return rpc_sync(path[0], pass_on, (path[1:], rref)) if path else rref.to_here()
 
 
-def passed_on_late(path: list[int], rref: rpc_ext.RRef[Any]) -> Any:
+def pass_on_after_deadline(path: list[int], rref: rpc_ext.RRef[Any]) -> Any:
     """Pass a reference on from worker to worker, at each after the time in which its value had to be made."""
     wait_for(lambda: rref._due < time.perf_counter())
-    return rpc_sync(path[0], passed_on_late, (path[1:], rref)) if path else rref.to_here()
+    return rpc_sync(path[0], pass_on_after_deadline, (path[1:], rref)) if path else rref.to_here()
 
 
 def references_to(values: list[Any]) -> list[rpc_ext.RRef[Any]]:

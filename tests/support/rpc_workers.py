@@ -87,10 +87,10 @@ def complete_held(value: Any) -> int:
 
 def outcome(future: CUDAFuture[Any]) -> str:
     """Wait for a call to "callee": it ends, and where the worker is to blame it says so."""
-    return blamed(future.exception(timeout=LONG))
+    return blame(future.exception(timeout=LONG))
 
 
-def blamed(error: BaseException | None) -> str:
+def blame(error: BaseException | None) -> str:
     if error is None:
         return "answered"
     assert isinstance(error, (WorkerLostError, TimeoutError)), repr(error)

@@ -13,7 +13,7 @@ SCHEDULES = ("lazy", "jitter", "free")
 
 
 @contextlib.contextmanager
-def simulated(schedule: str, devices: int = 2, seed: int = 7) -> Iterator[ModuleType]:
+def simulate(schedule: str, devices: int = 2, seed: int = 7) -> Iterator[ModuleType]:
     """Enable simulated devices for a block, in this process, and raise if a race was found in it."""
     from cudafuture.testing import sim
 

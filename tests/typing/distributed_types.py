@@ -102,7 +102,7 @@ def methods(pg: cfd.ProcessGroup, t: Tensor, ts: list[Tensor], found: list[Any],
 
 
 def hooks() -> None:
-    def summed(group: dist.ProcessGroup, bucket: GradBucket) -> CUDAFuture[Tensor]:
+    def sum_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> CUDAFuture[Tensor]:
         return cfd.all_reduce(bucket.buffer(), group=group)
 
-    reveal_type(cfd.ddp_comm_hook(summed))  # R: def (ProcessGroup, GradBucket) -> Future[Tensor]
+    reveal_type(cfd.ddp_comm_hook(sum_bucket))  # R: def (ProcessGroup, GradBucket) -> Future[Tensor]

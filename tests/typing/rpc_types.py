@@ -76,6 +76,6 @@ def references() -> None:
     reveal_type(there.rpc_async().add(3))  # R: Any
 
 
-def counted() -> None:
+def count_calls() -> None:
     reveal_type(rpc_ext.statistics().destinations["other"].latency_p99)  # R: float
     reveal_type(rpc_ext.statistics().refused)  # R: Mapping[str, int]

@@ -30,7 +30,7 @@ class Own(RemoteStore):
     """A subclass of a store is a store, too."""
 
 
-def entered(own: Own) -> None:
+def enter_store(own: Own) -> None:
     uses(own)
     with own as same, DiskStore.salvage("states") as found:
         reveal_type(same)  # R: Own

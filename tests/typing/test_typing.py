@@ -48,7 +48,7 @@ def run_mypy(files: list[Path]) -> dict[str, Lines]:
     return said
 
 
-def expected(file: Path) -> Lines:
+def read_expected(file: Path) -> Lines:
     found = ((n, EXPECTED.search(line)) for n, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1))
     return {n: [f"{match[1]}: {match[2]}"] for n, match in found if match}
 
@@ -64,7 +64,7 @@ def disagreements(said: Lines, wanted: Lines) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, Lines]:
+def messages() -> dict[str, Lines]:
     return run_mypy(CASES)
 
 
@@ -73,10 +73,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_grou
 
 
 @pytest.mark.parametrize("file", CASES, ids=lambda f: f.stem)
-def test_mypy_says_what_the_file_expects(file: Path, said: dict[str, Lines]) -> None:
-    wanted = expected(file)
+def test_mypy_says_what_the_file_expects(file: Path, messages: dict[str, Lines]) -> None:
+    wanted = read_expected(file)
     assert wanted, "a file of cases expects something"
-    assert disagreements(said[file.name], wanted) == []
+    assert disagreements(messages[file.name], wanted) == []
 
 
 def test_a_wrong_expectation_is_found_out(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_wrong_expectation_is_found_out(tmp_path: Path) -> None:
         "CUDAFuture.failed(1)\n"
         "CUDAFuture.failed(ValueError())  # E: arg-type\n"
     )
-    assert disagreements(run_mypy([case])[case.name], expected(case)) == [
+    assert disagreements(run_mypy([case])[case.name], read_expected(case)) == [
         "line 2: R: CUDAFuture[int], but wanted was R: CUDAFuture[str]",
         "line 3: E: arg-type, but wanted was nothing",
         "line 4: nothing, but wanted was E: arg-type",
