@@ -78,7 +78,7 @@ Where = Callable[[Future, Callable[[], object]], None]
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_await_returns_the_value_wherever_it_is_set(run: Run, where: Where) -> None:
+def test_await_returns_value(run: Run, where: Where) -> None:
     async def main() -> None:
         future: Future = CUDAFuture()
         value = object()
@@ -103,7 +103,7 @@ def test_await_raises_the_exception_itself(run: Run, where: Where) -> None:
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_await_of_a_cancelled_future_raises_the_cancellation_of_asyncio(run: Run, where: Where) -> None:
+def test_await_raises_asyncio_cancellation(run: Run, where: Where) -> None:
     async def main() -> None:
         future: Future = CUDAFuture(name="read")
         where(future, future.cancel)
@@ -117,7 +117,7 @@ def test_await_of_a_cancelled_future_raises_the_cancellation_of_asyncio(run: Run
 
 
 @pytest.mark.parametrize("value", [None, 1, (1, 2), (), StopIteration(3), ValueError("a value"), [ValueError]])
-def test_await_of_a_completed_future_needs_no_loop(value: object) -> None:
+def test_completed_future_needs_no_loop(value: object) -> None:
     future = CUDAFuture.completed(value)
     steps: tuple[Callable[[], object], ...] = (
         lambda: await_future(future).send(None),
@@ -129,12 +129,12 @@ def test_await_of_a_completed_future_needs_no_loop(value: object) -> None:
         assert stop.value.value is value
 
 
-def test_await_of_a_pending_future_needs_a_loop() -> None:
+def test_pending_future_needs_loop() -> None:
     with pytest.raises(RuntimeError, match="no running event loop"):
         await_future(CUDAFuture()).send(None)
 
 
-def test_awaiting_a_failure_again_does_not_make_its_traceback_longer(run: Run) -> None:
+def test_repeated_await_keeps_traceback_short(run: Run) -> None:
     async def main() -> None:
         future: Future = CUDAFuture.failed(ValueError("again"))
         lengths = set()
@@ -151,7 +151,7 @@ def test_awaiting_a_failure_again_does_not_make_its_traceback_longer(run: Run) -
 # ---- many at once
 
 
-def test_await_does_not_hold_up_the_loop(run: Run) -> None:
+def test_await_leaves_loop_running(run: Run) -> None:
     async def main() -> None:
         future: Future = CUDAFuture()
         steps = 0
@@ -170,7 +170,7 @@ def test_await_does_not_hold_up_the_loop(run: Run) -> None:
     run(main())
 
 
-def test_a_future_may_be_awaited_a_thousand_times_at_once(run: Run) -> None:
+def test_thousand_tasks_await_one_future(run: Run) -> None:
     async def main() -> None:
         future: Future = CUDAFuture()
         resumed = []
@@ -204,7 +204,7 @@ def test_gather_of_asyncio_takes_futures(run: Run) -> None:
 
 
 @pytest.mark.parametrize("kinds", [["asyncio"] * 4, ["uvloop"] * 4, ["asyncio", "uvloop"] * 2], ids=str)
-def test_loops_in_several_threads_await_the_same_future(kinds: list[str]) -> None:
+def test_loops_of_several_threads_await_future(kinds: list[str]) -> None:
     future: Future = CUDAFuture()
     waiting = threading.Barrier(len(kinds) + 1)
     values = []
@@ -231,7 +231,7 @@ def test_loops_in_several_threads_await_the_same_future(kinds: list[str]) -> Non
 # ---- giving up
 
 
-def test_wait_for_times_out_and_the_future_stays_good(run: Run) -> None:
+def test_wait_for_timeout_keeps_future_usable(run: Run) -> None:
     async def main() -> None:
         future: Future = CUDAFuture()
         with pytest.raises(asyncio.TimeoutError):
@@ -244,7 +244,7 @@ def test_wait_for_times_out_and_the_future_stays_good(run: Run) -> None:
     run(main())
 
 
-def test_cancelling_a_task_detaches_it_and_nothing_else(run: Run) -> None:
+def test_cancelled_task_only_detaches(run: Run) -> None:
     async def main() -> None:
         future: Future = CUDAFuture()
         given_up, patient = (asyncio.ensure_future(await_future(future)) for _ in range(2))
@@ -261,7 +261,7 @@ def test_cancelling_a_task_detaches_it_and_nothing_else(run: Run) -> None:
     run(main())
 
 
-def test_a_task_cancelled_when_the_future_is_done_already_hears_its_cancellation(run: Run) -> None:
+def test_cancelled_task_of_done_future_stops(run: Run) -> None:
     async def main() -> None:
         future: Future = CUDAFuture()
         task = asyncio.ensure_future(await_future(future))
@@ -276,7 +276,7 @@ def test_a_task_cancelled_when_the_future_is_done_already_hears_its_cancellation
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.TaskGroup is new in Python 3.11")
-def test_a_task_group_that_fails_leaves_the_futures_of_its_tasks_alone(run: Run) -> None:
+def test_failed_task_group_spares_futures(run: Run) -> None:
     async def main() -> None:
         pending: Future = CUDAFuture()
         failing: Future = CUDAFuture()
@@ -308,7 +308,7 @@ def complete_in_another_thread(future: Future) -> None:
 
 
 @pytest.mark.parametrize("complete", [complete_here, complete_in_another_thread])
-def test_a_loop_may_be_closed_before_the_future_is_done(
+def test_loop_may_close_before_completion(
     kind: str, complete: Callable[[Future], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     future: Future = CUDAFuture()
@@ -327,7 +327,7 @@ def test_a_loop_may_be_closed_before_the_future_is_done(
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="none")
 
 
-def test_a_task_keeps_its_context_whoever_completes_the_future(run: Run) -> None:
+def test_task_keeps_its_context(run: Run) -> None:
     async def main() -> None:
         future: Future = CUDAFuture()
 
@@ -349,7 +349,7 @@ def test_a_task_keeps_its_context_whoever_completes_the_future(run: Run) -> None
 # ---- async for
 
 
-def test_async_for_yields_futures_as_they_are_done(run: Run) -> None:
+def test_async_for_yields_in_completion_order(run: Run) -> None:
     async def main() -> None:
         futures: list[Future] = [CUDAFuture() for _ in range(4)]
         futures[3].set_exception(ValueError("first"))
@@ -365,7 +365,7 @@ def test_async_for_yields_futures_as_they_are_done(run: Run) -> None:
     run(main())
 
 
-def test_async_for_times_out_and_the_futures_stay_good(run: Run) -> None:
+def test_async_for_timeout_keeps_futures_usable(run: Run) -> None:
     async def main() -> None:
         done, pending = CUDAFuture.completed(1), CUDAFuture[int]()
         iterator = as_completed([pending, done], timeout=0.01).__aiter__()
@@ -378,7 +378,7 @@ def test_async_for_times_out_and_the_futures_stay_good(run: Run) -> None:
     run(main())
 
 
-def test_async_for_that_is_left_leaves_no_callback(run: Run) -> None:
+def test_async_for_exit_removes_callbacks(run: Run) -> None:
     async def main() -> None:
         done, pending = CUDAFuture.completed(1), CUDAFuture[int]()
         iterator = as_completed([pending, done]).__aiter__()
@@ -391,7 +391,7 @@ def test_async_for_that_is_left_leaves_no_callback(run: Run) -> None:
     run(main())
 
 
-def test_async_for_whose_task_is_cancelled_leaves_no_callback(run: Run) -> None:
+def test_cancelled_async_for_removes_callbacks(run: Run) -> None:
     async def main() -> None:
         pending: Future = CUDAFuture()
 
@@ -410,7 +410,7 @@ def test_async_for_whose_task_is_cancelled_leaves_no_callback(run: Run) -> None:
     run(main())
 
 
-def test_a_signal_handler_that_completes_a_future_wakes_the_loop(run: Run) -> None:
+def test_signal_handler_completion_wakes_loop(run: Run) -> None:
     main_thread = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
 
     def signal_when_asleep() -> None:
@@ -432,7 +432,7 @@ def test_a_signal_handler_that_completes_a_future_wakes_the_loop(run: Run) -> No
     assert run(main()) == "by the handler"
 
 
-def test_async_for_waits_again_after_a_late_wake_for_a_future_that_it_has_yielded(run: Run) -> None:
+def test_async_for_survives_late_wake(run: Run) -> None:
     has_arrived, continues = threading.Event(), threading.Event()
 
     def pause_after_arrival(_: object, event: str, call: Any) -> None:
@@ -468,7 +468,7 @@ def test_async_for_waits_again_after_a_late_wake_for_a_future_that_it_has_yielde
     run(main())
 
 
-def test_async_for_a_second_time_yields_nothing(run: Run) -> None:
+def test_second_async_for_yields_nothing(run: Run) -> None:
     async def main() -> None:
         each = as_completed([CUDAFuture.completed(1)])
         assert [f.value() async for f in each] == [1]
@@ -477,7 +477,7 @@ def test_async_for_a_second_time_yields_nothing(run: Run) -> None:
     run(main())
 
 
-def test_a_blocking_wait_inside_a_loop_warns_at_the_line_of_the_program() -> None:
+def test_blocking_wait_in_loop_warns_caller() -> None:
     pending: Future = CUDAFuture()
 
     async def main() -> None:
@@ -502,7 +502,7 @@ def test_a_blocking_wait_inside_a_loop_warns_at_the_line_of_the_program() -> Non
     asyncio.run(main())
 
 
-def test_a_warning_about_a_step_of_an_optimizer_names_the_line_of_the_program() -> None:
+def test_optimizer_step_warning_names_caller() -> None:
     """The library waits in a function that torch calls."""
     library: dict[str, Any] = {"pending": CUDAFuture()}
     code = "def step(self):\n    with __import__('contextlib').suppress(TimeoutError): pending.wait(timeout=0.001)"

@@ -25,14 +25,14 @@ def test_a_torch_future_completes_ours() -> None:
     assert future.wait() is value
 
 
-def test_a_done_torch_future_gives_a_done_one() -> None:
+def test_done_torch_future_converts_done() -> None:
     source: TorchFuture[int] = TorchFuture()
     source.set_result(3)
     assert CUDAFuture.from_torch(source).value() == 3
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_error_that_torch_carries_as_a_value_arrives_as_an_error(when: str) -> None:
+def test_torch_error_value_becomes_error(when: str) -> None:
     source: TorchFuture[Any] = TorchFuture()
     error = KeyError("k")
     if when == "before":
@@ -43,7 +43,7 @@ def test_an_error_that_torch_carries_as_a_value_arrives_as_an_error(when: str) -
     assert future.exception() is error
 
 
-def test_an_error_of_a_torch_callback_arrives() -> None:
+def test_torch_callback_error_arrives() -> None:
     source: TorchFuture[None] = TorchFuture()
     future = CUDAFuture.from_torch(source.then(lambda f: 1 / 0))
     source.set_result(None)
@@ -51,7 +51,7 @@ def test_an_error_of_a_torch_callback_arrives() -> None:
         future.wait()
 
 
-def test_a_torch_future_whose_wrapper_is_dropped_still_completes_ours() -> None:
+def test_dropped_torch_wrapper_still_completes_ours() -> None:
     source: TorchFuture[int] = TorchFuture()
     future = CUDAFuture.from_torch(source.then(lambda f: f.value() + 1))
     gc.collect()
@@ -59,7 +59,7 @@ def test_a_torch_future_whose_wrapper_is_dropped_still_completes_ours() -> None:
     assert future.wait() == 2
 
 
-def test_from_torch_of_a_cuda_future_is_that_future() -> None:
+def test_from_torch_unwraps_our_future() -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     assert CUDAFuture.from_torch(future) is future
 
@@ -70,7 +70,7 @@ def test_from_torch_refuses_everything_else(source: Any) -> None:
         CUDAFuture.from_torch(source)
 
 
-def test_to_torch_gives_torchs_own_class_and_the_value() -> None:
+def test_to_torch_returns_torch_class_with_value() -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     bridged = future.to_torch()
     assert type(bridged) is TorchFuture
@@ -92,7 +92,7 @@ def test_to_torch_keeps_the_exception_object(error: BaseException) -> None:
         bridged.value()
 
 
-def test_to_torch_of_a_cancelled_future_fails() -> None:
+def test_to_torch_of_cancelled_future_fails() -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     bridged = future.to_torch()
     future.cancel()
@@ -116,7 +116,7 @@ def test_there_and_back_again() -> None:
     assert back.exception() is error
 
 
-def test_a_torch_future_completed_by_another_thread() -> None:
+def test_other_thread_completes_torch_future() -> None:
     source: TorchFuture[Any] = TorchFuture()
     future = CUDAFuture.from_torch(source)
     child = future.then(lambda f: threading.get_ident())
@@ -127,7 +127,7 @@ def test_a_torch_future_completed_by_another_thread() -> None:
     thread.join()
 
 
-def test_a_pending_bridge_that_everybody_dropped_is_freed() -> None:
+def test_dropped_pending_bridge_is_freed() -> None:
     source: TorchFuture[Any] = TorchFuture()
     future = CUDAFuture.from_torch(source)
     alive = weakref.ref(future)
@@ -136,7 +136,7 @@ def test_a_pending_bridge_that_everybody_dropped_is_freed() -> None:
     assert alive() is None
 
 
-def test_an_error_survives_the_wrapper_that_carried_it() -> None:
+def test_error_survives_its_wrapper() -> None:
     for _ in range(50):
         source: TorchFuture[Any] = TorchFuture()
         future = CUDAFuture.from_torch(source)
@@ -145,13 +145,13 @@ def test_an_error_survives_the_wrapper_that_carried_it() -> None:
         assert isinstance(future.exception(timeout=60), ValueError)
 
 
-def test_to_torch_of_a_value_that_is_a_future_names_then_async() -> None:
+def test_to_torch_suggests_then_async() -> None:
     bridged = CUDAFuture.completed(CUDAFuture[int]()).to_torch()
     with pytest.raises(TypeError, match=r"attached by then_async\(\), not by then\(\)"):
         bridged.wait()
 
 
-def test_to_torch_of_a_future_that_is_dropped_fails_torchs() -> None:
+def test_dropped_source_fails_torch_future() -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     bridged = future.to_torch()
     child = bridged.then(lambda f: f.wait())
@@ -162,7 +162,7 @@ def test_to_torch_of_a_future_that_is_dropped_fails_torchs() -> None:
         child.wait()
 
 
-def test_from_torch_of_a_future_that_is_dropped_fails_ours(caplog: pytest.LogCaptureFixture) -> None:
+def test_dropped_torch_future_fails_ours(caplog: pytest.LogCaptureFixture) -> None:
     source: TorchFuture[Any] = TorchFuture()
     future = CUDAFuture.from_torch(source)
     child = future.then(lambda f: f.value())
@@ -173,7 +173,7 @@ def test_from_torch_of_a_future_that_is_dropped_fails_ours(caplog: pytest.LogCap
     assert caplog.text == ""
 
 
-def test_to_torch_whose_target_is_done_already_is_left_alone() -> None:
+def test_to_torch_spares_completed_target() -> None:
     future: CUDAFuture[str] = CUDAFuture()
     bridged = future.to_torch()
     bridged.set_result("by hand")
@@ -204,7 +204,7 @@ class PythonWork(dist.Work):
         return True
 
 
-def test_a_python_work_completes_and_fails_through_its_own_future() -> None:
+def test_python_work_follows_its_future() -> None:
     for outcome in ([torch.ones(1)], KeyError("typed")):
         source: TorchFuture[Any] = TorchFuture()
         future = CUDAFuture.from_torch(PythonWork(source))
@@ -218,7 +218,7 @@ def test_a_python_work_completes_and_fails_through_its_own_future() -> None:
             assert future.wait(timeout=60) is outcome
 
 
-def test_a_python_work_lives_until_it_is_done() -> None:
+def test_python_work_lives_until_done() -> None:
     source: TorchFuture[int] = TorchFuture()
     work = PythonWork(source)
     gone = threading.Event()
@@ -234,7 +234,7 @@ def test_a_python_work_lives_until_it_is_done() -> None:
 
 
 @pytest.mark.parametrize("outcome", [None, ValueError("of a wait")])
-def test_a_python_work_without_a_future_is_waited_for(outcome: ValueError | None) -> None:
+def test_work_without_future_is_waited_for(outcome: ValueError | None) -> None:
     work = PythonWork()
     work.outcome = outcome
     future, finished = CUDAFuture.from_torch(work), work.finished

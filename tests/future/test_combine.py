@@ -28,7 +28,7 @@ def futures(n: int) -> list[CUDAFuture[Any]]:
     return [CUDAFuture(name=f"part {i}") for i in range(n)]
 
 
-def test_gather_gives_the_values_in_their_order() -> None:
+def test_gather_keeps_order_of_values() -> None:
     parts = futures(3)
     whole = gather(*parts)
     for i in (2, 0, 1):
@@ -38,7 +38,7 @@ def test_gather_gives_the_values_in_their_order() -> None:
     assert whole.value() is whole.value()
 
 
-def test_gather_of_nothing_and_of_done_ones_is_complete_at_once() -> None:
+def test_gather_of_done_futures_completes_immediately() -> None:
     assert gather().value() == []
     assert gather(CUDAFuture.completed(1), CUDAFuture.completed(2)).value() == [1, 2]
 
@@ -50,7 +50,7 @@ def test_gather_takes_the_same_future_twice() -> None:
     assert whole.wait() == ["x", "x"]
 
 
-def test_gather_fails_with_the_first_failure_and_lets_the_others_go_on() -> None:
+def test_gather_fails_first_and_spares_others() -> None:
     parts = futures(3)
     whole = gather(*parts)
     error = OSError("second")
@@ -62,7 +62,7 @@ def test_gather_fails_with_the_first_failure_and_lets_the_others_go_on() -> None
     assert isinstance(parts[0].exception(), ValueError)
 
 
-def test_gather_counts_a_cancelled_part_as_failed() -> None:
+def test_gather_counts_cancelled_part_as_failed() -> None:
     parts = futures(2)
     whole = gather(*parts)
     parts[0].cancel()
@@ -83,7 +83,7 @@ def test_cancelling_a_gather(cancel_parts: bool) -> None:
     assert whole.cancelled()
 
 
-def test_an_iterator_that_is_left_in_a_cycle_is_collected() -> None:
+def test_abandoned_iterator_in_cycle_is_collected() -> None:
     done, pending = CUDAFuture.completed(1), CUDAFuture[int]()
     iterator = as_completed([done, pending])
     assert next(iterator) is done
@@ -94,12 +94,12 @@ def test_an_iterator_that_is_left_in_a_cycle_is_collected() -> None:
     assert gone() is None
 
 
-def test_gather_has_the_priority_of_its_most_urgent_part() -> None:
+def test_gather_has_most_urgent_priority() -> None:
     assert gather(CUDAFuture(priority=-1), CUDAFuture(priority=-2), CUDAFuture()).priority == -2
     assert gather(CUDAFuture(priority=-3)).priority == -3
 
 
-def test_a_pending_gather_does_not_keep_its_parts_from_being_collected() -> None:
+def test_pending_gather_lets_parts_be_collected() -> None:
     import gc
     import weakref
 
@@ -115,12 +115,12 @@ def test_a_pending_gather_does_not_keep_its_parts_from_being_collected() -> None
 
 @pytest.mark.parametrize("combine", [lambda x: gather(x), lambda x: collect_all([x]), lambda x: collect_any([x])])
 @pytest.mark.parametrize("part", [None, 3, "future"])
-def test_something_else_than_a_future_is_refused(combine: Callable[..., object], part: object) -> None:
+def test_other_objects_are_refused(combine: Callable[..., object], part: object) -> None:
     with pytest.raises(TypeError, match="takes CUDAFutures"):
         combine(part)
 
 
-def test_collect_all_gives_the_futures_whatever_their_outcome() -> None:
+def test_collect_all_returns_futures_of_any_outcome() -> None:
     parts = futures(3)
     whole = collect_all(parts)
     parts[0].set_exception(ValueError("bad"))
@@ -132,7 +132,7 @@ def test_collect_all_gives_the_futures_whatever_their_outcome() -> None:
     assert collect_all([]).value() == []
 
 
-def test_collect_any_gives_the_first_that_completes() -> None:
+def test_collect_any_returns_first_completed() -> None:
     parts = futures(3)
     whole = collect_any(parts)
     parts[0].set_exception(ValueError("does not count"))
@@ -144,7 +144,7 @@ def test_collect_any_gives_the_first_that_completes() -> None:
     parts[0].exception()
 
 
-def test_collect_any_fails_when_all_fail_with_all_errors() -> None:
+def test_collect_any_fails_with_all_errors() -> None:
     parts = futures(2)
     whole = collect_any(parts)
     errors = [ValueError("a"), OSError("b")]
@@ -161,7 +161,7 @@ def test_collect_any_of_nothing_is_refused() -> None:
         collect_any([])
 
 
-def test_parts_completed_from_many_threads_are_all_counted() -> None:
+def test_gather_counts_parts_from_many_threads() -> None:
     parts = futures(800)
     whole, every = gather(*parts), collect_all(parts)
     barrier = threading.Barrier(8)
@@ -180,7 +180,7 @@ def test_parts_completed_from_many_threads_are_all_counted() -> None:
         thread.join()
 
 
-def test_wait_all_gives_values_and_raises_the_first_failure() -> None:
+def test_wait_all_returns_values_or_first_failure() -> None:
     assert wait_all([CUDAFuture.completed(i) for i in range(3)]) == [0, 1, 2]
     assert wait_all([]) == []
     error = ValueError("no")
@@ -188,14 +188,14 @@ def test_wait_all_gives_values_and_raises_the_first_failure() -> None:
         wait_all([CUDAFuture.completed(1), CUDAFuture.failed(error)])
 
 
-def test_wait_all_has_one_timeout_for_all() -> None:
+def test_wait_all_has_one_timeout() -> None:
     with pytest.raises(TimeoutError):
         wait_all(futures(1000), timeout=0.01)
     with pytest.raises(ValueError, match="timeout"):
         wait_all([], timeout=-1)
 
 
-def test_wait_returns_who_is_done_and_who_is_not() -> None:
+def test_wait_separates_done_and_pending() -> None:
     a, b, c = futures(3)
     a.set_result(1)
     assert wait([a, b, c], timeout=0) == ({a}, {b, c})
@@ -207,7 +207,7 @@ def test_wait_returns_who_is_done_and_who_is_not() -> None:
     assert wait([]) == (set(), set())
 
 
-def test_wait_for_the_first_leaves_nothing_behind_on_the_others() -> None:
+def test_wait_for_first_leaves_no_callbacks() -> None:
     pending: CUDAFuture[Any] = CUDAFuture()
     for _ in range(10):
         wait([pending, CUDAFuture.completed(1)], return_when="FIRST_EXCEPTION", timeout=0)
@@ -215,7 +215,7 @@ def test_wait_for_the_first_leaves_nothing_behind_on_the_others() -> None:
     assert gc.get_referents(pending) == [CUDAFuture]
 
 
-def test_wait_raises_no_error_and_counts_as_no_look(caplog: pytest.LogCaptureFixture) -> None:
+def test_wait_neither_raises_nor_retrieves_errors(caplog: pytest.LogCaptureFixture) -> None:
     failed = CUDAFuture.failed(ValueError("still unseen"))
     done, _ = wait([failed])
     assert done == {failed}
@@ -230,7 +230,7 @@ def test_wait_refuses_an_unknown_return_when() -> None:
         wait([], timeout=-0.5)
 
 
-def test_as_completed_gives_them_as_they_come() -> None:
+def test_as_completed_yields_in_completion_order() -> None:
     parts = futures(3)
     came = []
     ready = threading.Event()
@@ -250,7 +250,7 @@ def test_as_completed_gives_them_as_they_come() -> None:
     assert came == [2, 0, 1]
 
 
-def test_as_completed_times_out_and_the_futures_stay_good() -> None:
+def test_as_completed_timeout_keeps_futures_usable() -> None:
     done, pending = CUDAFuture.completed(1), CUDAFuture[int]()
     iterator = iter(as_completed([done, pending], timeout=0.01))
     assert next(iterator) is done
@@ -260,12 +260,12 @@ def test_as_completed_times_out_and_the_futures_stay_good() -> None:
     assert [f.value() for f in as_completed([pending])] == [2]
 
 
-def test_as_completed_takes_each_distinct_future_once() -> None:
+def test_as_completed_yields_each_future_once() -> None:
     part = CUDAFuture.completed(1)
     assert list(as_completed([part, part])) == [part]
 
 
-def test_wait_for_the_first_inside_a_callback_runs_the_callbacks_behind_it() -> None:
+def test_wait_in_callback_runs_later_callbacks() -> None:
     source: CUDAFuture[int] = CUDAFuture()
     result: list[object] = []
     children: list[CUDAFuture[int]] = []
@@ -280,14 +280,14 @@ def test_wait_for_the_first_inside_a_callback_runs_the_callbacks_behind_it() -> 
     assert result == [{children[0]}, [2]]
 
 
-def test_as_completed_gives_those_that_are_done_first_and_in_their_order() -> None:
+def test_as_completed_yields_done_futures_first() -> None:
     pending, first, second = CUDAFuture[int](), CUDAFuture.completed(1), CUDAFuture.completed(2)
     iterator = as_completed([first, pending, second])
     assert [next(iterator), next(iterator)] == [first, second]
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e10, 10**400])
-def test_a_timeout_beyond_all_clocks_is_none(timeout: float) -> None:
+def test_huge_timeout_means_no_limit(timeout: float) -> None:
     done = CUDAFuture.completed(1)
     assert wait([done], timeout=timeout, return_when="FIRST_COMPLETED") == ({done}, set())
     assert list(as_completed([done], timeout=timeout)) == [done]
@@ -296,7 +296,7 @@ def test_a_timeout_beyond_all_clocks_is_none(timeout: float) -> None:
 
 
 @pytest.mark.parametrize("how", [gather, lambda *fs: collect_any(fs), lambda *fs: collect_all(fs)])
-def test_a_whole_that_is_done_leaves_nothing_on_a_part_that_is_pending(how: Callable[..., CUDAFuture[Any]]) -> None:
+def test_done_combination_detaches_from_pending_part(how: Callable[..., CUDAFuture[Any]]) -> None:
     pending: CUDAFuture[Any] = CUDAFuture()
     for _ in range(10):
         how(pending, CUDAFuture.completed(1)).cancel()
@@ -305,7 +305,7 @@ def test_a_whole_that_is_done_leaves_nothing_on_a_part_that_is_pending(how: Call
     assert gc.get_referents(pending) == [CUDAFuture]
 
 
-def test_wait_all_that_timed_out_takes_no_failure_away(caplog: pytest.LogCaptureFixture) -> None:
+def test_timed_out_wait_all_retrieves_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     slow: CUDAFuture[Any] = CUDAFuture(name="slow")
     with pytest.raises(TimeoutError):
         wait_all([slow], timeout=0)
@@ -316,7 +316,7 @@ def test_wait_all_that_timed_out_takes_no_failure_away(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("how", [gather, lambda *fs: collect_any(fs)])
-def test_a_whole_that_an_early_part_decides_is_not_attached_to_the_later_ones(
+def test_decided_combination_skips_later_parts(
     how: Callable[..., CUDAFuture[Any]],
 ) -> None:
     pending: CUDAFuture[Any] = CUDAFuture()
@@ -326,7 +326,7 @@ def test_a_whole_that_an_early_part_decides_is_not_attached_to_the_later_ones(
     assert gc.get_referents(pending) == [CUDAFuture]
 
 
-def test_a_gather_that_is_cancelled_inside_a_callback_of_a_cancellation_cancels_at_once() -> None:
+def test_nested_gather_cancellation_is_immediate() -> None:
     outer: CUDAFuture[None] = CUDAFuture()
     inner: CUDAFuture[None] = CUDAFuture()
     seen = []
@@ -336,20 +336,20 @@ def test_a_gather_that_is_cancelled_inside_a_callback_of_a_cancellation_cancels_
     assert seen == [(True, True)]
 
 
-def test_gather_of_a_list_says_how_to_give_one() -> None:
+def test_gather_of_list_suggests_unpacking() -> None:
     with pytest.raises(TypeError, match=r"gather\(\*futures\)"):
         gather([CUDAFuture()])  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("function", [wait, wait_all, as_completed, collect_all, collect_any])
-def test_a_single_future_in_place_of_several_is_named(function: Callable[..., Any]) -> None:
+def test_single_future_argument_is_named(function: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match=r"futures is a list of CUDAFutures, not <CUDAFuture.*pass a list of one"):
         function(CUDAFuture())
     with pytest.raises(TypeError, match=r"\[<CUDAFuture.*\]"):
         function([[CUDAFuture()]])
 
 
-def test_as_completed_that_is_never_begun_keeps_nothing_alive() -> None:
+def test_unstarted_as_completed_keeps_nothing_alive() -> None:
     future = CUDAFuture.completed([1])
     iterator = as_completed([future])
     alive = weakref.ref(future)
@@ -368,7 +368,7 @@ def complete_payloads(count: int) -> tuple[list[CUDAFuture[Payload]], list[weakr
     return done, [weakref.ref(future.value()) for future in done]
 
 
-def test_as_completed_releases_each_future_with_its_value_when_it_is_yielded() -> None:
+def test_as_completed_releases_yielded_futures() -> None:
     pending: CUDAFuture[Payload] = CUDAFuture()
     done, alive = complete_payloads(3)
     iterator = as_completed([pending, *done])
@@ -384,7 +384,7 @@ def test_as_completed_releases_each_future_with_its_value_when_it_is_yielded() -
     assert list(iterator) == []
 
 
-def test_async_for_releases_each_future_with_its_value_when_it_is_yielded() -> None:
+def test_async_for_releases_yielded_futures() -> None:
     async def main() -> None:
         pending: CUDAFuture[Payload] = CUDAFuture()
         done, alive = complete_payloads(3)
@@ -403,7 +403,7 @@ def test_async_for_releases_each_future_with_its_value_when_it_is_yielded() -> N
     asyncio.run(main())
 
 
-def test_a_timeout_names_the_number_of_unfinished_futures() -> None:
+def test_timeout_counts_unfinished_futures() -> None:
     done, *pending = [CUDAFuture.completed(1), *futures(3)]
     iterator = as_completed([done, *pending], timeout=0)
     next(iterator)
@@ -430,7 +430,7 @@ def drop(whole: CUDAFuture[Any]) -> None: ...
 @pytest.mark.parametrize("look", [retrieve, drop])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("combine", [gather, lambda *fs: gather(gather(*fs[:20]), gather(*fs[20:]))])
-def test_the_failures_of_a_gather_are_logged_once(
+def test_gather_failures_are_logged_once(
     caplog: pytest.LogCaptureFixture,
     look: Callable[[CUDAFuture[Any]], None],
     early: bool,
@@ -447,7 +447,7 @@ def test_the_failures_of_a_gather_are_logged_once(
     assert "was never retrieved; it was combined with futures whose exceptions are not logged" in caplog.text
 
 
-def test_children_that_fail_with_their_parents_error_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_inherited_error_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     parent: CUDAFuture[int] = CUDAFuture()
     children = [parent.then(lambda done: done.value()).then(lambda done: done.value() + 1) for _ in range(40)]
     parent.set_exception(ValueError("the parent's"))
@@ -456,7 +456,7 @@ def test_children_that_fail_with_their_parents_error_are_logged_once(caplog: pyt
     assert len(caplog.records) == 1
 
 
-def test_the_failures_behind_the_first_success_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_before_success_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     parts = futures(10)
     whole = collect_any(parts)
     parts[0].set_exception(ValueError("before"))
@@ -469,7 +469,7 @@ def test_the_failures_behind_the_first_success_are_logged_once(caplog: pytest.Lo
     assert len(caplog.records) == 1
 
 
-def test_failures_that_are_not_combined_are_all_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_separate_failures_are_all_logged(caplog: pytest.LogCaptureFixture) -> None:
     parts = [CUDAFuture.failed(ValueError("alone")) for _ in range(3)]
     collect_all(parts).wait()
     del parts

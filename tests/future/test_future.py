@@ -41,7 +41,7 @@ def test_pending_then_completed() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 0, "", (), (1, 2), [torch.ones(1)], ValueError("as a value"), CUDAFuture])
-def test_any_object_is_a_value_and_comes_back_as_itself(value: object) -> None:
+def test_value_keeps_its_identity(value: object) -> None:
     future = CUDAFuture.completed(value)
     assert future.value() is value
     assert future.wait() is value
@@ -58,13 +58,13 @@ def test_done_is_for_ever(finish: str) -> None:
     future.exception() if finish != "cancel" else None
 
 
-def test_value_of_a_pending_future_is_an_error() -> None:
+def test_value_of_pending_future_raises() -> None:
     with pytest.raises(InvalidStateError, match="pending"):
         CUDAFuture().value()
 
 
 @pytest.mark.parametrize("error", [KeyError("k"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
-def test_a_failure_keeps_its_object_whatever_its_type(error: BaseException) -> None:
+def test_failure_keeps_its_object(error: BaseException) -> None:
     future = CUDAFuture.failed(error)
     assert future.exception() is error
     for look in (future.wait, future.result, future.value):
@@ -73,7 +73,7 @@ def test_a_failure_keeps_its_object_whatever_its_type(error: BaseException) -> N
         assert caught.value is error
 
 
-def test_a_failure_carries_a_note_that_names_the_future_once() -> None:
+def test_failure_note_names_future_once() -> None:
     error = ValueError("v")
     first: CUDAFuture[Any] = CUDAFuture(name="bucket 3")
     first.set_exception(error)
@@ -84,7 +84,7 @@ def test_a_failure_carries_a_note_that_names_the_future_once() -> None:
     second.exception()
 
 
-def test_waiting_again_and_again_does_not_grow_the_traceback() -> None:
+def test_repeated_wait_keeps_traceback_short() -> None:
     def producer() -> None:
         raise ValueError("deep")
 
@@ -108,7 +108,7 @@ def test_waiting_again_and_again_does_not_grow_the_traceback() -> None:
     assert "producer" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def test_wait_times_out_and_the_future_stays_usable() -> None:
+def test_wait_timeout_keeps_future_usable() -> None:
     future: CUDAFuture[int] = CUDAFuture(name="late")
     with pytest.raises(TimeoutError, match="'late' is still pending"):
         future.wait(timeout=0.001)
@@ -133,7 +133,7 @@ _REFUSED_CALLS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("message", _REFUSED_CALLS)
-def test_a_call_that_does_not_fit_a_signature_names_the_argument(message: str) -> None:
+def test_wrong_call_names_argument(message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         _REFUSED_CALLS[message](CUDAFuture.completed(1))
 
@@ -144,7 +144,7 @@ def test_methods_have_signatures() -> None:
 
 
 @pytest.mark.parametrize("how", ["by descriptor", "by position", "by name"])
-def test_a_method_does_the_same_in_each_form_of_its_call(how: str) -> None:
+def test_method_accepts_each_call_form(how: str) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     seen: list[Any] = []
     if how == "by descriptor":
@@ -168,12 +168,12 @@ def test_a_method_does_the_same_in_each_form_of_its_call(how: str) -> None:
 
 
 @pytest.mark.parametrize("timeout", [-1, -0.001, float("nan"), -float("inf")])
-def test_a_negative_timeout_is_refused_even_when_done(timeout: float) -> None:
+def test_done_future_refuses_negative_timeout(timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout is None"):
         CUDAFuture.completed(1).wait(timeout=timeout)
 
 
-def test_a_timeout_that_is_no_number_is_refused() -> None:
+def test_non_numeric_timeout_is_refused() -> None:
     with pytest.raises(TypeError):
         CUDAFuture.completed(1).wait(timeout="soon")  # type: ignore[arg-type]
 
@@ -225,7 +225,7 @@ def test_a_done_future_cannot_be_cancelled() -> None:
     assert future.value() == 1
 
 
-def test_cancelled_error_is_the_one_of_concurrent_futures() -> None:
+def test_cancelled_error_is_of_concurrent_futures() -> None:
     import concurrent.futures
 
     assert issubclass(CancelledError, concurrent.futures.CancelledError)
@@ -233,7 +233,7 @@ def test_cancelled_error_is_the_one_of_concurrent_futures() -> None:
 
 
 @pytest.mark.parametrize("exc", [None, "text", int, 3])
-def test_failing_with_something_that_is_no_exception_is_refused(exc: Any) -> None:
+def test_set_exception_refuses_other_objects(exc: Any) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     with pytest.raises(TypeError, match="exception"):
         future.set_exception(exc)
@@ -242,7 +242,7 @@ def test_failing_with_something_that_is_no_exception_is_refused(exc: Any) -> Non
     assert not future.done()
 
 
-def test_a_failure_that_nobody_saw_is_logged_once_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_unseen_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     future: CUDAFuture[Any] = CUDAFuture(name="forgotten")
     future.set_exception(ValueError("lost?"))
     del future
@@ -253,7 +253,7 @@ def test_a_failure_that_nobody_saw_is_logged_once_with_its_name(caplog: pytest.L
 
 
 @pytest.mark.parametrize("look", ["exception", "wait", "value", "result"])
-def test_a_failure_that_somebody_saw_is_not_logged(caplog: pytest.LogCaptureFixture, look: str) -> None:
+def test_seen_failure_is_not_logged(caplog: pytest.LogCaptureFixture, look: str) -> None:
     future = CUDAFuture.failed(ValueError("seen"))
     if look == "exception":
         future.exception()
@@ -280,7 +280,7 @@ def test_repr_shows_name_state_and_age() -> None:
     assert repr(CUDAFuture()).startswith("<CUDAFuture pending, ")
 
 
-def test_repr_shows_the_error_and_does_not_retrieve_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_repr_shows_error_without_retrieving_it(caplog: pytest.LogCaptureFixture) -> None:
     future = CUDAFuture.failed(ValueError("lost " * 100))
     assert repr(future).startswith("<CUDAFuture failed with ValueError('lost lost ")
     assert len(repr(future)) < 300
@@ -295,7 +295,7 @@ def test_repr_shows_the_error_and_does_not_retrieve_it(caplog: pytest.LogCapture
     umlauts.exception()
 
 
-def test_repr_of_an_error_whose_repr_raises_or_shows_the_future() -> None:
+def test_repr_survives_hostile_error_repr() -> None:
     class Bad(Exception):
         def __repr__(self) -> str:
             raise OSError
@@ -316,7 +316,7 @@ class Unencodable(Exception):
         return "lone \udcff"
 
 
-def test_text_that_utf_8_cannot_encode_is_escaped_in_messages() -> None:
+def test_messages_escape_unencodable_text() -> None:
     failed: CUDAFuture[Any] = CUDAFuture.failed(Unencodable())
     assert r"lone \udcff" in repr(failed)
     failed.exception()
@@ -334,7 +334,7 @@ def test_text_that_utf_8_cannot_encode_is_escaped_in_messages() -> None:
             call(type("Other", (), {"__repr__": Unencodable.__repr__})())
 
 
-def test_repr_shows_the_operation_and_the_parents() -> None:
+def test_repr_shows_operation_and_parents() -> None:
     a, b, unnamed = CUDAFuture[int](name="a"), CUDAFuture[int](name="b"), CUDAFuture[int]()
     for future, shown in (
         (a.then(repr), "<CUDAFuture 'a' pending, then of 'a', "),
@@ -368,13 +368,13 @@ def test_what_has_begun_cannot_be_cancelled() -> None:
     assert not future.set_running_or_notify_cancel()
 
 
-def test_what_was_cancelled_is_not_to_begin() -> None:
+def test_cancelled_future_refuses_to_begin() -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     assert future.cancel()
     assert not future.set_running_or_notify_cancel()
 
 
-def test_a_producer_says_when_the_source_is_released() -> None:
+def test_producer_reports_release_of_source() -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     released = future.released = CUDAFuture()
     assert future.released is released
@@ -382,7 +382,7 @@ def test_a_producer_says_when_the_source_is_released() -> None:
         future.released = 1  # type: ignore[assignment]
 
 
-def test_it_is_generic_weakly_referenceable_hashable_and_final() -> None:
+def test_future_is_generic_weakref_hashable_final() -> None:
     assert get_origin(CUDAFuture[int]) is CUDAFuture
     future: CUDAFuture[Any] = CUDAFuture()
     assert weakref.ref(future)() is future
@@ -391,7 +391,7 @@ def test_it_is_generic_weakly_referenceable_hashable_and_final() -> None:
         type("Sub", (CUDAFuture,), {})
 
 
-def test_the_cpu_is_always_inside_the_bounding_set() -> None:
+def test_bounding_set_always_contains_cpu() -> None:
     assert CUDAFuture(devices=["cpu"]).devices == ()
     future: CUDAFuture[Any] = CUDAFuture(devices=[])
     future.set_result(torch.ones(2, device="cpu"))
@@ -422,7 +422,7 @@ def test_an_unknown_lifetime_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stream", ["pool", 3, object()])
-def test_a_stream_that_is_none_is_refused(stream: Any) -> None:
+def test_stream_of_none_is_refused(stream: Any) -> None:
     future: CUDAFuture[int] = CUDAFuture()
     with pytest.raises(TypeError, match=r"a stream is a torch\.Stream"):
         future.set_result(1, stream=stream)
@@ -437,7 +437,7 @@ def test_tensors_that_are_none_are_refused() -> None:
     assert future.wait() == 1
 
 
-def test_a_callback_over_its_own_pending_future_is_freed() -> None:
+def test_callback_over_own_future_is_freed() -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     future.add_done_callback(lambda _, keep=future: keep)  # type: ignore[misc]
     alive = weakref.ref(future)
@@ -446,7 +446,7 @@ def test_a_callback_over_its_own_pending_future_is_freed() -> None:
     assert alive() is None
 
 
-def test_a_future_in_its_own_value_is_freed() -> None:
+def test_future_in_own_value_is_freed() -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     future.set_result([future])
     alive = weakref.ref(future)
@@ -455,7 +455,7 @@ def test_a_future_in_its_own_value_is_freed() -> None:
     assert alive() is None
 
 
-def test_a_garbage_cycle_through_a_grandchild_is_freed_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_cycle_through_grandchild_is_freed_silently(caplog: pytest.LogCaptureFixture) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     child = future.then(lambda f: f)
     grandchild = child.then(lambda f, keep=(future, child): keep)  # type: ignore[misc]
@@ -466,7 +466,7 @@ def test_a_garbage_cycle_through_a_grandchild_is_freed_without_a_word(caplog: py
     assert not caplog.records
 
 
-def test_a_failure_in_a_cycle_that_nobody_saw_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_unseen_failure_in_cycle_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def produce() -> None:
         future: CUDAFuture[Any] = CUDAFuture(name="cyclic")
         try:

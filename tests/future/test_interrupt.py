@@ -163,7 +163,7 @@ def test_ctrl_c_ends_a_wait(waiting: Waiting, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", NATIVE)
-def test_a_handler_that_returns_lets_the_wait_go_on(waiting: Waiting, way: str) -> None:
+def test_returning_handler_continues_wait(waiting: Waiting, way: str) -> None:
     with waiting(way) as child:
         for _ in range(3):
             child.send(signal.SIGUSR1)
@@ -173,7 +173,7 @@ def test_a_handler_that_returns_lets_the_wait_go_on(waiting: Waiting, way: str) 
 
 
 @pytest.mark.parametrize("way", ["wait", "wait with a timeout", "a child", "wait for the first of a set"])
-def test_a_handler_may_complete_the_future_that_is_waited_for(waiting: Waiting, way: str) -> None:
+def test_handler_may_complete_awaited_future(waiting: Waiting, way: str) -> None:
     with waiting(way) as child:
         child.send(signal.SIGUSR2)
         assert child.hear().startswith("ended with ")
@@ -181,14 +181,14 @@ def test_a_handler_may_complete_the_future_that_is_waited_for(waiting: Waiting, 
 
 
 @pytest.mark.parametrize("way", ["wait", "gather", "wait_all"])
-def test_what_a_handler_raises_comes_out_of_the_wait(waiting: Waiting, way: str) -> None:
+def test_handler_error_leaves_wait(waiting: Waiting, way: str) -> None:
     with waiting(way) as child:
         child.send(signal.SIGALRM)
         assert child.hear() == "TimeoutError"
         child.say("go on")
 
 
-def test_the_default_action_of_a_signal_ends_a_process_that_waits() -> None:
+def test_default_signal_action_ends_waiting_process() -> None:
     with Child(SCRIPT) as child:
         child.say("wait")
         assert child.hear() == "waiting"

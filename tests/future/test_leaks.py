@@ -84,13 +84,13 @@ def test_nothing_is_left_of_many(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("leaked", [object, Probe, lambda: CUDAFuture(), lambda: [probe], lambda: bytearray(1)])
-def test_a_leak_of_one_object_each_is_noticed(leaked: Callable[[], object]) -> None:
+def test_leak_of_one_object_is_noticed(leaked: Callable[[], object]) -> None:
     kept: list[object] = []
     with pytest.raises(AssertionError, match="'blocks'"):
         expect_nothing_left(lambda: kept.append(leaked()), COUNT)
 
 
-def test_the_collector_frees_a_cycle_through_a_pending_future() -> None:
+def test_cycle_through_pending_future_is_collected() -> None:
     def cycle() -> tuple[weakref.ref[CUDAFuture[Probe]], weakref.ref[Probe]]:
         future: CUDAFuture[Probe] = CUDAFuture()
         held = Probe()
@@ -104,7 +104,7 @@ def test_the_collector_frees_a_cycle_through_a_pending_future() -> None:
     assert gone[1]() is None
 
 
-def test_the_collector_leaves_a_future_alone_that_something_else_will_complete() -> None:
+def test_future_with_outside_producer_survives_collection() -> None:
     called = []
     source = torch.futures.Future[int]()
     future = CUDAFuture.from_torch(source)

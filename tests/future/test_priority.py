@@ -35,7 +35,7 @@ def test_a_priority_above_0_is_refused(place: Callable[[int], Any]) -> None:
         place(priority)
 
 
-def test_a_priority_above_0_is_refused_by_files_and_stores(store: DiskStore, tmp_path: Path) -> None:
+def test_files_and_stores_refuse_positive_priority(store: DiskStore, tmp_path: Path) -> None:
     x = torch.ones(4)
     with Engine("threads") as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         for begin in (file.write, file.read):

@@ -287,7 +287,7 @@ reproducible = settings(
 
 @given(programs)
 @reproducible
-def test_a_graph_of_futures_does_what_the_model_does(program: list[Step]) -> None:
+def test_future_graph_matches_model(program: list[Step]) -> None:
     gc.freeze()  # the collector is asked often, and has to look at this graph only
     graph = Graph()
     for step in program:
@@ -302,7 +302,7 @@ def test_a_graph_of_futures_does_what_the_model_does(program: list[Step]) -> Non
     assert [n for n, future in graph.known.items() if future() is not None] == []
 
 
-def test_a_gather_that_was_not_cancelled_has_not_cancelled_its_parts() -> None:
+def test_uncancelled_gather_cancels_no_part() -> None:
     part: Future = CUDAFuture()
     whole = gather(part, cancel_parts=True)
     part.add_done_callback(lambda f: finish(whole, "set_result", 1))
@@ -324,7 +324,7 @@ THREADS = 4
 @given(graphs, completions)
 @reproducible
 @pytest.mark.usefixtures("frequent_switches")
-def test_graphs_completed_by_several_threads_end_in_states_that_fit_together(
+def test_threaded_graphs_end_in_consistent_states(
     threads: ThreadPoolExecutor, steps: list[Step], completing: list[Step]
 ) -> None:
     graph = Graph()

@@ -47,7 +47,7 @@ class Counter:
         self.seen.append(future)
 
 
-def test_removed_callbacks_are_counted_and_not_called() -> None:
+def test_removed_callbacks_are_counted_and_skipped() -> None:
     future: Future = CUDAFuture()
     first, second = Counter(), Counter()
     for counter in (first, second, first):
@@ -60,7 +60,7 @@ def test_removed_callbacks_are_counted_and_not_called() -> None:
     assert future.remove_done_callback(second.add) == 0
 
 
-def test_a_callback_that_compares_itself_may_use_the_future() -> None:
+def test_callback_with_custom_equality_may_use_future() -> None:
     future: Future = CUDAFuture()
 
     class Meddling:
@@ -86,7 +86,7 @@ def test_a_callback_that_compares_itself_may_use_the_future() -> None:
     assert seen == []
 
 
-def test_the_callbacks_of_then_are_not_removed() -> None:
+def test_then_callbacks_are_not_removed() -> None:
     future: Future = CUDAFuture()
     child = future.then(repr)
     future.add_done_callback(repr, executor=executors.callback_thread)
@@ -120,9 +120,7 @@ variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", defau
 
 
 @pytest.mark.parametrize("done_before", [True, False])
-def test_a_callback_that_is_added_in_a_loop_is_called_by_it_in_the_context_of_its_caller(
-    run: Run, done_before: bool
-) -> None:
+def test_loop_callback_runs_in_caller_context(run: Run, done_before: bool) -> None:
     async def main() -> None:
         future: Future = CUDAFuture()
         if done_before:
@@ -146,7 +144,7 @@ def test_a_callback_that_is_added_in_a_loop_is_called_by_it_in_the_context_of_it
     run(main())
 
 
-def test_a_callback_that_names_an_executor_stays_there_in_a_loop(run: Run) -> None:
+def test_callback_with_executor_ignores_loop(run: Run) -> None:
     async def main() -> None:
         future = CUDAFuture.completed(1)
         seen: list[Any] = []
@@ -157,7 +155,7 @@ def test_a_callback_that_names_an_executor_stays_there_in_a_loop(run: Run) -> No
     run(main())
 
 
-def test_a_callback_in_a_loop_that_raises_is_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_raising_loop_callback_is_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         CUDAFuture.completed(1).add_done_callback(lambda _: 1 // 0)
         await asyncio.sleep(0)
@@ -167,7 +165,7 @@ def test_a_callback_in_a_loop_that_raises_is_logged(run: Run, caplog: pytest.Log
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_callback_whose_loop_is_closed_is_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_callback_of_closed_loop_is_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     future: Future = CUDAFuture()
 
     async def main() -> None:
@@ -180,7 +178,7 @@ def test_a_callback_whose_loop_is_closed_is_logged(run: Run, caplog: pytest.LogC
     assert "closed" in caplog.text
 
 
-def test_an_interrupt_in_a_callback_ends_its_loop() -> None:
+def test_interrupt_in_callback_ends_loop() -> None:
     def interrupt(_: Future) -> None:
         raise KeyboardInterrupt
 
@@ -200,7 +198,7 @@ def test_an_interrupt_in_a_callback_ends_its_loop() -> None:
 # ---- what asyncio takes a future for
 
 
-def test_a_future_is_awaitable_but_not_one_of_asyncios(run: Run) -> None:
+def test_future_is_no_asyncio_future(run: Run) -> None:
     async def main() -> None:
         future = CUDAFuture.completed(1)
         assert not asyncio.isfuture(future)
@@ -219,7 +217,7 @@ def test_a_future_is_awaitable_but_not_one_of_asyncios(run: Run) -> None:
 # ---- running
 
 
-def test_running_from_the_beginning_of_the_work_to_its_end() -> None:
+def test_future_reports_running_during_work() -> None:
     begun, end = threading.Event(), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         future = submit(lambda: begun.set() or end.wait(), executor=pool)  # type: ignore[func-returns-value]
@@ -258,7 +256,7 @@ def test_the_message_of_a_cancellation_arrives(run: Run) -> None:
     run(main())
 
 
-def test_the_message_of_a_cancellation_may_be_any_object_and_has_a_name() -> None:
+def test_cancellation_message_may_be_any_object() -> None:
     future: Future = CUDAFuture()
     assert future.cancel(msg=3)
     with pytest.raises(concurrent.futures.CancelledError) as caught:
@@ -279,14 +277,14 @@ def test_a_class_of_exceptions_is_called() -> None:
     assert isinstance(other.exception(), StopIteration)
 
 
-def test_a_class_of_exceptions_that_cannot_be_called_leaves_the_future_pending() -> None:
+def test_uncallable_exception_class_leaves_future_pending() -> None:
     future: Future = CUDAFuture()
     with pytest.raises(TypeError, match="argument"):
         future.set_exception(UnicodeDecodeError)
     assert not future.done()
 
 
-def test_stop_iteration_is_refused_and_that_of_a_function_does_not_end_a_coroutine(run: Run) -> None:
+def test_stop_iteration_is_refused_or_wrapped(run: Run) -> None:
     future: Future = CUDAFuture()
     with pytest.raises(TypeError, match="no StopIteration"):
         future.set_exception(StopIteration(1))
@@ -303,7 +301,7 @@ def test_stop_iteration_is_refused_and_that_of_a_function_does_not_end_a_corouti
 # ---- debug
 
 
-def test_the_line_that_made_a_future_is_shown_if_asked_for() -> None:
+def test_origin_is_shown_on_request() -> None:
     script = """
 from cudafuture import CUDAFuture, gather, submit
 def make(): return CUDAFuture(name="x")

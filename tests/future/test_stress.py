@@ -74,7 +74,7 @@ say("all done" if not errors else repr(errors))
 @pytest.mark.soak
 @pytest.mark.usefixtures("on_the_host")
 @pytest.mark.parametrize("seed", range(3))
-def test_threads_that_do_anything_to_shared_futures_survive(seed: int) -> None:
+def test_shared_futures_survive_concurrent_use(seed: int) -> None:
     with Child(SCRIPT, str(seed), str(soak_count(30_000))) as child:
         assert child.hear(patience=100) == "all done"
         assert child.end() == 0

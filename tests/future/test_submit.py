@@ -18,7 +18,7 @@ import torch
 from cudafuture import CUDAFuture, InvalidStateError, copy, executors, submit
 
 
-def test_submit_runs_a_function_with_its_arguments() -> None:
+def test_submit_passes_arguments() -> None:
     assert submit(divmod, 7, 2).wait() == (3, 1)
     assert submit(sorted, [2, 1], reverse=True).wait() == [2, 1]
     assert submit(threading.get_ident).wait() != threading.get_ident()
@@ -32,7 +32,7 @@ def test_submit_takes_any_executor() -> None:
     assert on_callback_thread not in (threading.get_ident(), None)
 
 
-def test_submit_names_the_future_after_the_function() -> None:
+def test_submit_names_future_after_function() -> None:
     error = submit(int, "not a number").exception()
     assert error.__notes__ == ["in CUDAFuture 'int'"]  # type: ignore[union-attr]
     assert submit(print, executor=executors.inline, priority=-1).priority == -1
@@ -44,7 +44,7 @@ def test_submit_carries_the_callers_modes() -> None:
     assert future.wait() is False
 
 
-def test_a_submitted_function_can_be_cancelled_until_it_begins() -> None:
+def test_submitted_function_cancels_until_begun() -> None:
     begun, end = threading.Event(), threading.Event()
     ran: list[int] = []
     with ThreadPoolExecutor(1) as pool:
@@ -59,7 +59,7 @@ def test_a_submitted_function_can_be_cancelled_until_it_begins() -> None:
     assert ran == []
 
 
-def test_submit_refuses_what_it_cannot_call_or_run_on() -> None:
+def test_submit_refuses_wrong_callables_and_executors() -> None:
     with pytest.raises(TypeError, match="takes a callable"):
         submit(3)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"concurrent\.futures\.Executor"):
@@ -69,7 +69,7 @@ def test_submit_refuses_what_it_cannot_call_or_run_on() -> None:
 Point = namedtuple("Point", "x y")
 
 
-def test_copy_keeps_the_structure_and_copies_the_tensors() -> None:
+def test_copy_keeps_structure_and_copies_tensors() -> None:
     value = {"a": [torch.arange(3), "text"], "b": Point(torch.ones(2, 2), None), "c": (1,)}
     copied = copy(value, "cpu").wait()
     assert copied["a"][0].tolist() == [0, 1, 2]
@@ -80,7 +80,7 @@ def test_copy_keeps_the_structure_and_copies_the_tensors() -> None:
     assert value["a"][0].tolist() == [0, 1, 2]
 
 
-def test_copy_takes_a_single_tensor_any_dtype_and_no_tensor_at_all() -> None:
+def test_copy_takes_any_dtype_or_no_tensor() -> None:
     for dtype in (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64):
         source = torch.ones(3, dtype=dtype, device="cpu")
         assert torch.equal(copy(source, "cpu").wait(), source)
@@ -88,7 +88,7 @@ def test_copy_takes_a_single_tensor_any_dtype_and_no_tensor_at_all() -> None:
     assert copy(torch.ones(4, 4)[::2, 1], "cpu", priority=-1).wait().tolist() == [1, 1]
 
 
-def test_copy_to_a_device_that_is_none_is_refused() -> None:
+def test_copy_to_none_is_refused() -> None:
     with pytest.raises((RuntimeError, TypeError)):
         copy(torch.ones(1), "nowhere")
 
@@ -108,14 +108,14 @@ class Refusing(Executor):
         return handle
 
 
-def test_an_executor_that_fails_a_callback_without_running_it_fails_the_future() -> None:
+def test_executor_refusal_fails_future() -> None:
     error = ValueError("cannot be sent")
     assert submit(int, executor=Refusing(error)).exception(timeout=60) is error
     assert CUDAFuture.completed(1).then(int, executor=Refusing(error)).exception(timeout=60) is error  # type: ignore[arg-type]
     assert submit(int, executor=Refusing(None)).cancelled()
 
 
-def test_an_executor_that_was_shut_down_is_an_invalid_state() -> None:
+def test_closed_executor_is_invalid_state() -> None:
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
     with pytest.raises(InvalidStateError, match="no longer accepts callbacks: cannot schedule"):
@@ -130,7 +130,7 @@ def test_an_executor_of_processes_is_refused() -> None:
             CUDAFuture.completed(1).then(int, executor=pool)  # type: ignore[arg-type]
 
 
-def test_a_callable_with_an_odd_name_is_submitted() -> None:
+def test_callable_with_odd_name_is_submitted() -> None:
     odd: Any = functools.partial(str, "called")
     odd.__qualname__ = 3
     assert submit(odd).wait() == "called"
@@ -161,7 +161,7 @@ class Keeping:
         return self.handle
 
 
-def test_a_handle_that_is_cancelled_while_the_callback_runs_changes_nothing() -> None:
+def test_handle_cancelled_during_callback_is_ignored() -> None:
     executor: Any = Keeping()
 
     def cancel_the_handle(future: CUDAFuture[int]) -> list[int]:
@@ -174,7 +174,7 @@ def test_a_handle_that_is_cancelled_while_the_callback_runs_changes_nothing() ->
     assert child.wait() == [1] * 10
 
 
-def test_a_job_that_is_called_twice_runs_once() -> None:
+def test_job_called_twice_runs_once() -> None:
     executor: Any = Keeping()
     ran = []
 
@@ -189,7 +189,7 @@ def test_a_job_that_is_called_twice_runs_once() -> None:
 
 
 @pytest.mark.parametrize("where", ["submit", "add_done_callback"])
-def test_an_executor_that_raises_after_it_has_run_the_callback_changes_nothing(where: str) -> None:
+def test_executor_error_after_callback_is_ignored(where: str) -> None:
     class Raising(Keeping):
         def submit(self, job: Callable[[], object]) -> Any:
             job()
@@ -205,7 +205,7 @@ def test_an_executor_that_raises_after_it_has_run_the_callback_changes_nothing(w
     assert [c.wait() for c in children] == [[i] * 3 for i in range(100)]
 
 
-def test_a_cycle_through_an_executor_that_keeps_its_jobs_is_collected() -> None:
+def test_cycle_through_executor_is_collected() -> None:
     executor: Any = Keeping()
     child = CUDAFuture.completed(1).then(lambda f, executor=executor: executor, executor=executor)  # type: ignore[misc]
     alive = weakref.ref(executor), weakref.ref(child)

@@ -43,7 +43,7 @@ def expect_success(program: str) -> None:
     assert done.stderr == ""
 
 
-def test_waits_that_fill_the_pool_are_an_error_and_the_pool_goes_on() -> None:
+def test_waits_that_fill_pool_are_refused() -> None:
     expect_success(
         """
         for blocks in (
@@ -68,7 +68,7 @@ def test_waits_that_fill_the_pool_are_an_error_and_the_pool_goes_on() -> None:
     )
 
 
-def test_two_functions_that_wait_for_each_other_are_an_error() -> None:
+def test_mutual_waits_are_refused() -> None:
     expect_success(
         """
         futures = []
@@ -84,7 +84,7 @@ def test_two_functions_that_wait_for_each_other_are_an_error() -> None:
     )
 
 
-def test_a_timeout_says_that_the_pool_is_full() -> None:
+def test_timeout_says_pool_is_full() -> None:
     expect_success(
         """
         waiting = threading.Barrier(3)
@@ -97,7 +97,7 @@ def test_a_timeout_says_that_the_pool_is_full() -> None:
     )
 
 
-def test_waits_that_others_can_end_are_no_error() -> None:
+def test_waits_ended_by_others_are_allowed() -> None:
     expect_success(
         """
         ends = [CUDAFuture() for _ in range(4)]
@@ -119,7 +119,7 @@ def test_waits_that_others_can_end_are_no_error() -> None:
     )
 
 
-def test_a_process_ends_without_the_functions_that_block_and_says_where() -> None:
+def test_exit_names_blocking_functions() -> None:
     script = """
 from cudafuture import CUDAFuture, submit
 import threading
@@ -136,7 +136,7 @@ begun.wait()
     assert "in block" in done.stderr
 
 
-def test_ctrl_c_ends_an_exit_that_waits_for_a_function() -> None:
+def test_ctrl_c_ends_waiting_exit() -> None:
     script = """
 import signal, threading
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -157,7 +157,7 @@ say("exiting")
         assert "KeyboardInterrupt" in process.errors()
 
 
-def test_a_process_runs_the_functions_that_it_has_before_it_ends() -> None:
+def test_exit_runs_queued_functions() -> None:
     script = """
 from cudafuture import submit
 import os
@@ -168,7 +168,7 @@ for i in range(20): submit(os.write, 1, b"ran\\n")  # one call: print() writes t
     assert done.stderr == ""
 
 
-def test_functions_end_before_handlers_of_atexit_close_what_they_use() -> None:
+def test_functions_end_before_atexit_handlers() -> None:
     script = """
 from cudafuture import submit
 import atexit, threading, torch
@@ -185,7 +185,7 @@ submit(lambda: exiting.wait() and say(store.write("key", torch.ones(5)).wait()))
         assert (process.end(), process.errors()) == (0, "")
 
 
-def test_a_thread_that_outlives_the_main_thread_can_make_the_pool() -> None:
+def test_thread_outliving_main_can_make_pool() -> None:
     script = """
 from cudafuture import submit
 import threading
@@ -201,7 +201,7 @@ threading.Thread(target=use_pool).start()
         assert (process.end(), process.errors()) == (0, "")
 
 
-def test_a_failed_future_that_is_alive_at_the_end_is_logged_once() -> None:
+def test_unseen_failure_at_exit_is_logged_once() -> None:
     script = """
 from cudafuture import CUDAFuture, gather
 failed = CUDAFuture(name="kept")
@@ -218,7 +218,7 @@ holder = Holder(); holder.self = holder; holder.future = gather(*[CUDAFuture.fai
     assert "seen')" not in done.stderr.replace("unseen", "")
 
 
-def test_the_pool_is_an_executor_of_concurrent_futures() -> None:
+def test_pool_is_concurrent_futures_executor() -> None:
     pool = SubmitPool(2, 30)
     assert pool.submit(divmod, 7, 2).result() == (3, 1)
     assert list(pool.map(abs, [-1, -2])) == [1, 2]
@@ -236,7 +236,7 @@ def test_the_pool_is_an_executor_of_concurrent_futures() -> None:
         pool.submit(int)
 
 
-def test_the_pool_has_a_thread_only_for_functions_that_would_wait() -> None:
+def test_pool_grows_only_for_waiting_functions() -> None:
     pool = SubmitPool(3, 30)
     names: set[str] = set()
     for _ in range(20):

@@ -37,7 +37,7 @@ def chain(first: Future, links: int = DEPTH) -> Future:
     return last
 
 
-def test_a_chain_completes_and_frees_without_recursion() -> None:
+def test_chain_completes_and_frees_without_recursion() -> None:
     first: Future = CUDAFuture()
     last = chain(first)
     first.set_result(0)
@@ -51,11 +51,11 @@ def test_a_chain_fails_without_recursion() -> None:
     assert last.exception() is error
 
 
-def test_a_chain_of_a_done_future_completes_link_by_link() -> None:
+def test_chain_of_done_future_completes_stepwise() -> None:
     assert chain(CUDAFuture.completed(0)).wait() == DEPTH
 
 
-def test_a_chain_on_the_callback_thread_completes() -> None:
+def test_callback_thread_completes_long_chain() -> None:
     first: Future = CUDAFuture()
     last = first
     for _ in range(DEPTH):
@@ -64,7 +64,7 @@ def test_a_chain_on_the_callback_thread_completes() -> None:
     assert last.wait() == DEPTH
 
 
-def test_a_pending_chain_is_dropped_from_its_head_without_recursion() -> None:
+def test_pending_chain_drops_from_head() -> None:
     first: Future = CUDAFuture()
     last = chain(first)
     del first
@@ -72,7 +72,7 @@ def test_a_pending_chain_is_dropped_from_its_head_without_recursion() -> None:
         last.wait()
 
 
-def test_a_pending_chain_is_dropped_from_its_tail_without_recursion() -> None:
+def test_pending_chain_drops_from_tail() -> None:
     first: Future = CUDAFuture()
     last = chain(first)
     ends = weakref.ref(first), weakref.ref(last)
@@ -81,7 +81,7 @@ def test_a_pending_chain_is_dropped_from_its_tail_without_recursion() -> None:
     assert [end() for end in ends] == [None, None]
 
 
-def test_a_pending_chain_that_is_a_cycle_is_collected_without_recursion() -> None:
+def test_pending_cyclic_chain_is_collected() -> None:
     first: Future = CUDAFuture()
     last = chain(first)
     last.add_done_callback(lambda f, first=first: first)  # type: ignore[misc]
@@ -99,7 +99,7 @@ def test_completing_inside_callbacks_does_not_recurse() -> None:
     assert futures[-1].value() == DEPTH - 1
 
 
-def test_then_in_a_callback_of_then_does_not_recurse() -> None:
+def test_then_in_then_does_not_recurse() -> None:
     left = DEPTH
 
     def again(future: Future) -> None:
@@ -121,7 +121,7 @@ def test_then_async_nests_without_recursion() -> None:
     assert future.wait() == 7
 
 
-def test_a_nest_of_then_async_is_dropped_without_recursion() -> None:
+def test_nested_then_async_drops_without_recursion() -> None:
     innermost: Future = CUDAFuture()
     future = innermost
     for _ in range(DEPTH):
@@ -130,7 +130,7 @@ def test_a_nest_of_then_async_is_dropped_without_recursion() -> None:
     assert isinstance(future.exception(), InvalidStateError)
 
 
-def test_a_value_that_holds_a_future_that_holds_a_future_is_freed_without_recursion() -> None:
+def test_nested_future_values_free_without_recursion() -> None:
     value: CUDAFuture[Any] = CUDAFuture.completed(None)
     innermost = weakref.ref(value)
     for _ in range(DEPTH):
@@ -139,7 +139,7 @@ def test_a_value_that_holds_a_future_that_holds_a_future_is_freed_without_recurs
     assert innermost() is None
 
 
-def test_a_failure_that_holds_a_failed_future_is_freed_without_recursion() -> None:
+def test_nested_failures_free_without_recursion() -> None:
     first: CUDAFuture[None] = CUDAFuture.completed(None)
     innermost = weakref.ref(first)
     error = ValueError(first)
@@ -195,13 +195,13 @@ else:
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_the_host")
 @pytest.mark.parametrize("how", [*NESTS, "cancel"])
-def test_a_nest_completes_or_is_cancelled_without_recursion(how: str) -> None:
+def test_nest_completes_or_cancels_without_recursion(how: str) -> None:
     with Child(NEST, how, str(DEPTH)) as child:
         assert child.end() == 0, child.errors()
 
 
 @pytest.mark.parametrize("how", NESTS)
-def test_a_nest_is_dropped_pending_and_done_without_recursion(how: str) -> None:
+def test_nest_drops_without_recursion(how: str) -> None:
     pending = weakref.ref(nest(how, CUDAFuture()))
     gc.collect()
     assert pending() is None
@@ -221,7 +221,7 @@ def test_a_nest_fails_without_recursion(how: str) -> None:
     assert isinstance(outermost.exception(), OSError if how == "gather" else AllFailedError)
 
 
-def test_a_gather_of_many_completes_whatever_the_order() -> None:
+def test_large_gather_completes_in_any_order() -> None:
     parts: list[Future] = [CUDAFuture() for _ in range(DEPTH)]
     whole = gather(*parts)
     for i in [*range(0, DEPTH, 2), *range(1, DEPTH, 2)]:
@@ -257,7 +257,7 @@ def run_together(*targets: Callable[[], object]) -> None:
 
 
 @pytest.mark.usefixtures("frequent_switches")
-def test_futures_completed_by_many_threads_call_each_callback_once() -> None:
+def test_many_threads_call_each_callback_once() -> None:
     futures: list[Future] = [CUDAFuture() for _ in range(FUTURES)]
     called: list[tuple[str, int]] = []  # append is atomic
     children = []
@@ -282,7 +282,7 @@ def test_futures_completed_by_many_threads_call_each_callback_once() -> None:
 
 
 @pytest.mark.usefixtures("frequent_switches")
-def test_of_many_threads_that_complete_one_future_one_succeeds() -> None:
+def test_one_of_many_completing_threads_succeeds() -> None:
     futures: list[Future] = [CUDAFuture() for _ in range(FUTURES // 10)]
     called: list[int] = []
     for i, future in enumerate(futures):
@@ -316,7 +316,7 @@ def test_of_many_threads_that_complete_one_future_one_succeeds() -> None:
 
 
 @pytest.mark.usefixtures("frequent_switches")
-def test_callbacks_added_while_a_future_completes_are_neither_lost_nor_doubled() -> None:
+def test_concurrent_callbacks_run_exactly_once() -> None:
     futures: list[Future] = [CUDAFuture() for _ in range(FUTURES // 10)]
     called: list[tuple[int, int]] = []
 
@@ -336,7 +336,7 @@ def test_callbacks_added_while_a_future_completes_are_neither_lost_nor_doubled()
 
 
 @pytest.mark.usefixtures("frequent_switches")
-def test_many_threads_wait_for_what_others_complete() -> None:
+def test_many_threads_wait_for_each_other() -> None:
     futures: list[Future] = [CUDAFuture() for _ in range(FUTURES // 10)]
 
     def wait() -> None:

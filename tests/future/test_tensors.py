@@ -77,7 +77,7 @@ def test_tensors_are_found_each_once(make: Callable[[Tensor, Tensor], object]) -
     assert sorted(id(t) for t in find_tensors(make(a, b))) == sorted((id(a), id(b)))
 
 
-def test_the_order_is_that_of_the_value() -> None:
+def test_search_keeps_order_of_value() -> None:
     parts = tensors(4)
     assert same(find_tensors([parts[0], {"x": parts[1]}, (parts[2], parts[3])]), parts)
 
@@ -104,7 +104,7 @@ def test_deep_nesting_is_searched_without_recursion() -> None:
     assert same(find_tensors(nested), [a])
 
 
-def test_a_search_that_gives_up_says_how_tensors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_search_explains_naming_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tensors, "_MAX_OBJECTS", 2)
     a, b = tensors(2)
     value = Attributes(a=a, b=Data(b))
@@ -113,7 +113,7 @@ def test_a_search_that_gives_up_says_how_tensors_are_named(monkeypatch: pytest.M
     assert same(search_objects([value], value, True), [a])
 
 
-def test_objects_that_are_made_without_end_are_no_endless_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endlessly_made_objects_end_search(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless:
         @property
         def __dict__(self) -> dict[str, object]:  # type: ignore[override]
@@ -124,7 +124,7 @@ def test_objects_that_are_made_without_end_are_no_endless_search(monkeypatch: py
         find_tensors(Endless())
 
 
-def test_plain_data_does_not_count_as_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_skips_plain_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tensors, "_MAX_OBJECTS", 2)
     (a,) = tensors(1)
     assert same(find_tensors([*range(1000), *map(str, range(1000)), None, 1.5, torch, a]), [a])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from cudafuture import CUDAFuture, DeviceMismatchError, InvalidStateError, executors, submit
 
 
-def test_a_callback_gets_the_future_and_makes_the_child() -> None:
+def test_callback_gets_future_and_makes_child() -> None:
     future: CUDAFuture[int] = CUDAFuture()
     got = []
     child = future.then(lambda f: got.append(f) or 2 * f.value())  # type: ignore[func-returns-value]
@@ -30,11 +30,11 @@ def test_a_callback_gets_the_future_and_makes_the_child() -> None:
     assert got[0] is future
 
 
-def test_then_on_a_done_future_runs_at_once() -> None:
+def test_then_on_done_future_runs_immediately() -> None:
     assert CUDAFuture.completed(1).then(lambda f: f.value() + 1).value() == 2
 
 
-def test_a_callback_that_raises_fails_the_child_with_that_object() -> None:
+def test_raising_callback_fails_child_with_object() -> None:
     error = LookupError("mine")
 
     def fail(_: object) -> None:
@@ -53,7 +53,7 @@ def test_a_callback_runs_whatever_the_outcome() -> None:
     assert [f.wait() for f in looked] == [OSError, True]
 
 
-def test_an_error_travels_down_a_chain_as_the_same_object() -> None:
+def test_error_keeps_identity_along_chain() -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     end = future.then(lambda f: f.value()).then(lambda f: f.value()).then(lambda f: f.value())
     error = ZeroDivisionError()
@@ -61,7 +61,7 @@ def test_an_error_travels_down_a_chain_as_the_same_object() -> None:
     assert end.exception() is error
 
 
-def test_callbacks_run_in_the_order_of_their_registration() -> None:
+def test_callbacks_run_in_registration_order() -> None:
     future: CUDAFuture[None] = CUDAFuture()
     order = []
     future.add_done_callback(lambda _: order.append(0))
@@ -72,7 +72,7 @@ def test_callbacks_run_in_the_order_of_their_registration() -> None:
     assert order == [0, 1, 2, 3]
 
 
-def test_a_callback_that_raises_does_not_stop_the_next(caplog: pytest.LogCaptureFixture) -> None:
+def test_raising_callback_spares_next_one(caplog: pytest.LogCaptureFixture) -> None:
     future: CUDAFuture[None] = CUDAFuture(name="noisy")
     future.add_done_callback(lambda _: 1 / 0)
     child = future.then(lambda _: "ran")
@@ -82,7 +82,7 @@ def test_a_callback_that_raises_does_not_stop_the_next(caplog: pytest.LogCapture
     assert "'noisy'" in caplog.text
 
 
-def test_the_state_is_published_before_callbacks_run() -> None:
+def test_state_is_visible_before_callbacks() -> None:
     future: CUDAFuture[int] = CUDAFuture()
     seen = []
     future.add_done_callback(lambda f: seen.append((f.done(), future.value())))
@@ -90,7 +90,7 @@ def test_the_state_is_published_before_callbacks_run() -> None:
     assert seen == [(True, 5)]
 
 
-def test_completing_inside_a_callback_does_not_nest_its_callbacks() -> None:
+def test_nested_completion_does_not_nest_callbacks() -> None:
     outer: CUDAFuture[None] = CUDAFuture()
     inner: CUDAFuture[None] = CUDAFuture()
     order = []
@@ -107,14 +107,14 @@ def test_completing_inside_a_callback_does_not_nest_its_callbacks() -> None:
 
 
 @pytest.mark.parametrize("fn", [None, 3, "name"])
-def test_a_callback_that_cannot_be_called_is_refused(fn: Any) -> None:
+def test_uncallable_callback_is_refused(fn: Any) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     for register in (future.then, future.then_async, future.add_done_callback):
         with pytest.raises(TypeError, match="takes a callable that takes the future"):
             register(fn)
 
 
-def test_unknown_arguments_are_refused_with_what_is_allowed() -> None:
+def test_unknown_arguments_name_allowed_ones() -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     with pytest.raises(ValueError, match="'pool', 'caller'"):
         future.then(print, stream="fast")  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_unknown_arguments_are_refused_with_what_is_allowed() -> None:
         future.then(print, priority="high")  # type: ignore[arg-type]
 
 
-def test_a_stream_outside_the_bounding_set_is_refused() -> None:
+def test_stream_outside_bounding_set_is_refused() -> None:
     stream = torch.Stream(stream_id=0, device_index=1, device_type=1)  # cuda:1, never used
     with pytest.raises(DeviceMismatchError, match=r"cuda:1.*\{cuda:0\}"):
         CUDAFuture(devices=["cuda:0"]).then(print, stream=stream)
@@ -134,7 +134,7 @@ def test_a_stream_outside_the_bounding_set_is_refused() -> None:
         CUDAFuture[int](devices=["cuda:0"]).set_result(1, stream=stream)
 
 
-def test_a_child_inherits_priority_name_and_bounding_set() -> None:
+def test_child_inherits_priority_name_bounding_set() -> None:
     parent: CUDAFuture[Any] = CUDAFuture(devices=["cuda:0"], priority=-1, name="parent")
     child = parent.then(lambda f: f)
     assert (child.priority, child.name, child.devices) == (-1, "parent", (torch.device("cuda:0"),))
@@ -143,7 +143,7 @@ def test_a_child_inherits_priority_name_and_bounding_set() -> None:
 
 @pytest.mark.parametrize("stream", ["pool", "caller", []])
 @pytest.mark.parametrize("non_blocking", [True, False])
-def test_every_choice_works_for_values_of_the_host(
+def test_every_option_works_for_host_values(
     stream: Literal["pool", "caller"] | list[torch.Stream], non_blocking: bool
 ) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
@@ -155,7 +155,7 @@ def test_every_choice_works_for_values_of_the_host(
 # ---- then_async
 
 
-def test_then_async_takes_the_outcome_of_the_returned_future() -> None:
+def test_then_async_takes_inner_outcome() -> None:
     inner: CUDAFuture[str] = CUDAFuture()
     child = CUDAFuture.completed(1).then_async(lambda _: inner)
     assert not child.done()
@@ -164,7 +164,7 @@ def test_then_async_takes_the_outcome_of_the_returned_future() -> None:
     assert child.value() is inner.value()
 
 
-def test_then_async_takes_failure_and_cancellation_too() -> None:
+def test_then_async_takes_failure_and_cancellation() -> None:
     error = OSError()
     assert CUDAFuture.completed(1).then_async(lambda _: CUDAFuture.failed(error)).exception() is error
     inner: CUDAFuture[Any] = CUDAFuture()
@@ -178,7 +178,7 @@ def test_then_async_refuses_a_plain_value() -> None:
         CUDAFuture.completed(1).then_async(lambda _: 7).wait()  # type: ignore[arg-type, return-value]
 
 
-def test_then_async_that_returns_its_own_child_fails_instead_of_waiting_for_ever() -> None:
+def test_then_async_returning_own_child_fails() -> None:
     future: CUDAFuture[None] = CUDAFuture()
     child = future.then_async(lambda _: child)
     future.set_result(None)
@@ -186,7 +186,7 @@ def test_then_async_that_returns_its_own_child_fails_instead_of_waiting_for_ever
         child.wait(timeout=10)
 
 
-def test_while_it_waits_for_the_inner_one_a_child_can_be_cancelled_alone() -> None:
+def test_waiting_child_can_be_cancelled_alone() -> None:
     inner: CUDAFuture[int] = CUDAFuture()
     child = CUDAFuture.completed(1).then_async(lambda _: inner)
     assert child.cancel()
@@ -198,7 +198,7 @@ def test_while_it_waits_for_the_inner_one_a_child_can_be_cancelled_alone() -> No
 # ---- cancelling children
 
 
-def test_a_cancelled_child_keeps_its_callback_from_running_and_leaves_the_parent_alone() -> None:
+def test_cancelled_child_skips_callback_only() -> None:
     future: CUDAFuture[None] = CUDAFuture()
     ran = []
     child = future.then(lambda _: ran.append(1))
@@ -209,7 +209,7 @@ def test_a_cancelled_child_keeps_its_callback_from_running_and_leaves_the_parent
     assert child.cancelled()
 
 
-def test_a_child_cannot_be_cancelled_once_its_callback_runs() -> None:
+def test_child_with_running_callback_refuses_cancel() -> None:
     future: CUDAFuture[None] = CUDAFuture()
     answers = []
     child = future.then(lambda _: answers.append(child.cancel()) or "done")  # type: ignore[func-returns-value]
@@ -218,13 +218,13 @@ def test_a_child_cannot_be_cancelled_once_its_callback_runs() -> None:
     assert child.wait() == "done"
 
 
-def test_a_dropped_parent_fails_its_child_instead_of_leaving_it_waiting() -> None:
+def test_dropped_parent_fails_child() -> None:
     child: CUDAFuture[Any] = CUDAFuture().then(lambda f: f.value())
     with pytest.raises(InvalidStateError, match="dropped before it completed"):
         child.wait(timeout=10)
 
 
-def test_a_callback_that_waits_for_its_own_child_is_told_so() -> None:
+def test_callback_waiting_for_own_child_fails() -> None:
     future: CUDAFuture[None] = CUDAFuture()
     child = future.then(lambda _: child.wait())
     future.set_result(None)
@@ -256,7 +256,7 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("where", ["inline", "thread", "executor"])
-def test_then_carries_the_modes_of_its_caller(context: str, where: str) -> None:
+def test_then_carries_modes_of_caller(context: str, where: str) -> None:
     future: CUDAFuture[None] = CUDAFuture()
     token = variable.set("caller")
     with ThreadPoolExecutor(1) as pool:
@@ -275,7 +275,7 @@ def test_then_carries_the_modes_of_its_caller(context: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_a_callback_runs_without_the_modes_of_who_completes(context: str) -> None:
+def test_callback_ignores_modes_of_producer(context: str) -> None:
     future: CUDAFuture[None] = CUDAFuture()
     child = future.then(modes)
     with CONTEXTS[context]():
@@ -328,7 +328,7 @@ def test_the_librarys_own_executors() -> None:
     assert repr(executors.inline) == "<cudafuture.executors.inline>"
 
 
-def test_a_producer_says_where_callbacks_run_that_name_no_executor() -> None:
+def test_producer_chooses_default_executor() -> None:
     here, library = threading.get_ident(), submit(threading.get_ident, executor=executors.callback_thread).wait()
     future: CUDAFuture[None] = CUDAFuture(executor=executors.callback_thread)
     ran = []
@@ -345,7 +345,7 @@ def test_a_producer_says_where_callbacks_run_that_name_no_executor() -> None:
 
 
 @pytest.mark.parametrize("executor", [None, executors.inline])
-def test_where_the_producer_names_none_or_inline_callbacks_run_where_the_future_completes(
+def test_inline_callbacks_run_at_completion(
     executor: executors.HostExecutor | None,
 ) -> None:
     future: CUDAFuture[None] = CUDAFuture(executor=executor)
@@ -354,21 +354,21 @@ def test_where_the_producer_names_none_or_inline_callbacks_run_where_the_future_
     assert child.value() == threading.get_ident()
 
 
-def test_a_producers_executor_is_one_of_the_librarys() -> None:
+def test_producer_executor_must_be_ours() -> None:
     with ThreadPoolExecutor(1) as pool:
         for wrong in (pool, "inline", 1, executors):
             with pytest.raises(TypeError, match=r"CUDAFuture\(executor=\) is cudafuture.executors.inline"):
                 CUDAFuture(executor=wrong)  # type: ignore[arg-type]
 
 
-def test_an_executor_that_was_shut_down_fails_the_child() -> None:
+def test_closed_executor_fails_child() -> None:
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
     with pytest.raises(RuntimeError, match="shutdown"):
         CUDAFuture.completed(1).then(print, executor=pool).wait()
 
 
-def test_an_executor_that_drops_its_work_cancels_the_child() -> None:
+def test_dropping_executor_cancels_child() -> None:
     pool = ThreadPoolExecutor(1)
     begun, end = threading.Event(), threading.Event()
     pool.submit(lambda: begun.set() or end.wait())  # type: ignore[func-returns-value]
@@ -380,7 +380,7 @@ def test_an_executor_that_drops_its_work_cancels_the_child() -> None:
     assert child.cancelled()
 
 
-def test_a_parent_that_dies_while_an_error_is_raised_fails_its_child() -> None:
+def test_parent_lost_during_error_fails_child() -> None:
     children = []
 
     def make() -> CUDAFuture[Any]:
@@ -394,12 +394,12 @@ def test_a_parent_that_dies_while_an_error_is_raised_fails_its_child() -> None:
 
 
 @pytest.mark.parametrize("method", ["then", "then_async", "add_done_callback"])
-def test_a_method_called_on_something_else_is_refused(method: str) -> None:
+def test_method_refuses_other_objects(method: str) -> None:
     with pytest.raises(TypeError, match="takes CUDAFutures"):
         getattr(CUDAFuture, method)(42, print)
 
 
-def test_an_interrupt_out_of_a_callback_that_a_drop_has_run_is_raised_at_once() -> None:
+def test_interrupt_in_dropped_callback_is_raised() -> None:
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt("by a callback")
 
@@ -413,7 +413,7 @@ def test_an_interrupt_out_of_a_callback_that_a_drop_has_run_is_raised_at_once() 
     CUDAFuture[str]().set_result("raises nothing any more")
 
 
-def test_a_failure_that_a_cancelled_child_did_not_look_at_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_cancelled_child_does_not_hide_failure(caplog: pytest.LogCaptureFixture) -> None:
     inner: CUDAFuture[Any] = CUDAFuture(name="inner")
     child = CUDAFuture.completed(1).then_async(lambda f, inner=inner: inner)  # type: ignore[misc]
     assert child.cancel()
@@ -423,7 +423,7 @@ def test_a_failure_that_a_cancelled_child_did_not_look_at_is_not_lost(caplog: py
 
 
 @pytest.mark.parametrize("how", ["then", "then_async"])
-def test_cancelled_children_do_not_pile_up_on_a_parent_that_stays_pending(how: str) -> None:
+def test_cancelled_children_leave_pending_parent(how: str) -> None:
     parent: CUDAFuture[None] = CUDAFuture()
     order: list[Any] = []
     kept = [parent.then(lambda f, i=i: order.append(i)) for i in range(100)]  # type: ignore[misc]
@@ -495,7 +495,7 @@ UNFIT = [
 
 
 @pytest.mark.parametrize("fn", UNFIT)
-def test_a_result_that_may_not_be_done_fails_the_child_and_names_then_async(fn: Callable[..., Any]) -> None:
+def test_returned_pending_future_suggests_then_async(fn: Callable[..., Any]) -> None:
     for child, name in (
         (CUDAFuture.completed(1).then(fn), "then"),
         (CUDAFuture.completed(1).then(fn, executor=executors.callback_thread), "then"),
@@ -516,6 +516,6 @@ def test_other_results_are_values(value: object) -> None:
     assert CUDAFuture.completed(1).then(lambda _: value).wait() is value
 
 
-def test_the_parent_itself_is_a_value_because_it_is_done() -> None:
+def test_returned_parent_is_a_value() -> None:
     parent = CUDAFuture.completed(1)
     assert parent.then(lambda f: f).wait() is parent

@@ -44,7 +44,7 @@ def run(program: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_serial_queue_without_a_thread_fails_its_callback_and_goes_on() -> None:
+def test_serial_queue_without_thread_fails_callback() -> None:
     run(
         """
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -61,7 +61,7 @@ def test_a_serial_queue_without_a_thread_fails_its_callback_and_goes_on() -> Non
     )
 
 
-def test_an_object_collective_without_a_thread_fails() -> None:
+def test_object_collective_without_thread_fails() -> None:
     run(
         """
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -75,7 +75,7 @@ def test_an_object_collective_without_a_thread_fails() -> None:
     )
 
 
-def test_a_callback_of_an_engine_without_a_callback_thread_fails_and_the_next_one_runs() -> None:
+def test_engine_callback_without_thread_fails_alone() -> None:
     run(
         """
         import os, tempfile
@@ -95,7 +95,7 @@ def test_a_callback_of_an_engine_without_a_callback_thread_fails_and_the_next_on
     )
 
 
-def test_a_callback_that_waits_for_a_device_without_a_watcher_fails_and_the_next_one_runs() -> None:
+def test_device_callback_without_watcher_fails_alone() -> None:
     run(
         """
         from cudafuture.testing import sim
@@ -115,7 +115,7 @@ def test_a_callback_that_waits_for_a_device_without_a_watcher_fails_and_the_next
     )
 
 
-def test_await_and_torchs_future_without_a_callback_thread_fail() -> None:
+def test_await_and_to_torch_without_thread_fail() -> None:
     run(
         """
         import asyncio, os, tempfile
@@ -150,7 +150,7 @@ def test_await_and_torchs_future_without_a_callback_thread_fail() -> None:
     )
 
 
-def test_a_callback_without_a_child_that_a_serial_queue_cannot_run_is_logged() -> None:
+def test_lost_serial_queue_callback_is_logged() -> None:
     run(
         """
         import io, logging
@@ -166,7 +166,7 @@ def test_a_callback_without_a_child_that_a_serial_queue_cannot_run_is_logged() -
     )
 
 
-def test_the_timer_thread_of_rpc_is_started_again() -> None:
+def test_rpc_timer_thread_restarts() -> None:
     run(
         """
         from rpc_ext._timer import schedule
@@ -189,7 +189,7 @@ def test_the_timer_thread_of_rpc_is_started_again() -> None:
     )
 
 
-def test_an_engine_and_an_executor_without_threads_say_so() -> None:
+def test_engine_and_executor_report_missing_threads() -> None:
     run(
         """
         from cudafuture.io import Engine

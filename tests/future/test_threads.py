@@ -78,7 +78,7 @@ def ranks() -> Ranks:
 # ---- which thread
 
 
-def test_a_python_thread_that_completes_runs_the_callbacks() -> None:
+def test_completing_python_thread_runs_callbacks() -> None:
     future: Future = CUDAFuture()
     child = future.then(here)
     completer = in_another_thread(future.set_result, None)
@@ -86,7 +86,7 @@ def test_a_python_thread_that_completes_runs_the_callbacks() -> None:
 
 
 @pytest.mark.parametrize("finish", ["set_exception", "cancel"])
-def test_so_does_one_that_fails_or_cancels(finish: str) -> None:
+def test_failing_or_cancelling_thread_runs_callbacks(finish: str) -> None:
     future: Future = CUDAFuture()
     child = future.then(here)
     completer = in_another_thread(future.cancel if finish == "cancel" else lambda: future.set_exception(OSError()))
@@ -94,13 +94,13 @@ def test_so_does_one_that_fails_or_cancels(finish: str) -> None:
     future.exception() if finish == "set_exception" else None
 
 
-def test_a_callback_of_a_done_future_runs_where_it_is_added() -> None:
+def test_late_callback_runs_in_adding_thread() -> None:
     future: Future = CUDAFuture()
     in_another_thread(future.set_result, None)
     assert future.then(here).value() == here()
 
 
-def test_a_collective_runs_callbacks_on_the_callback_thread(ranks: Ranks, callback_thread: int) -> None:
+def test_collective_callbacks_use_callback_thread(ranks: Ranks, callback_thread: int) -> None:
     future = ranks.begin()
     child, ran = future.then(here), threading.Event()
     future.add_done_callback(lambda f: ran.set())
@@ -110,27 +110,27 @@ def test_a_collective_runs_callbacks_on_the_callback_thread(ranks: Ranks, callba
     assert future.wait()[0].tolist() == [2, 2]
 
 
-def test_inline_means_the_callback_thread_where_a_cpp_thread_completes(ranks: Ranks, callback_thread: int) -> None:
+def test_inline_in_cpp_thread_means_callback_thread(ranks: Ranks, callback_thread: int) -> None:
     child = ranks.begin().then(here, executor=executors.inline)
     ranks.finish()
     assert child.wait(timeout=PATIENCE) == callback_thread
 
 
-def test_children_of_a_collective_run_on_the_callback_thread_too(ranks: Ranks, callback_thread: int) -> None:
+def test_children_of_collective_use_callback_thread(ranks: Ranks, callback_thread: int) -> None:
     future = ranks.begin()
     threads = [gather(future, future.then(here)).then(here), future.then_async(lambda f: future).then(here)]
     ranks.finish()
     assert [f.wait(timeout=PATIENCE) for f in threads] == [callback_thread] * 2
 
 
-def test_an_executor_wins_over_the_thread_that_completes(ranks: Ranks, pool: ThreadPoolExecutor) -> None:
+def test_executor_overrides_completing_thread(ranks: Ranks, pool: ThreadPoolExecutor) -> None:
     future = ranks.begin()
     child = future.then(here, executor=pool)
     ranks.finish()
     assert child.wait(timeout=PATIENCE) == pool.submit(here).result()
 
 
-def test_the_callback_thread_keeps_its_thread_locals() -> None:
+def test_callback_thread_keeps_thread_locals() -> None:
     local = threading.local()
 
     def count(_: Future) -> int:
@@ -166,7 +166,7 @@ def test_waiters_are_released_before_callbacks_run() -> None:
 
 
 @pytest.mark.parametrize("where", ["here", "collective", "callback_thread"])
-def test_callbacks_run_in_the_order_in_which_they_were_added(ranks: Ranks, where: str) -> None:
+def test_callbacks_run_in_attachment_order(ranks: Ranks, where: str) -> None:
     future: Future = ranks.begin() if where == "collective" else CUDAFuture()
     executor = executors.callback_thread if where == "callback_thread" else None
     order: list[int] = []
@@ -179,7 +179,7 @@ def test_callbacks_run_in_the_order_in_which_they_were_added(ranks: Ranks, where
     assert order == list(range(20))
 
 
-def test_the_callback_thread_takes_futures_in_the_order_in_which_they_are_done() -> None:
+def test_callback_thread_follows_completion_order() -> None:
     futures: list[Future] = [CUDAFuture() for _ in range(10)]
     order: list[int] = []
     children = [
@@ -200,7 +200,7 @@ WAYS = {"wait": lambda f: f.wait(), "result": lambda f: f.result(), "exception":
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("where", ["here", "collective", "callback_thread", "pool"])
 @pytest.mark.parametrize("then", ["then", "then_async"])
-def test_a_callback_that_waits_for_its_own_child_is_told(
+def test_callback_waiting_for_own_child_fails(
     ranks: Ranks, pool: ThreadPoolExecutor, where: str, then: str, way: str
 ) -> None:
     future: Future = ranks.begin() if where == "collective" else CUDAFuture(name="own")
@@ -211,7 +211,7 @@ def test_a_callback_that_waits_for_its_own_child_is_told(
         child.wait(timeout=PATIENCE)
 
 
-def test_a_callback_may_wait_for_a_future_whose_callbacks_stand_behind_it() -> None:
+def test_callback_may_wait_for_queued_future() -> None:
     first, second = CUDAFuture[int](), CUDAFuture[int]()
     order = []
 
@@ -231,7 +231,7 @@ def test_a_callback_may_wait_for_a_future_whose_callbacks_stand_behind_it() -> N
 
 @pytest.mark.parametrize("executor", [None, executors.callback_thread], ids=["here", "callback_thread"])
 @pytest.mark.parametrize("depth", [1, 20, 200])
-def test_callbacks_in_a_row_that_each_wait_for_the_next_do_not_deadlock(depth: int, executor: Any) -> None:
+def test_chained_waits_in_callbacks_avoid_deadlock(depth: int, executor: Any) -> None:
     future: Future = CUDAFuture()
     children: list[Future] = []
 
@@ -244,7 +244,7 @@ def test_callbacks_in_a_row_that_each_wait_for_the_next_do_not_deadlock(depth: i
     assert isinstance(error, InvalidStateError) if depth == 200 else children[0].value() == depth
 
 
-def test_a_callback_on_the_callback_thread_may_wait_for_what_a_collective_completes(ranks: Ranks) -> None:
+def test_callback_may_wait_for_collective(ranks: Ranks) -> None:
     future = ranks.begin()
     waited = CUDAFuture.completed(0).then(
         lambda f: future.then(lambda g: g.value()[0].sum().item()).wait(timeout=PATIENCE),
@@ -254,7 +254,7 @@ def test_a_callback_on_the_callback_thread_may_wait_for_what_a_collective_comple
     assert waited.wait(timeout=PATIENCE) == 4
 
 
-def test_a_wait_on_the_callback_thread_times_out() -> None:
+def test_callback_thread_wait_times_out() -> None:
     child = CUDAFuture.completed(0).then(lambda f: Future().wait(timeout=0.01), executor=executors.callback_thread)
     with pytest.raises(TimeoutError):
         child.wait(timeout=PATIENCE)
@@ -278,22 +278,22 @@ class Immediate(Executor):
         fn(*args, **kwargs)
 
 
-def test_what_an_executor_raises_fails_the_child() -> None:
+def test_executor_error_fails_child() -> None:
     with pytest.raises(OSError, match="no more threads"):
         CUDAFuture.completed(0).then(here, executor=Refusing()).value()
     with pytest.raises(OSError, match="no more threads"):
         submit(here, executor=Refusing()).value()
 
 
-def test_an_executor_that_loses_a_callback_cancels_the_child() -> None:
+def test_executor_losing_callback_cancels_child() -> None:
     assert CUDAFuture.completed(0).then(here, executor=Losing()).cancelled()
 
 
-def test_an_executor_may_run_a_callback_at_once() -> None:
+def test_executor_may_run_callback_immediately() -> None:
     assert CUDAFuture.completed(0).then(here, executor=Immediate()).value() == here()
 
 
-def test_an_executor_shut_down_before_the_future_is_done_fails_the_child(pool: ThreadPoolExecutor) -> None:
+def test_executor_closed_early_fails_child(pool: ThreadPoolExecutor) -> None:
     future: Future = CUDAFuture()
     child = future.then(here, executor=pool)
     pool.shutdown()
@@ -317,7 +317,7 @@ COMPLETE: dict[str, Callable[[Future, Callable[[Future], Any]], Any]] = {
 
 @pytest.mark.parametrize("how", COMPLETE)
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_in_a_callback_is_raised_again_in_the_main_thread(how: str, kind: type[BaseException]) -> None:
+def test_callback_interrupt_reaches_main_thread(how: str, kind: type[BaseException]) -> None:
     interrupt = kind("from a callback")
 
     def fn(future: Future) -> None:
@@ -331,7 +331,7 @@ def test_an_interrupt_in_a_callback_is_raised_again_in_the_main_thread(how: str,
     Future().set_result(None)  # and only once
 
 
-def test_an_interrupt_fails_its_child_and_the_other_callbacks_run() -> None:
+def test_interrupt_fails_only_its_child() -> None:
     future: Future = CUDAFuture()
     order: list[str] = []
 
@@ -352,9 +352,7 @@ def test_an_interrupt_fails_its_child_and_the_other_callbacks_run() -> None:
 
 
 @pytest.mark.parametrize("where", ["thread", "callback_thread", "collective"])
-def test_an_interrupt_in_another_thread_fails_the_child_and_nothing_else(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, where: str
-) -> None:
+def test_interrupt_in_other_thread_fails_child(ranks: Ranks, caplog: pytest.LogCaptureFixture, where: str) -> None:
     future: Future = ranks.begin() if where == "collective" else CUDAFuture()
     executor = executors.callback_thread if where == "callback_thread" else None
     survived: list[bool] = []
@@ -386,7 +384,7 @@ def modes(_: object = None) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("where", ["collective", "callback_thread"])
-def test_then_carries_its_callers_context_to_the_callback_thread(ranks: Ranks, where: str) -> None:
+def test_then_carries_context_to_callback_thread(ranks: Ranks, where: str) -> None:
     future: Future = ranks.begin() if where == "collective" else CUDAFuture()
     executor = executors.callback_thread if where == "callback_thread" else None
     token = variable.set("caller")
@@ -432,6 +430,6 @@ thread.join()
 """
 
 
-def test_a_callback_under_autocast_returns_while_another_thread_clears_the_cache() -> None:
+def test_autocast_callback_survives_cache_clearing() -> None:
     done = run_script(WHILE_A_CAST_IS_FREED, patience=PATIENCE)
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ def test_devices_by_name_and_by_object(device: str | torch.device) -> None:
 
 
 @answers("test_cuda_future_device_as_int")
-def test_an_index_is_one_of_the_accelerator_that_is_there() -> None:
+def test_index_means_current_accelerator() -> None:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         with pytest.raises(RuntimeError, match="accelerator"):
@@ -31,7 +31,7 @@ def test_an_index_is_one_of_the_accelerator_that_is_there() -> None:
 
 
 @answers("test_cuda_future_device_not_cuda")
-def test_the_cpu_may_be_named_and_needs_no_event() -> None:
+def test_cpu_needs_no_event() -> None:
     # torch: ValueError("Expected devices to have indices, got cpu")
     assert CUDAFuture[int](devices=["cpu"]).devices == ()
     assert CUDAFuture[int](devices=["cuda:1", "cpu"]).devices == (torch.device("cuda", 1),)
@@ -45,17 +45,17 @@ def test_no_devices_need_to_be_named() -> None:
 
 
 @pytest.mark.parametrize("devices", [["nonsense"], ["cuda:-1"], [-1], ["cuda:x"]])
-def test_a_device_that_cannot_be_is_refused(devices: list[Any]) -> None:
+def test_impossible_device_is_refused(devices: list[Any]) -> None:
     with pytest.raises(RuntimeError):
         CUDAFuture[int](devices=devices)
 
 
-def test_devices_of_two_types_are_refused_by_name() -> None:
+def test_mixed_device_types_are_refused() -> None:
     with pytest.raises(DeviceMismatchError, match="cuda:0 and xpu:1"):
         CUDAFuture[int](devices=["cuda:0", "cpu", "xpu:1"])
 
 
-def test_a_child_has_the_devices_of_its_parent() -> None:
+def test_child_has_devices_of_parent() -> None:
     parent = CUDAFuture[int](devices=["cuda:1", "cuda:0"])
     assert (
         parent.then(lambda f: f.value()).devices == parent.devices == (torch.device("cuda:0"), torch.device("cuda:1"))
@@ -63,7 +63,7 @@ def test_a_child_has_the_devices_of_its_parent() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
-def test_callbacks_run_although_the_bounding_set_names_a_device_that_is_not_there() -> None:
+def test_bound_on_absent_device_runs_callbacks() -> None:
     future = CUDAFuture[int](devices=["cuda:0"])
     seen: list[Any] = []
     future.add_done_callback(seen.append)
@@ -72,7 +72,7 @@ def test_callbacks_run_although_the_bounding_set_names_a_device_that_is_not_ther
 
 
 @answers("test_cuda_future_modify_tensor_inplace", "test_cuda_future_replace_tensor")
-def test_changing_a_value_after_completion_changes_what_comes_out() -> None:
+def test_changed_value_is_visible_after_completion() -> None:
     tensors = [torch.zeros(4)]
     future = CUDAFuture[list[torch.Tensor]]()
     future.set_result(tensors)

@@ -55,7 +55,7 @@ def test_a_failed_future_is_done_too() -> None:
 
 
 @answers("test_wait")
-def test_wait_gives_the_value_that_was_set() -> None:
+def test_wait_returns_value() -> None:
     value = torch.ones(2, 2)
     future = CUDAFuture[torch.Tensor]()
     future.set_result(value)
@@ -64,7 +64,7 @@ def test_wait_gives_the_value_that_was_set() -> None:
 
 
 @answers("test_wait_multi_thread")
-def test_wait_returns_when_another_thread_sets_the_value() -> None:
+def test_wait_returns_value_of_other_thread() -> None:
     future = CUDAFuture[int]()
     about_to_wait = threading.Event()
 
@@ -90,7 +90,7 @@ def test_a_future_is_completed_once() -> None:
 
 
 @answers("test_mark_future_twice")
-def test_nor_can_one_be_completed_that_torch_completes() -> None:
+def test_torch_completed_future_refuses_result() -> None:
     source = torch.futures.Future[int]()
     future = CUDAFuture.from_torch(source)
     source.set_result(1)
@@ -101,7 +101,7 @@ def test_nor_can_one_be_completed_that_torch_completes() -> None:
 
 @answers("test_pickle_future", "test_return_future", "test_return_future_async", "test_return_future_remote")
 @pytest.mark.parametrize("save", [pickle.dumps, lambda f: torch.save(f, io.BytesIO())], ids=["pickle", "torch.save"])
-def test_a_future_does_not_travel_to_other_processes(save: Callable[[object], object]) -> None:
+def test_future_does_not_pickle(save: Callable[[object], object]) -> None:
     with pytest.raises(TypeError, match=CANNOT_PICKLE):
         save(CUDAFuture[int]())
 
@@ -110,7 +110,7 @@ def test_a_future_does_not_travel_to_other_processes(save: Callable[[object], ob
 
 
 @answers("test_set_exception")
-def test_an_exception_comes_out_of_wait_and_value_as_itself() -> None:
+def test_wait_and_value_raise_exception_itself() -> None:
     error = ValueError("expected")
     future = CUDAFuture[int]()
     future.set_exception(error)
@@ -121,7 +121,7 @@ def test_an_exception_comes_out_of_wait_and_value_as_itself() -> None:
 
 
 @answers("test_set_exception")
-def test_an_exception_keeps_its_type_through_then() -> None:
+def test_then_keeps_exception_type() -> None:
     # torch: RuntimeError("Got the following error when running the callback: ...")
     error = ValueError("expected")
     child = CUDAFuture[int].failed(error).then(lambda f: f.value())
@@ -130,7 +130,7 @@ def test_an_exception_keeps_its_type_through_then() -> None:
 
 @answers("test_set_exception_multithreading")
 @pytest.mark.parametrize("through_then", [False, True])
-def test_an_exception_reaches_a_thread_that_waits(through_then: bool) -> None:
+def test_exception_reaches_waiting_thread(through_then: bool) -> None:
     error = ValueError("expected")
     future = CUDAFuture[int]()
     caught: Seen = []
@@ -152,7 +152,7 @@ def test_an_exception_reaches_a_thread_that_waits(through_then: bool) -> None:
 
 
 @answers("test_future_wait_twice", "test_wait_all_with_exception")
-def test_a_failure_is_raised_each_time_that_somebody_waits() -> None:
+def test_each_wait_raises_failure() -> None:
     futures = [CUDAFuture[int].failed(ValueError("expected")) for _ in range(20)]
     with pytest.raises(ValueError, match="expected"):
         wait_all(futures)
@@ -166,7 +166,7 @@ def test_a_failure_is_raised_each_time_that_somebody_waits() -> None:
 
 
 @answers("test_then", "test_callback_simple")
-def test_then_gives_a_future_of_what_the_callback_returns() -> None:
+def test_then_returns_future_of_result() -> None:
     elsewhere: concurrent.futures.Future[list[list[float]]] = concurrent.futures.Future()
     future = CUDAFuture[torch.Tensor]()
     child = future.then(add_one)
@@ -179,7 +179,7 @@ def test_then_gives_a_future_of_what_the_callback_returns() -> None:
 
 
 @answers("test_chained_then", "test_callback_chain")
-def test_every_link_of_a_chain_has_its_own_value() -> None:
+def test_each_chain_link_has_own_value() -> None:
     future = CUDAFuture[int]()
     links = [future]
     for _ in range(20):
@@ -200,7 +200,7 @@ def test_many_callbacks_of_one_future() -> None:
 
 
 @answers("test_then_wrong_arg", "test_callback_wrong_arg_type")
-def test_the_callback_gets_the_future_and_not_the_value() -> None:
+def test_callback_gets_future_not_value() -> None:
     # torch: RuntimeError with the text of this one
     child = CUDAFuture.completed(5).then(lambda future: str(future + 1))  # type: ignore[operator]
     with pytest.raises(TypeError, match=r"unsupported operand type.*CUDAFuture.*int"):
@@ -212,7 +212,7 @@ def test_the_callback_gets_the_future_and_not_the_value() -> None:
     ("callback", "complaint"),
     [(no_arguments, "takes 0 positional arguments but 1 was given"), (lambda a, b, c: a, "missing 2 required")],
 )
-def test_a_callback_that_takes_something_else_fails_the_child(callback: Any, complaint: str) -> None:
+def test_callback_with_wrong_signature_fails_child(callback: Any, complaint: str) -> None:
     future = CUDAFuture.completed(5)
     with pytest.raises(TypeError, match=complaint):
         future.then(callback).wait()
@@ -220,7 +220,7 @@ def test_a_callback_that_takes_something_else_fails_the_child(callback: Any, com
 
 
 @answers("test_then_raise")
-def test_a_callback_that_raises_fails_the_child_only() -> None:
+def test_raising_callback_fails_only_child() -> None:
     future = CUDAFuture[int]()
     child = future.then(raise_value_error)
     future.set_result(5)
@@ -230,7 +230,7 @@ def test_a_callback_that_raises_fails_the_child_only() -> None:
 
 
 @answers("test_callback_with_error")
-def test_a_callback_sees_the_failure_and_may_fail_otherwise() -> None:
+def test_callback_may_replace_failure() -> None:
     def callback(future: CUDAFuture[int]) -> int:
         with pytest.raises(ValueError, match="expected"):
             future.wait()
@@ -250,7 +250,7 @@ def test_none_is_no_callback() -> None:
 
 
 @answers("test_callback_with_ret")
-def test_a_callback_may_wait_for_what_it_started() -> None:
+def test_callback_may_wait_for_own_work() -> None:
     def callback(future: CUDAFuture[int]) -> int:
         inner = CUDAFuture[int]()
         threading.Thread(target=inner.set_result, args=(future.wait() + 1,)).start()
@@ -264,7 +264,7 @@ def test_a_callback_may_wait_for_what_it_started() -> None:
 
 @answers("test_callback_in_rpc", "test_future_in_rpc", "test_async_function_with_future_ctor")
 @answers("test_async_function_with_future_ctor_remote")
-def test_a_callback_may_complete_a_future_that_somebody_waits_for() -> None:
+def test_callback_may_complete_awaited_future() -> None:
     asked, answer = CUDAFuture[int](), CUDAFuture[int]()
     asked.then(lambda f: answer.set_result(f.wait() + 2))
     thread = threading.Thread(target=asked.set_result, args=(1,))
@@ -290,7 +290,7 @@ def test_callbacks_inside_callbacks() -> None:
 
 
 @answers("test_add_done_callback_simple", "test_add_done_callback")
-def test_a_done_callback_runs_before_set_result_returns() -> None:
+def test_done_callback_runs_before_set_result_returns() -> None:
     future = CUDAFuture[int]()
     seen: Seen = []
     future.add_done_callback(lambda f: seen.append(f.wait()))
@@ -302,7 +302,7 @@ def test_a_done_callback_runs_before_set_result_returns() -> None:
 
 @answers("test_add_done_callback_maintains_callback_order")
 @answers("test_interleaving_then_and_add_done_callback_maintains_callback_order")
-def test_callbacks_of_both_kinds_run_in_the_order_in_which_they_were_added() -> None:
+def test_both_callback_kinds_keep_order() -> None:
     future = CUDAFuture[int]()
     seen: Seen = []
     future.add_done_callback(lambda f: seen.append(f.wait() + 1))
@@ -315,9 +315,7 @@ def test_callbacks_of_both_kinds_run_in_the_order_in_which_they_were_added() -> 
 
 @answers("test_add_done_callback_error_is_ignored", "test_add_done_callback_no_arg_error_is_ignored")
 @pytest.mark.parametrize("callback", [raise_value_error, no_arguments])
-def test_an_error_of_a_done_callback_is_logged_and_spoils_nothing(
-    callback: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_done_callback_error_is_only_logged(callback: Any, caplog: pytest.LogCaptureFixture) -> None:
     future = CUDAFuture[int]()
     seen: Seen = []
     future.add_done_callback(callback)
@@ -332,7 +330,7 @@ def test_an_error_of_a_done_callback_is_logged_and_spoils_nothing(
 
 
 @answers("test_interleaving_then_and_add_done_callback_propagates_error")
-def test_an_error_of_then_is_kept_and_one_of_add_done_callback_is_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_then_keeps_error_done_callback_drops(caplog: pytest.LogCaptureFixture) -> None:
     future = CUDAFuture[int]()
     child = future.then(raise_value_error)
     future.add_done_callback(raise_value_error)
@@ -347,7 +345,7 @@ def test_an_error_of_then_is_kept_and_one_of_add_done_callback_is_not(caplog: py
 
 
 @answers("test_collect_all")
-def test_collect_all_waits_for_the_last_one() -> None:
+def test_collect_all_waits_for_last() -> None:
     futures = [CUDAFuture[int](), CUDAFuture.completed(2)]
     every = collect_all(futures)
     thread = threading.Thread(target=futures[0].set_result, args=(1,))
@@ -357,7 +355,7 @@ def test_collect_all_waits_for_the_last_one() -> None:
 
 
 @answers("test_wait_all")
-def test_wait_all_gives_the_values_or_raises() -> None:
+def test_wait_all_returns_or_raises() -> None:
     one, two = CUDAFuture.completed(1), CUDAFuture.completed(2)
     assert wait_all([one, two]) == [1, 2]
     with pytest.raises(ValueError, match="expected"):  # torch: RuntimeError
@@ -365,7 +363,7 @@ def test_wait_all_gives_the_values_or_raises() -> None:
 
 
 @answers("test_wait_all_with_partial_exception")
-def test_wait_all_raises_the_one_failure_among_many() -> None:
+def test_wait_all_raises_single_failure() -> None:
     futures = [CUDAFuture.completed(i) for i in range(10)]
     with pytest.raises(ValueError, match="expected"):
         wait_all([*futures, CUDAFuture[int].failed(ValueError("expected"))])
@@ -376,7 +374,7 @@ def test_wait_all_raises_the_one_failure_among_many() -> None:
 @pytest.mark.parametrize(
     "wait", [wait_all, lambda fs, timeout: gather(*fs).wait(timeout=timeout)], ids=["all", "gather"]
 )
-def test_a_failure_is_raised_although_an_earlier_future_is_still_pending(wait: Callable[..., object]) -> None:
+def test_wait_all_raises_despite_pending_future(wait: Callable[..., object]) -> None:
     failed = [CUDAFuture[int].failed(ValueError("expected")) for _ in range(2)]
     with pytest.raises(ValueError, match="expected"):
         wait([CUDAFuture[int](), *failed], timeout=0)
@@ -393,10 +391,10 @@ def test_none_is_no_future(combine: Callable[[Any], object]) -> None:
 # ---- and none was forgotten
 
 
-def test_every_test_of_torchs_is_answered_or_explained() -> None:
+def test_every_torch_test_has_answer() -> None:
     left = torch_tests() - find_answered() - find_explained()
     assert not left, "answer these with a test, or explain them in docs/coming-from-torch.md"
 
 
-def test_no_answer_is_to_a_test_that_nobody_asked() -> None:
+def test_every_answer_has_torch_test() -> None:
     assert find_answered() - torch_tests() == set()

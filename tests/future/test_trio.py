@@ -29,7 +29,7 @@ def in_a_thread(step: Callable[[], object]) -> None:
     threading.Thread(target=step).start()
 
 
-def test_await_returns_the_value_and_raises_the_exception_itself(run: Run) -> None:
+def test_await_returns_value_or_raises_exception(run: Run) -> None:
     async def main() -> None:
         done, failing, early = CUDAFuture[int](), CUDAFuture[int](), CUDAFuture.completed(2)
         in_a_thread(lambda: done.set_result(1))
@@ -43,7 +43,7 @@ def test_await_returns_the_value_and_raises_the_exception_itself(run: Run) -> No
     run(main)
 
 
-def test_tasks_run_while_others_await_the_same_future(run: Run) -> None:
+def test_tasks_run_during_shared_await(run: Run) -> None:
     async def main() -> None:
         future: Future = CUDAFuture()
         values: list[int] = []
@@ -62,7 +62,7 @@ def test_tasks_run_while_others_await_the_same_future(run: Run) -> None:
     run(main)
 
 
-def test_a_timeout_detaches_the_task_and_the_future_stays_valid(run: Run) -> None:
+def test_timeout_detaches_task_and_keeps_future(run: Run) -> None:
     async def main() -> None:
         future: Future = CUDAFuture()
         with anyio.move_on_after(0.01) as scope:
@@ -76,7 +76,7 @@ def test_a_timeout_detaches_the_task_and_the_future_stays_valid(run: Run) -> Non
     run(main)
 
 
-def test_a_future_that_completes_while_its_task_is_cancelled_wakes_no_other_wait() -> None:
+def test_completion_during_cancellation_wakes_correctly() -> None:
     async def main() -> None:
         future: Future = CUDAFuture()
         with trio.CancelScope() as scope:
@@ -95,7 +95,7 @@ def test_a_future_that_completes_while_its_task_is_cancelled_wakes_no_other_wait
     trio.run(main)
 
 
-def test_async_for_yields_futures_as_they_are_done_and_times_out(run: Run) -> None:
+def test_async_for_yields_and_times_out(run: Run) -> None:
     async def main() -> None:
         futures: list[Future] = [CUDAFuture() for _ in range(3)]
         order = []
@@ -113,7 +113,7 @@ def test_async_for_yields_futures_as_they_are_done_and_times_out(run: Run) -> No
     run(main)
 
 
-def test_the_cancellation_of_a_future_is_no_cancellation_of_the_task() -> None:
+def test_future_cancellation_spares_task() -> None:
     async def main() -> None:
         future: Future = CUDAFuture(name="job")
         in_a_thread(future.cancel)
@@ -123,7 +123,7 @@ def test_the_cancellation_of_a_future_is_no_cancellation_of_the_task() -> None:
     trio.run(main)
 
 
-def test_a_run_may_end_before_the_future_is_done() -> None:
+def test_run_may_end_before_completion() -> None:
     future: Future = CUDAFuture()
 
     async def main() -> None:
@@ -135,7 +135,7 @@ def test_a_run_may_end_before_the_future_is_done() -> None:
     assert future.value() == 1
 
 
-def test_a_blocking_wait_in_a_task_warns() -> None:
+def test_blocking_wait_in_task_warns() -> None:
     async def main() -> None:
         with pytest.warns(RuntimeWarning, match="use `await future`"), pytest.raises(TimeoutError):
             CUDAFuture().wait(timeout=0.001)
@@ -148,7 +148,7 @@ def run_in_asyncio(main: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(trio.run, run_in_asyncio), (run_in_asyncio, trio.run)])
-def test_a_loop_that_runs_inside_of_a_task_of_the_other_library_can_await(outer: Run, inner: Run) -> None:
+def test_nested_loop_of_other_library_awaits(outer: Run, inner: Run) -> None:
     future: Future = CUDAFuture()
 
     async def main() -> None:
@@ -162,7 +162,7 @@ def test_a_loop_that_runs_inside_of_a_task_of_the_other_library_can_await(outer:
     outer(main)
 
 
-def test_both_sides_of_trio_asyncio_can_await() -> None:
+def test_trio_asyncio_awaits_on_both_sides() -> None:
     trio_asyncio = pytest.importorskip("trio_asyncio")
 
     async def await_result() -> Any:
