@@ -50,7 +50,7 @@ def in_a_callback(group: Any) -> Callable[[Callable[[], Any]], Any]:
 
 
 @SIZES
-def test_every_dtype_and_reduce_op_gives_what_torch_gives(world: World, n: int) -> None:
+def test_dtypes_and_reduce_ops_match_torch(world: World, n: int) -> None:
     def run() -> None:
         taken = compare(Place(root=dist.get_world_size() - 1), ALL, DTYPES)
         expect_common(taken, ALL)
@@ -68,7 +68,7 @@ def test_every_dtype_and_reduce_op_gives_what_torch_gives(world: World, n: int) 
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("ranks", [[1, 3], [2, 3, 1], [2]], ids=str)
-def test_a_group_without_rank_0_gives_what_torch_gives(world: World, ranks: list[int]) -> None:
+def test_group_without_rank_0_matches_torch(world: World, ranks: list[int]) -> None:
     def run() -> None:
         group = dist.new_group(ranks)
         if dist.get_rank() not in ranks:
@@ -126,7 +126,7 @@ TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.world(2)
-def test_every_layout_without_gaps_gives_what_torch_gives(world: World) -> None:
+def test_dense_layouts_match_torch(world: World) -> None:
     def run() -> None:
         makes = [make_layout_case(f, make, name) for f in ("all_reduce", "broadcast") for name, make in TAKEN.items()]
         dtypes = (torch.float32, torch.complex64)
@@ -137,7 +137,7 @@ def test_every_layout_without_gaps_gives_what_torch_gives(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_a_tensor_with_gaps_is_refused_at_the_call(world: World) -> None:
+def test_tensor_with_gaps_is_refused(world: World) -> None:
     def run() -> None:
         t, both, two = torch.ones(2), torch.ones(4), [torch.ones(2), torch.ones(2)]
         for gaps in (torch.ones(4)[::2], torch.ones(1).expand(2)):
@@ -173,7 +173,7 @@ def replace_each(arguments: Any, view: Callable[[Tensor], Tensor]) -> list[Any]:
 
 
 @pytest.mark.world(2)
-def test_a_conjugated_or_negated_view_is_refused_wherever_a_tensor_is(world: World) -> None:
+def test_conjugate_or_negative_view_is_refused(world: World) -> None:
     views: list[tuple[str, Callable[[Tensor], Tensor]]] = [
         (r"conjugated .*resolve_conj\(\)", torch.conj),
         (r"negated .*resolve_neg\(\)", torch._neg_view),
@@ -197,7 +197,7 @@ def test_a_conjugated_or_negated_view_is_refused_wherever_a_tensor_is(world: Wor
 
 
 @pytest.mark.world(2)
-def test_a_tensor_without_its_memory_is_refused_at_the_call(world: World) -> None:
+def test_tensor_without_memory_is_refused(world: World) -> None:
     def run() -> None:
         t, freed, shrunk, values = torch.ones(2), torch.ones(2), torch.ones(4), torch.eye(2).to_sparse()
         gaps = shrunk[::2]
@@ -245,7 +245,7 @@ def test_tensors_of_any_layout_are_gathered(world: World, name: str) -> None:
 
 
 @pytest.mark.world(2)
-def test_a_sparse_tensor_is_reduced_as_torch_reduces_it(world: World) -> None:
+def test_sparse_reduction_matches_torch(world: World) -> None:
     def run() -> None:
         theirs, ours = (torch.eye(3)[dist.get_rank()].to_sparse() for _ in range(2))
         dist.all_reduce(theirs)
@@ -256,7 +256,7 @@ def test_a_sparse_tensor_is_reduced_as_torch_reduces_it(world: World) -> None:
 
 
 @SIZES
-def test_a_barrier_is_passed_when_all_have_come(world: World, n: int) -> None:
+def test_barrier_waits_for_all_ranks(world: World, n: int) -> None:
     def run() -> None:
         store = dist.distributed_c10d._get_default_store()
         pg = cfd.ProcessGroup()
@@ -274,7 +274,7 @@ def test_a_barrier_is_passed_when_all_have_come(world: World, n: int) -> None:
 
 
 @pytest.mark.world(2)
-def test_what_the_other_ranks_count_on_cannot_be_cancelled(world: World) -> None:
+def test_started_collective_refuses_cancel(world: World) -> None:
     def run() -> None:
         store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 1:
@@ -357,7 +357,7 @@ def test_wrong_arguments_are_refused_at_once(world: World) -> None:
 
 
 @pytest.mark.world(1)
-def test_what_is_wrong_at_the_root_only_is_refused_there(world: World) -> None:
+def test_root_refuses_wrong_root_arguments(world: World) -> None:
     def run() -> None:
         t = torch.ones(4)
         calls: list[tuple[Any, ...]] = [
@@ -380,7 +380,7 @@ def test_what_is_wrong_at_the_root_only_is_refused_there(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_the_checks_of_torch_in_debugging_change_nothing(world: World) -> None:
+def test_torch_debug_checks_change_nothing(world: World) -> None:
     def run() -> None:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
         try:

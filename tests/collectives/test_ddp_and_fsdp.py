@@ -112,7 +112,7 @@ def local(tensor: Tensor | None) -> Tensor:
 @pytest.mark.world(2)
 @pytest.mark.parametrize("wrap", [ddp, ddp_with_our_hook, fsdp2])
 @pytest.mark.parametrize("where", ["same group", "another group"])
-def test_training_is_the_same_with_collectives_of_ours_in_flight(world: World, wrap: Wrap, where: str) -> None:
+def test_training_is_unchanged_beside_our_collectives(world: World, wrap: Wrap, where: str) -> None:
     def check() -> None:
         alone = train(wrap)
         traffic = Traffic(cfd.new_group() if where == "another group" else None)
@@ -126,7 +126,7 @@ def test_training_is_the_same_with_collectives_of_ours_in_flight(world: World, w
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("wrap", [ddp, ddp_with_our_hook, fsdp2])
-def test_training_does_not_wait_for_what_of_ours_is_pending(world: World, wrap: Wrap) -> None:
+def test_training_does_not_wait_for_ours(world: World, wrap: Wrap) -> None:
     def check() -> None:
         alone = train(wrap)
         traffic = Traffic(cfd.new_group())

@@ -113,9 +113,7 @@ def expect_the_group_to_be_usable() -> None:
         pytest.param(functools.partial(compress, torch.bfloat16), bf16_of_torch, id="bf16"),
     ],
 )
-def test_the_gradients_are_those_of_torchs_hook_to_the_last_bit(
-    world: World, fn: Function, theirs: Hook | None
-) -> None:
+def test_gradients_equal_torch_hook_bitwise(world: World, fn: Function, theirs: Hook | None) -> None:
     def check() -> None:
         expect_equal(gradients(cfd.ddp_comm_hook(fn)), gradients(theirs))
 
@@ -124,7 +122,7 @@ def test_the_gradients_are_those_of_torchs_hook_to_the_last_bit(
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("option", ["gradient_as_bucket_view", "static_graph"])
-def test_it_goes_with_the_options_of_ddp(world: World, option: str) -> None:
+def test_hook_works_with_ddp_options(world: World, option: str) -> None:
     def check() -> None:
         ours = gradients(cfd.ddp_comm_hook(scatter_then_gather), **{option: True})
         expect_equal(ours, gradients(default_hooks.allreduce_hook, **{option: True}))
@@ -133,7 +131,7 @@ def test_it_goes_with_the_options_of_ddp(world: World, option: str) -> None:
 
 
 @pytest.mark.world(3)
-def test_shards_of_three_ranks_are_padded_and_give_the_same_but_for_the_order_of_summing(world: World) -> None:
+def test_padded_shards_match_up_to_summation(world: World) -> None:
     def check() -> None:
         sizes = set()
 
@@ -182,7 +180,7 @@ class Averaging:
         (Averaging(), "hook"),
     ],
 )
-def test_register_comm_hook_takes_it_whatever_the_function_looks_like(world: World, fn: Function, name: str) -> None:
+def test_register_comm_hook_accepts_any_function(world: World, fn: Function, name: str) -> None:
     def check() -> str:
         model = make_model(cfd.ddp_comm_hook(fn))
         loss_of(model, 0).backward()
@@ -192,7 +190,7 @@ def test_register_comm_hook_takes_it_whatever_the_function_looks_like(world: Wor
     assert world.run(check) == [name]
 
 
-def test_as_a_decorator_it_keeps_name_and_docstring() -> None:
+def test_decorator_keeps_name_and_docstring() -> None:
     @cfd.ddp_comm_hook
     def sum_bucket(state: None, bucket: dist.GradBucket) -> CUDAFuture[Tensor]:
         """Return a future."""
@@ -235,7 +233,7 @@ def return_failed(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Tensor]:
     "fn",
     [failing_callback, failing_second_step, failing_after_the_second_step, failing_function, return_failed],
 )
-def test_an_error_comes_out_of_backward_as_it_was(world: World, fn: Function) -> None:
+def test_backward_raises_original_error(world: World, fn: Function) -> None:
     def check() -> None:
         model = make_model(cfd.ddp_comm_hook(fn))
         with pytest.raises(OwnError, match=r"^the original message"):
@@ -246,7 +244,7 @@ def test_an_error_comes_out_of_backward_as_it_was(world: World, fn: Function) ->
 
 
 @pytest.mark.world(2)
-def test_a_callback_that_should_be_attached_by_then_async_is_named_in_backward(world: World) -> None:
+def test_backward_suggests_then_async(world: World) -> None:
     def nest(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Any]:
         return average(group, bucket).then(lambda done: average(group, bucket))
 
@@ -259,7 +257,7 @@ def test_a_callback_that_should_be_attached_by_then_async_is_named_in_backward(w
 
 
 @pytest.mark.world(2)
-def test_of_several_buckets_one_may_fail_in_a_later_step(world: World) -> None:
+def test_one_bucket_may_fail_later(world: World) -> None:
     def check() -> None:
         step = 0
 
@@ -279,7 +277,7 @@ def test_of_several_buckets_one_may_fail_in_a_later_step(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_one_rank_may_fail_and_the_other_go_on(world: World) -> None:
+def test_one_rank_may_fail_alone(world: World) -> None:
     def check() -> None:
         model = make_model(cfd.ddp_comm_hook(failing_callback if dist.get_rank() == 1 else average))
         if dist.get_rank() == 1:
@@ -293,7 +291,7 @@ def test_one_rank_may_fail_and_the_other_go_on(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_a_collective_that_the_backend_refuses_names_itself_in_backward(world: World) -> None:
+def test_backward_names_refused_collective(world: World) -> None:
     def reduce_bits(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Tensor]:
         return cfd.all_reduce(bucket.buffer(), dist.ReduceOp.BAND, group)  # of bits, which floats have not
 
@@ -309,7 +307,7 @@ def test_a_collective_that_the_backend_refuses_names_itself_in_backward(world: W
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("what", ["None", "a tensor", "a future of torch's"])
-def test_a_function_that_returns_no_future_is_a_type_error(world: World, what: str) -> None:
+def test_hook_without_future_is_type_error(world: World, what: str) -> None:
     def returning(group: Any, bucket: dist.GradBucket) -> Any:
         if what == "None":
             return None

@@ -123,7 +123,7 @@ def in_place(device: str) -> dict[str, Any]:
 
 
 @on_each_schedule
-def test_a_tensor_that_is_given_twice_is_one(ranks: World, schedule: str) -> None:
+def test_repeated_tensor_counts_once(ranks: World, schedule: str) -> None:
     def check() -> None:
         wanted = in_place("cpu")
         with simulate(schedule):
@@ -139,7 +139,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 @on_each_schedule
-def test_every_function_gives_what_it_gives_on_the_host(three_ranks: World, schedule: str) -> None:
+def test_device_results_match_host(three_ranks: World, schedule: str) -> None:
     def run() -> None:
         with simulate(schedule):
             for make in ALL:
@@ -173,7 +173,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "reduce"])
-def test_layouts_that_have_no_gaps_are_taken(ranks: World, name: str) -> None:
+def test_dense_layouts_are_accepted(ranks: World, name: str) -> None:
     def run() -> None:
         rank = dist.get_rank()
         root = {} if name == "all_reduce" else {("src" if name == "broadcast" else "dst"): 0}
@@ -199,7 +199,7 @@ def test_tensors_of_any_layout_are_gathered(three_ranks: World, name: str, sched
 
 
 @on_each_schedule
-def test_a_gathered_view_is_read_and_written_in_the_order_of_the_streams(ranks: World, schedule: str) -> None:
+def test_gathered_view_follows_stream_order(ranks: World, schedule: str) -> None:
     def run() -> None:
         with simulate(schedule) as sim:
             with torch.Stream("sim:0"), sim.hold():
@@ -220,7 +220,7 @@ def test_a_gathered_view_is_read_and_written_in_the_order_of_the_streams(ranks: 
 
 
 @on_each_schedule
-def test_the_input_is_read_after_what_was_enqueued_and_the_output_by_whoever_waits(ranks: World, schedule: str) -> None:
+def test_input_and_output_follow_stream_order(ranks: World, schedule: str) -> None:
     def run() -> None:
         with simulate(schedule) as sim:
             for index in (0, 1):
@@ -236,7 +236,7 @@ def test_the_input_is_read_after_what_was_enqueued_and_the_output_by_whoever_wai
 
 
 @on_each_schedule
-def test_the_caller_is_not_blocked_while_the_device_is_at_work(ranks: World, schedule: str) -> None:
+def test_busy_device_does_not_block_caller(ranks: World, schedule: str) -> None:
     def run() -> None:
         with simulate(schedule) as sim:
             n = dist.get_world_size()
@@ -257,7 +257,7 @@ def test_the_caller_is_not_blocked_while_the_device_is_at_work(ranks: World, sch
 
 
 @on_each_schedule
-def test_an_output_is_written_after_what_was_enqueued_on_it(ranks: World, schedule: str) -> None:
+def test_output_is_written_after_earlier_work(ranks: World, schedule: str) -> None:
     def run() -> None:
         rank = dist.get_rank()
         with simulate(schedule) as sim:
@@ -282,7 +282,7 @@ def test_an_output_is_written_after_what_was_enqueued_on_it(ranks: World, schedu
 
 
 @on_each_schedule
-def test_the_tensors_may_be_dropped_at_once(ranks: World, schedule: str) -> None:
+def test_tensors_may_be_dropped_immediately(ranks: World, schedule: str) -> None:
     def run() -> None:
         with simulate(schedule) as sim:
             rank = dist.get_rank()
@@ -308,7 +308,7 @@ def test_the_tensors_may_be_dropped_at_once(ranks: World, schedule: str) -> None
 
 
 @on_each_schedule
-def test_the_tensors_may_be_changed_by_whoever_has_waited(ranks: World, schedule: str) -> None:
+def test_waiter_may_change_tensors(ranks: World, schedule: str) -> None:
     def run() -> None:
         with simulate(schedule):
             x, parts = fill(1.0), [torch.empty(64, device="sim") for _ in range(2)]
@@ -350,9 +350,7 @@ def issue_delayed_chain(turns: int, held: Callable[[int], bool]) -> None:
 
 @on_each_schedule
 @pytest.mark.parametrize("late", ["odd on rank 1", "first on rank 0", "first here, last there", "all on rank 1"])
-def test_ranks_whose_devices_are_slow_in_different_places_get_the_right_data(
-    ranks: World, schedule: str, late: str
-) -> None:
+def test_unevenly_slow_devices_get_right_data(ranks: World, schedule: str, late: str) -> None:
     def run() -> None:
         rank, turns = dist.get_rank(), 6
         held = {
@@ -368,7 +366,7 @@ def test_ranks_whose_devices_are_slow_in_different_places_get_the_right_data(
     ranks.run(run)
 
 
-def test_collectives_on_the_host_and_on_devices_do_not_mix_up(ranks: World) -> None:
+def test_host_and_device_collectives_stay_separate(ranks: World) -> None:
     def run() -> None:
         rank = dist.get_rank()
         with simulate("jitter") as sim:
@@ -384,7 +382,7 @@ def test_collectives_on_the_host_and_on_devices_do_not_mix_up(ranks: World) -> N
 
 
 @on_each_schedule
-def test_callbacks_run_in_the_order_of_their_attachment(ranks: World, schedule: str) -> None:
+def test_callbacks_run_in_attachment_order(ranks: World, schedule: str) -> None:
     def run() -> None:
         rank, order = dist.get_rank(), []
         with simulate(schedule) as sim:
@@ -425,7 +423,7 @@ def test_chains_of_many_steps(ranks: World, schedule: str) -> None:
     ranks.run(run)
 
 
-def test_a_callback_that_has_no_order_is_refused(ranks: World) -> None:
+def test_callback_without_order_is_refused(ranks: World) -> None:
     def run() -> None:
         with simulate("lazy"):
             loose = cudafuture.copy(torch.ones(64), "sim").then(lambda f: cfd.all_reduce(f.value()))
@@ -440,7 +438,7 @@ def test_a_callback_that_has_no_order_is_refused(ranks: World) -> None:
     ranks.run(run)
 
 
-def test_groups_of_some_ranks_and_several_groups(three_ranks: World) -> None:
+def test_subgroups_and_several_groups_work(three_ranks: World) -> None:
     def run() -> None:
         rank = dist.get_rank()
         with simulate("jitter"):
@@ -486,7 +484,7 @@ def test_send_and_recv(ranks: World, schedule: str) -> None:
 
 
 @on_each_schedule
-def test_sends_keep_their_order_also_beside_those_of_the_host(ranks: World, schedule: str) -> None:
+def test_sends_keep_order_beside_host_sends(ranks: World, schedule: str) -> None:
     def run() -> None:
         with simulate(schedule) as sim:
             if dist.get_rank() == 0:
@@ -512,7 +510,7 @@ def test_sends_keep_their_order_also_beside_those_of_the_host(ranks: World, sche
 # ---- arguments, errors
 
 
-def test_wrong_arguments_are_raised_at_the_call_and_nothing_is_issued(ranks: World) -> None:
+def test_wrong_arguments_issue_nothing(ranks: World) -> None:
     def run() -> None:
         with simulate("lazy"):
             x = torch.ones(4, device="sim")
@@ -536,7 +534,7 @@ def test_wrong_arguments_are_raised_at_the_call_and_nothing_is_issued(ranks: Wor
     ranks.run(run)
 
 
-def test_what_gloo_refuses_fails_the_future_and_leaves_the_tensors_alone(ranks: World) -> None:
+def test_gloo_refusal_fails_future_only(ranks: World) -> None:
     def run() -> None:
         with simulate("lazy"):
             x = torch.ones(4, device="sim", dtype=torch.int16)
@@ -574,7 +572,7 @@ def lose_one(rank: int, sent: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_every_future_ends_with_an_error_when_a_rank_is_lost(sent: signal.Signals) -> None:
+def test_lost_rank_fails_every_future(sent: signal.Signals) -> None:
     run_ranks(2, lose_one, sent, lost=[1])
 
 
@@ -600,7 +598,7 @@ def break_the_device(rank: int) -> None:
     sim.disable()
 
 
-def test_a_device_that_fails_takes_its_rank_out_of_step() -> None:
+def test_failed_device_puts_rank_out_of_step() -> None:
     run_ranks(2, break_the_device)
 
 
@@ -642,7 +640,7 @@ def test_differences_between_ranks_are_found() -> None:
 
 
 @on_each_schedule
-def test_from_torch_and_to_torch_keep_the_order(ranks: World, schedule: str) -> None:
+def test_torch_bridges_keep_order(ranks: World, schedule: str) -> None:
     def run() -> None:
         with simulate(schedule):
             theirs = cfd.all_reduce(fill(1.0)).to_torch().then(lambda f: f.value() * 2)
@@ -685,7 +683,7 @@ class ThroughTheHost(dist.ProcessGroup):
 
 @on_each_schedule
 @pytest.mark.parametrize("unused", [False, True], ids=["", "find_unused_parameters"])
-def test_ddp_trains_on_a_device_with_a_hook_of_ours(ranks: World, schedule: str, unused: bool) -> None:
+def test_ddp_trains_on_device_with_hook(ranks: World, schedule: str, unused: bool) -> None:
     def run() -> None:
         def make(device: str) -> nn.Module:
             torch.manual_seed(dist.get_rank())  # DDP makes the parameters those of rank 0
@@ -716,7 +714,7 @@ def test_ddp_trains_on_a_device_with_a_hook_of_ours(ranks: World, schedule: str,
 
 
 @on_each_schedule
-def test_ddp_without_such_a_group_runs_the_hook_until_it_talks_itself(ranks: World, schedule: str) -> None:
+def test_ddp_without_device_group_uses_hook(ranks: World, schedule: str) -> None:
     def run() -> None:
         with simulate(schedule):
             model = nn.Linear(8, 3).to("sim:0")

@@ -107,7 +107,7 @@ def lose_one(rank: int, size: int, lost: int, sent: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_every_future_ends_with_an_error_when_a_rank_is_lost(sent: signal.Signals) -> None:
+def test_lost_rank_fails_every_future(sent: signal.Signals) -> None:
     results = run_ranks(3, lose_one, 3, 2, sent, lost=[2])
     for rank in (0, 1):
         well = {name for name, outcome in results[rank].items() if outcome == "NoneType"}
@@ -132,7 +132,7 @@ def lose_one_in_a_chain(rank: int) -> None:
         assert error.group == group.group.group_name
 
 
-def test_a_chain_ends_with_an_error_when_a_rank_is_lost() -> None:
+def test_lost_rank_fails_chain() -> None:
     run_ranks(2, lose_one_in_a_chain, lost=[1])
 
 
@@ -165,7 +165,7 @@ def differ(rank: int) -> dict[str, str | None]:
     return {case: None if error is None else str(error) for case, error in errors.items()}
 
 
-def test_ranks_that_differ_get_an_error_and_live() -> None:
+def test_mismatched_ranks_get_errors_and_live() -> None:
     by_rank = run_ranks(2, differ)
     for case in MISMATCHES:
         messages = [found[case] for found in by_rank if found[case] is not None]
@@ -184,7 +184,7 @@ def go_on_after_a_mismatch(rank: int) -> None:
     assert isinstance(later.exception(timeout=LONG), CollectiveError)
 
 
-def test_other_groups_live_on_after_a_mismatch() -> None:
+def test_other_groups_survive_mismatch() -> None:
     run_ranks(2, go_on_after_a_mismatch)
 
 
@@ -227,7 +227,7 @@ def destroy_while_pending(rank: int) -> None:
             cfd.all_reduce(ones(4))
 
 
-def test_a_group_that_is_destroyed_fails_what_is_pending() -> None:
+def test_destroyed_group_fails_pending_futures() -> None:
     run_ranks(2, destroy_while_pending)
 
 
@@ -244,7 +244,7 @@ def be_late(rank: int) -> float:
     return cfd.all_reduce(ones(1)).wait(timeout=LONG).item()
 
 
-def test_a_wait_that_times_out_leaves_the_future_usable() -> None:
+def test_wait_timeout_keeps_future_usable() -> None:
     assert run_ranks(2, be_late) == [2.0, 2.0]
 
 
@@ -268,7 +268,7 @@ def drop_unseen(rank: int) -> str:
     return "".join(str(record.exc_info[1]) for record in records if record.exc_info)
 
 
-def test_a_failure_that_nobody_looks_at_is_logged_with_what_it_was() -> None:
+def test_unseen_failure_is_logged_with_operation() -> None:
     logged = run_ranks(2, drop_unseen)
     assert logged[0].startswith("all_reduce #0 on group")
     assert logged[1] == ""
@@ -326,7 +326,7 @@ def use_a_dead_group(rank: int) -> None:
     dist.barrier()
 
 
-def test_nothing_waits_for_ever_on_a_group_whose_thread_has_died() -> None:
+def test_dead_group_thread_hangs_nothing() -> None:
     run_ranks(2, use_a_dead_group)
 
 
@@ -340,5 +340,5 @@ def leave_while_a_thread_blocks(rank: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["objects", "side group"])
-def test_a_process_ends_while_a_thread_waits_for_the_others(kind: str) -> None:
+def test_process_exits_during_waiting_thread(kind: str) -> None:
     run_ranks(2, leave_while_a_thread_blocks, kind)

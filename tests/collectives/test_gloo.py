@@ -8,9 +8,7 @@ from cudafuture import _C
 from cudafuture.distributed import _gloo
 
 
-def test_overdue_collectives_are_looked_for_again_after_an_error(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_overdue_check_continues_after_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     raised = [RuntimeError("of one group"), SystemExit(1)]  # the second ends the loop
 
     def fail_overdue(*_: object) -> None:

@@ -45,7 +45,7 @@ def miss_one(rank: int) -> list[str]:
     return errors
 
 
-def test_the_first_barrier_of_a_group_keeps_its_timeout_and_names_the_missing_rank() -> None:
+def test_first_barrier_times_out_naming_rank() -> None:
     (first,), (late,), (last,) = run_ranks(3, miss_one)
     assert "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 500 ms" in first
     reached = (
@@ -66,7 +66,7 @@ def miss_all_but_rank_0(rank: int) -> list[str]:
     return errors
 
 
-def test_wait_all_ranks_names_every_missing_rank() -> None:
+def test_wait_all_ranks_names_all_missing() -> None:
     every, first = run_ranks(3, miss_all_but_rank_0)[0]
     assert "[Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 500 ms" in every
     assert "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 500 ms" in first
@@ -78,7 +78,7 @@ def leave_no_time(rank: int) -> list[str]:
     return errors
 
 
-def test_a_timeout_of_zero_fails_rank_0_and_is_no_infinite_timeout() -> None:
+def test_zero_timeout_fails_rank_0() -> None:
     (error,) = run_ranks(2, leave_no_time)[0]
     assert "[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms" in error
 
@@ -92,7 +92,7 @@ def miss_rank_0(rank: int) -> list[str]:
     return errors
 
 
-def test_a_rank_that_gives_up_waiting_for_rank_0_fails_the_barrier_on_rank_0_too() -> None:
+def test_rank_giving_up_fails_rank_0() -> None:
     (led,), (followed,) = run_ranks(2, miss_rank_0)
     assert "rank 0 had not released it; missing ranks: 0" in followed
     assert "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 500 ms" in led
@@ -110,7 +110,7 @@ def hang_in_an_object_collective(rank: int) -> list[str]:
     return errors
 
 
-def test_an_object_collective_that_hangs_does_not_delay_a_barrier() -> None:
+def test_hanging_object_collective_spares_barrier() -> None:
     (error,) = run_ranks(2, hang_in_an_object_collective)[0]
     assert "Rank 1 failed to pass monitoredBarrier in 500 ms" in error
 

@@ -30,7 +30,7 @@ def some_objects(rank: int, turn: int) -> list[Any]:
 
 
 @pytest.mark.world(2)
-def test_any_number_of_calls_may_be_in_flight_both_ways(world: World) -> None:
+def test_many_messages_fly_both_ways(world: World) -> None:
     def run() -> None:
         rank, pg = dist.get_rank(), cfd.ProcessGroup()
         peer = 1 - rank
@@ -52,7 +52,7 @@ def test_any_number_of_calls_may_be_in_flight_both_ways(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_they_delay_no_object_collective_and_their_callbacks_may_issue(world: World) -> None:
+def test_messages_spare_object_collectives(world: World) -> None:
     def run() -> None:
         rank, peer = dist.get_rank(), 1 - dist.get_rank()
         objects: list[Any] = [None]
@@ -66,7 +66,7 @@ def test_they_delay_no_object_collective_and_their_callbacks_may_issue(world: Wo
 
 
 @pytest.mark.world(4)
-def test_the_value_is_the_global_rank_of_the_sender(world: World) -> None:
+def test_value_is_global_sender_rank(world: World) -> None:
     def run() -> None:
         group, rank = dist.new_group([1, 2, 3]), dist.get_rank()
         if rank == 0:
@@ -84,7 +84,7 @@ def test_the_value_is_the_global_rank_of_the_sender(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_lists_of_different_lengths_fail_at_the_receiver_alone(world: World) -> None:
+def test_different_list_lengths_fail_receiver(world: World) -> None:
     def run() -> None:
         rank, peer = dist.get_rank(), 1 - dist.get_rank()
         objects: list[Any] = ["kept", "kept"]
@@ -135,7 +135,7 @@ def test_wrong_arguments_are_refused(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_weights_only_refuses_other_objects_or_is_refused(world: World) -> None:
+def test_weights_only_refuses_unsafe_objects(world: World) -> None:
     def run() -> None:
         peer, objects = 1 - dist.get_rank(), [None]
         if not HAS_WEIGHTS_ONLY:
@@ -164,5 +164,5 @@ def lose_the_sender(rank: int) -> None:
     assert "recv_object_list" in str(error)
 
 
-def test_a_sender_that_dies_fails_the_receiver() -> None:
+def test_dead_sender_fails_receiver() -> None:
     run_ranks(2, lose_the_sender, lost=[1])

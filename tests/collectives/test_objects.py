@@ -71,7 +71,7 @@ def test_every_rank_gets_what_torch_gives(world: World, n: int) -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.skipif(not HAS_WEIGHTS_ONLY, reason="torch 2.14 is the first with weights_only in object collectives")
-def test_weights_only_transfers_safe_objects_and_refuses_others(world: World) -> None:
+def test_weights_only_transfers_only_safe_objects(world: World) -> None:
     def run() -> None:
         safely = {"weights_only": True}
         compare(Place(root=1), cfd, **safely)
@@ -91,7 +91,7 @@ def test_weights_only_transfers_safe_objects_and_refuses_others(world: World) ->
 
 @pytest.mark.world(1)
 @pytest.mark.skipif(HAS_WEIGHTS_ONLY, reason="this torch has weights_only in object collectives")
-def test_weights_only_is_refused_where_torch_lacks_it(world: World) -> None:
+def test_weights_only_is_refused_without_torch_support(world: World) -> None:
     def run() -> None:
         for name, args, kwargs, _, _ in calls(Place()):
             for owner in (cfd, cfd.ProcessGroup()):
@@ -102,7 +102,7 @@ def test_weights_only_is_refused_where_torch_lacks_it(world: World) -> None:
 
 
 @pytest.mark.world(4)
-def test_a_group_without_rank_0_gets_what_torch_gives(world: World) -> None:
+def test_group_without_rank_0_matches_torch(world: World) -> None:
     def run() -> None:
         group = dist.new_group([1, 3])
         if dist.get_rank() in (0, 2):
@@ -175,7 +175,7 @@ def outcome(function: Any, *args: Any, **kwargs: Any) -> BaseException | None:
 
 
 @pytest.mark.world(1)
-def test_wrong_arguments_fail_as_they_do_in_torch(world: World) -> None:
+def test_wrong_arguments_fail_like_torch(world: World) -> None:
     def run() -> None:
         wrong: list[tuple[Any, ...]] = [
             ("all_gather_object", [], 1),

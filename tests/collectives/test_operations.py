@@ -17,7 +17,7 @@ ON_TENSORS = [row for row in ROWS.values() if row.name in collectives.__all__]
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_every_row_has_a_public_function_and_a_method(name: str) -> None:
+def test_every_row_has_function_and_method(name: str) -> None:
     row = ROWS[name]
     assert name == row.name.upper()
     assert row.name in cfd.__all__
@@ -25,7 +25,7 @@ def test_every_row_has_a_public_function_and_a_method(name: str) -> None:
     assert method.__doc__ == function.__doc__
 
 
-def test_every_collective_on_tensors_has_a_row_and_is_compared_with_torch() -> None:
+def test_every_tensor_collective_has_compared_row() -> None:
     names = {row.name for row in ON_TENSORS}
     functions = inspect.getmembers(collectives, inspect.isfunction)
     ours = {name: fn for name, fn in functions if fn.__module__ == collectives.__name__ and not name.startswith("_")}
@@ -35,12 +35,12 @@ def test_every_collective_on_tensors_has_a_row_and_is_compared_with_torch() -> N
 
 
 @pytest.mark.parametrize("row", ROOTED, ids=lambda row: row.name)
-def test_the_root_of_a_row_is_an_argument_of_its_function(row: Operation) -> None:
+def test_row_root_is_function_argument(row: Operation) -> None:
     assert {row.root, f"group_{row.root}"} <= inspect.signature(getattr(cfd, row.name)).parameters.keys()
 
 
 @pytest.mark.parametrize("row", ON_TENSORS, ids=lambda row: row.name)
-def test_the_output_of_a_row_is_written(row: Operation) -> None:
+def test_row_output_is_written(row: Operation) -> None:
     if row.output is None:
         assert not row.roles
         return

@@ -54,7 +54,7 @@ def step(rank: int, rounds: int, buckets: int, delays: tuple[float, float], grou
 @pytest.mark.parametrize("buckets", [2, 8])
 @pytest.mark.world(2, timeout=100)
 @pytest.mark.timeout(1200)
-def test_two_step_chains_have_the_right_data_on_every_rank(world: World, buckets: int) -> None:
+def test_two_step_chains_have_right_data(world: World, buckets: int) -> None:
     world.run(lambda: step(dist.get_rank(), soak_count(300), buckets, (0.002, 0.0)))
 
 
@@ -62,14 +62,14 @@ def test_two_step_chains_have_the_right_data_on_every_rank(world: World, buckets
 @pytest.mark.parametrize("buckets", [2, 8])
 @pytest.mark.world(2, timeout=400)
 @pytest.mark.timeout(1200)
-def test_a_rank_whose_callbacks_are_slow_changes_nothing(world: World, buckets: int) -> None:
+def test_slow_callbacks_change_nothing(world: World, buckets: int) -> None:
     world.run(lambda: step(dist.get_rank(), soak_count(300), buckets, (0.0, 0.05 if SOAK else 0.01)))
 
 
 @pytest.mark.soak
 @pytest.mark.world(2, timeout=100)
 @pytest.mark.timeout(1200)
-def test_threads_on_groups_of_their_own_do_not_meet(world: World) -> None:
+def test_threads_on_own_groups_stay_separate(world: World) -> None:
     def run() -> None:
         groups = [cfd.new_group() for _ in range(3)]
         with ThreadPoolExecutor(3) as pool:
@@ -84,7 +84,7 @@ def test_threads_on_groups_of_their_own_do_not_meet(world: World) -> None:
 
 
 @pytest.mark.world(1)
-def test_callbacks_run_in_the_order_in_which_they_were_attached(world: World) -> None:
+def test_callbacks_run_in_attachment_order(world: World) -> None:
     def run() -> list[str]:
         queue = cfd.ProcessGroup().queue
         ran: list[str] = []
@@ -120,7 +120,7 @@ def test_a_callback_never_runs_inline(world: World) -> None:
 
 
 @pytest.mark.world(1)
-def test_the_second_step_of_a_chain_does_not_hold_up_the_first_of_the_next(world: World) -> None:
+def test_second_steps_overlap_next_chains(world: World) -> None:
     def run() -> list[str]:
         ran: list[str] = []
         inner: CUDAFuture[int] = CUDAFuture()
@@ -135,7 +135,7 @@ def test_the_second_step_of_a_chain_does_not_hold_up_the_first_of_the_next(world
 
 
 @pytest.mark.world(1)
-def test_combined_futures_keep_the_order_of_their_parts(world: World) -> None:
+def test_combined_futures_keep_part_order(world: World) -> None:
     def run() -> list[int]:
         ran: list[int] = []
         late: CUDAFuture[int] = CUDAFuture()
@@ -154,7 +154,7 @@ def test_combined_futures_keep_the_order_of_their_parts(world: World) -> None:
 
 
 @pytest.mark.world(1)
-def test_a_callback_that_can_never_run_gives_up_its_place(world: World) -> None:
+def test_impossible_callback_gives_up_place(world: World) -> None:
     def run() -> bool:
         queue = cfd.ProcessGroup().queue
         never: CUDAFuture[int] = CUDAFuture()
@@ -169,7 +169,7 @@ def test_a_callback_that_can_never_run_gives_up_its_place(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_a_callback_may_wait_for_what_it_issues(world: World) -> None:
+def test_callback_may_wait_for_own_collective(world: World) -> None:
     def run() -> float:
         def add_up(future: CUDAFuture[torch.Tensor]) -> torch.Tensor:
             return cfd.all_reduce(future.value()).then(lambda f: f.value() * 10).wait(timeout=LONG)
@@ -180,7 +180,7 @@ def test_a_callback_may_wait_for_what_it_issues(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_every_kind_of_collective_may_be_issued_in_callbacks_beside_the_program(world: World) -> None:
+def test_callbacks_issue_every_collective(world: World) -> None:
     def run() -> None:
         rank = dist.get_rank()
 
@@ -199,7 +199,7 @@ def test_every_kind_of_collective_may_be_issued_in_callbacks_beside_the_program(
 
 
 @pytest.mark.world(2)
-def test_three_levels_of_chains_in_two_styles(world: World) -> None:
+def test_three_level_chains_work_both_ways(world: World) -> None:
     def run() -> list[float]:
         def reduce(future: CUDAFuture[torch.Tensor]) -> CUDAFuture[torch.Tensor]:
             return cfd.all_reduce(future.value())
@@ -219,7 +219,7 @@ def test_three_levels_of_chains_in_two_styles(world: World) -> None:
 
 
 @pytest.mark.world(1)
-def test_a_callback_on_an_executor_of_its_own_may_not_issue_on_its_group(world: World) -> None:
+def test_callback_on_other_executor_may_not_issue(world: World) -> None:
     def run() -> None:
         other = cfd.new_group()
         with ThreadPoolExecutor(1) as pool:
@@ -238,7 +238,7 @@ def test_a_callback_on_an_executor_of_its_own_may_not_issue_on_its_group(world: 
 
 
 @pytest.mark.world(1)
-def test_a_callback_in_the_order_of_completion_may_not_issue(world: World) -> None:
+def test_callback_in_completion_order_may_not_issue(world: World) -> None:
     def run() -> None:
         read = cudafuture.submit(lambda: torch.ones(1))  # or a read from disk, or an RPC
         for future in (read, CUDAFuture.completed(torch.ones(1))):

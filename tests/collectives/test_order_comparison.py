@@ -75,9 +75,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
 @pytest.mark.parametrize(
     ("shown", "error"), [("no JSON", ValueError), ('{"where": "here"}', KeyError), ("[]", TypeError)]
 )
-def test_an_entry_that_cannot_be_read_fails_its_future_and_no_other(
-    ranks: Ranks, shown: str, error: type[Exception]
-) -> None:
+def test_unreadable_entry_fails_only_its_future(ranks: Ranks, shown: str, error: type[Exception]) -> None:
     pending: CUDAFuture[int] = CUDAFuture()
     other, bad = ranks.issue(pending), ranks.issue(CUDAFuture())
     ranks.show(1, shown)
@@ -88,13 +86,13 @@ def test_an_entry_that_cannot_be_read_fails_its_future_and_no_other(
 
 
 @pytest.mark.parametrize("error", [OSError("no store"), SystemExit(1)])
-def test_a_store_that_raises_fails_every_future(ranks: Ranks, error: BaseException) -> None:
+def test_raising_store_fails_every_future(ranks: Ranks, error: BaseException) -> None:
     futures = [ranks.issue(CUDAFuture()) for _ in range(3)]
     ranks.store.error = error
     assert [future.exception(timeout=PATIENCE) for future in futures] == [error] * 3
 
 
-def test_a_future_that_was_cancelled_holds_up_no_other(ranks: Ranks) -> None:
+def test_cancelled_future_delays_no_other(ranks: Ranks) -> None:
     cancelled, other = ranks.issue(CUDAFuture()), ranks.issue(CUDAFuture.completed(7))
     assert cancelled.cancel()
     ranks.show(0, json.dumps({"what": "barrier", "where": "there"}))
@@ -102,7 +100,7 @@ def test_a_future_that_was_cancelled_holds_up_no_other(ranks: Ranks) -> None:
     assert other.wait(timeout=PATIENCE) == 7
 
 
-def test_a_collective_that_was_cancelled_cancels_what_waits_for_it(ranks: Ranks) -> None:
+def test_cancelled_collective_cancels_its_waiters(ranks: Ranks) -> None:
     collective: CUDAFuture[int] = CUDAFuture()
     shown = ranks.issue(collective)
     collective.cancel()
@@ -112,12 +110,12 @@ def test_a_collective_that_was_cancelled_cancels_what_waits_for_it(ranks: Ranks)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no store"), OSError("no store")])
-def test_a_collective_that_cannot_be_shown_has_failed(ranks: Ranks, error: Exception) -> None:
+def test_collective_without_description_fails(ranks: Ranks, error: Exception) -> None:
     ranks.store.error = error
     assert ranks.issue(CUDAFuture()).exception(timeout=PATIENCE) is error
 
 
-def test_without_a_thread_the_future_fails_and_the_next_has_one(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_thread_fails_only_one_future(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -130,7 +128,7 @@ def test_without_a_thread_the_future_fails_and_the_next_has_one(ranks: Ranks, mo
     assert second.wait(timeout=PATIENCE) == 2
 
 
-def test_an_entry_that_its_rank_may_withdraw_is_not_compared_yet(ranks: Ranks) -> None:
+def test_revocable_entry_is_not_compared(ranks: Ranks) -> None:
     issuing = json.dumps({"what": "barrier", "where": "there", "is_issuing": True})
     first = ranks.issue(CUDAFuture.completed(1))
     ranks.show(0, issuing)
@@ -145,9 +143,7 @@ def test_an_entry_that_its_rank_may_withdraw_is_not_compared_yet(ranks: Ranks) -
     assert "barrier at there" in str(third.exception(timeout=PATIENCE))
 
 
-def test_the_end_of_an_operation_ends_the_pause_between_two_checks(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_operation_ends_pause(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_order, "_PAUSE", 100 * PATIENCE)
     pending: CUDAFuture[int] = CUDAFuture()
     shown = ranks.issue(pending)
@@ -156,9 +152,7 @@ def test_the_end_of_an_operation_ends_the_pause_between_two_checks(
     assert shown.wait(timeout=PATIENCE) == 7
 
 
-def test_an_operation_that_fails_before_another_rank_issues_it_is_compared(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_failure_is_still_compared(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where one rank's arguments contradict each other, so that it fails at the call."""
     monkeypatch.setattr(_order, "_CHECKS_AFTER_FAILURE", 10**9)
     failed = ranks.issue(CUDAFuture.failed(RuntimeError("enforce fail")))

@@ -74,7 +74,7 @@ def change_too_early(rank: int) -> None:
         _issue._checks_ownership = False
 
 
-def test_a_tensor_of_a_collective_that_changes_too_early_is_named() -> None:
+def test_early_changed_tensor_is_named() -> None:
     """CUDAFUTURE_DEBUG=ownership. Collectives in callbacks keep their order."""
     run_ranks(2, change_too_early)
 
@@ -110,7 +110,7 @@ def differ(rank: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", DIFFERENCES)
-def test_a_difference_is_named_with_both_call_sites(case: str) -> None:
+def test_difference_names_both_call_sites(case: str) -> None:
     run_ranks(2, differ, case)
 
 
@@ -127,7 +127,7 @@ def differ_in_a_callback(rank: int) -> None:
     assert "in second()" in str(error)
 
 
-def test_a_difference_between_callbacks_names_their_serial_queue() -> None:
+def test_callback_difference_names_serial_queue() -> None:
     run_ranks(2, differ_in_a_callback)
 
 
@@ -141,7 +141,7 @@ def stay_away(rank: int) -> None:
     dist.barrier()
 
 
-def test_a_rank_that_stays_away_is_named() -> None:
+def test_absent_rank_is_named() -> None:
     run_ranks(2, stay_away)
 
 

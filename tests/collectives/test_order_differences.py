@@ -124,7 +124,7 @@ def differ(rank: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_operations_that_do_not_fit_are_named_with_both_call_sites(kind: str) -> None:
+def test_mismatched_operations_name_both_sites(kind: str) -> None:
     run_ranks(2, differ, kind)
 
 
@@ -158,7 +158,7 @@ def differ_from_any_rank(rank: int) -> None:
         assert group.recv_object_list([None], 0).wait(timeout=LONG) == 0  # message #2, as the sender says
 
 
-def test_a_recv_from_any_rank_is_compared_when_its_sender_is_known() -> None:
+def test_recv_from_any_is_compared_late() -> None:
     run_ranks(2, differ_from_any_rank)
 
 
@@ -226,7 +226,7 @@ def test_ranks_whose_operations_fit_notice_nothing(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_recvs_that_the_backend_may_exchange_are_not_compared(world: World) -> None:
+def test_exchangeable_recvs_are_not_compared(world: World) -> None:
     def run() -> None:
         group = short_group()
         with compare_order():
@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[Call, Call]] = {  # a refused call of one rank, and tha
 
 
 @pytest.mark.world(2)
-def test_a_message_that_was_refused_is_not_compared_with_the_next(world: World) -> None:
+def test_refused_message_is_not_compared(world: World) -> None:
     def run() -> None:
         rank = dist.get_rank()
         for case, (refused, fits) in REFUSED.items():

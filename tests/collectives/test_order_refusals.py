@@ -26,7 +26,7 @@ def ones(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.world(4)
-def test_chains_across_a_mesh_need_the_queue_of_the_second_group(world: World) -> None:
+def test_mesh_chains_need_second_queue(world: World) -> None:
     def run() -> list[float]:
         rank = dist.get_rank()
         rows = [cfd.new_group([0, 1]), cfd.new_group([2, 3])]
@@ -45,7 +45,7 @@ def test_chains_across_a_mesh_need_the_queue_of_the_second_group(world: World) -
 
 
 @pytest.mark.world(3)
-def test_a_subgroups_callback_may_not_issue_on_a_larger_group(world: World) -> None:
+def test_subgroup_callback_may_not_issue_outside(world: World) -> None:
     def run() -> None:
         part = cfd.new_group([0, 1])
         if dist.get_rank() < 2:
@@ -76,7 +76,7 @@ def attach_in(kind: str, wake: CUDAFuture[int], chain: Chain, pool: ThreadPoolEx
     "kind", ["of another future", "on a pool", "inline", "on the callback thread", "a job in the queue"]
 )
 @pytest.mark.world(1)
-def test_what_is_attached_out_of_order_may_not_issue(world: World, kind: str) -> None:
+def test_unordered_attachment_may_not_issue(world: World, kind: str) -> None:
     def run() -> None:
         wake: CUDAFuture[int] = CUDAFuture()
         with ThreadPoolExecutor(1) as pool:
@@ -89,7 +89,7 @@ def test_what_is_attached_out_of_order_may_not_issue(world: World, kind: str) ->
 
 
 @pytest.mark.world(1)
-def test_callbacks_of_torchs_own_futures_may_not_issue(world: World) -> None:
+def test_torch_future_callbacks_may_not_issue(world: World) -> None:
     def run() -> None:
         plain: CUDAFuture[int] = CUDAFuture()
         child = plain.to_torch().then(lambda f: cfd.all_reduce(ones(1)))
@@ -112,7 +112,7 @@ def test_groups_are_not_made_in_callbacks(world: World) -> None:
 
 
 @pytest.mark.world(1)
-def test_a_chain_that_issues_for_ever_is_stopped(world: World) -> None:
+def test_endless_issuing_chain_is_stopped(world: World) -> None:
     def run() -> int:
         future = cfd.all_reduce(ones(1))
         steps = []

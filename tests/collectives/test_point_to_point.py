@@ -53,7 +53,7 @@ def test_every_dtype_that_torch_sends_arrives(world: World) -> None:
 
 
 @SIZES
-def test_everyone_sends_to_everyone_by_every_name(world: World, n: int) -> None:
+def test_all_pairs_send_by_every_name(world: World, n: int) -> None:
     def run() -> None:
         rank, size, pg = dist.get_rank(), dist.get_world_size(), cfd.ProcessGroup()
         others = [r for r in range(size) if r != rank]
@@ -75,7 +75,7 @@ def test_everyone_sends_to_everyone_by_every_name(world: World, n: int) -> None:
 
 
 @pytest.mark.world(4)
-def test_whoever_sends_is_told_by_its_global_rank(world: World) -> None:
+def test_recv_returns_global_sender_rank(world: World) -> None:
     def run(ranks: list[int] | None) -> None:
         group = dist.new_group(ranks)
         rank, members = dist.get_rank(), ranks or [0, 1, 2, 3]
@@ -146,7 +146,7 @@ def around(group: Any, ranks: list[int], name: str) -> None:
 
 
 @pytest.mark.world(4)
-def test_a_batch_has_one_value_for_each_operation(world: World) -> None:
+def test_batch_has_value_per_operation(world: World) -> None:
     def run() -> None:
         for ranks in ([0, 1, 2, 3], [1, 2, 3], [1, 3]):
             group = dist.new_group(ranks)
@@ -163,7 +163,7 @@ def test_a_batch_has_one_value_for_each_operation(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_wrong_arguments_are_refused_at_the_call(world: World) -> None:
+def test_wrong_arguments_are_refused(world: World) -> None:
     def run() -> None:
         t, me, peer = torch.ones(2), dist.get_rank(), 1 - dist.get_rank()
         group = dist.new_group([1])

@@ -59,7 +59,7 @@ def test_the_parameters_are_those_of_torch(name: str) -> None:
     assert shape(getattr(cfd, name), *newer) == theirs
 
 
-def test_every_function_of_torch_is_here_or_is_listed_with_its_reason() -> None:
+def test_every_torch_function_exists_or_is_excused() -> None:
     c10d: Any = dist.distributed_c10d
     functions = {name for name in c10d.__all__ if type(vars(c10d)[name]) is FunctionType}
     not_ours = {name for names in NOT_OURS for name in names.split()}
@@ -72,7 +72,7 @@ def test_every_function_of_torch_is_here_or_is_listed_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_methods_have_the_parameters_of_the_functions_but_the_group(name: str) -> None:
+def test_methods_match_function_parameters(name: str) -> None:
     function = inspect.signature(getattr(cfd, name), eval_str=True)
     method = inspect.signature(getattr(cfd.ProcessGroup, name), eval_str=True)
     without_group = [p for p in function.parameters.values() if p.name != "group"]
@@ -81,7 +81,7 @@ def test_the_methods_have_the_parameters_of_the_functions_but_the_group(name: st
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "new_group"])
-def test_a_program_without_a_default_group_is_told_so(name: str) -> None:
+def test_missing_default_group_is_explained(name: str) -> None:
     if dist.is_initialized():
         pytest.fail("something has left a process group behind")
     tensor = torch.ones(1)
@@ -96,7 +96,7 @@ def test_a_program_without_a_default_group_is_told_so(name: str) -> None:
         getattr(cfd, name)(*[given.get(p.name, tensor) for p in required])
 
 
-def test_a_process_group_needs_one_of_torch() -> None:
+def test_process_group_needs_torch_group() -> None:
     with pytest.raises(ValueError, match=r"call init_process_group\(\) first"):
         cfd.ProcessGroup()
     for other in (3, "gloo", object()):
@@ -105,7 +105,7 @@ def test_a_process_group_needs_one_of_torch() -> None:
 
 
 @pytest.mark.world(2)
-def test_the_methods_give_what_the_functions_give(world: World) -> None:
+def test_methods_match_functions(world: World) -> None:
     def run() -> None:
         pg = cfd.ProcessGroup()
         expect_common(compare(Place(root=1), ALL, COMMON, partial(by_ours, owner=pg)), ALL)
@@ -115,7 +115,7 @@ def test_the_methods_give_what_the_functions_give(world: World) -> None:
 
 
 @pytest.mark.world(3)
-def test_any_number_of_them_stand_for_one_group(world: World) -> None:
+def test_several_objects_share_one_group(world: World) -> None:
     def run() -> None:
         group = dist.new_group([0, 1])
         whole, part = cfd.ProcessGroup(), cfd.ProcessGroup(group)
@@ -144,7 +144,7 @@ def test_any_number_of_them_stand_for_one_group(world: World) -> None:
 
 
 @pytest.mark.world(1)
-def test_other_futures_have_callbacks_in_its_order(world: World) -> None:
+def test_other_futures_follow_group_order(world: World) -> None:
     def run() -> None:
         pg = cfd.ProcessGroup()
         read = CUDAFuture.completed(torch.ones(2)).then_async(lambda f: pg.all_reduce(f.value()), executor=pg.queue)
@@ -181,7 +181,7 @@ def test_new_group_makes_what_torch_makes(world: World) -> None:
 
 @pytest.mark.world(3)
 @pytest.mark.skipif("sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="torch 2.13 has it")
-def test_the_ranks_of_a_group_may_be_in_any_order(world: World) -> None:
+def test_group_ranks_may_have_any_order(world: World) -> None:
     def run() -> None:
         part = cfd.new_group([2, 0], sort_ranks=False)
         if dist.get_rank() == 1:
@@ -199,7 +199,7 @@ def test_the_ranks_of_a_group_may_be_in_any_order(world: World) -> None:
 
 
 @pytest.mark.world(4)
-def test_only_its_ranks_make_a_group_out_of_a_group(world: World) -> None:
+def test_only_members_make_subgroup(world: World) -> None:
     def run() -> None:
         rank = dist.get_rank()
         part = cfd.new_group([1, 2, 3])
@@ -224,7 +224,7 @@ def test_only_its_ranks_make_a_group_out_of_a_group(world: World) -> None:
 
 
 @pytest.mark.world(4)
-def test_split_puts_every_rank_into_one_group_at_most(world: World) -> None:
+def test_split_assigns_each_rank_one_group(world: World) -> None:
     def run() -> list[Any]:
         whole = cfd.ProcessGroup()
         found = []

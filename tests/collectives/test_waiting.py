@@ -76,7 +76,7 @@ WAYS: dict[str, Callable[[CUDAFuture[Any]], Any]] = {
 
 
 @pytest.mark.parametrize("look", WAYS.values(), ids=WAYS.keys())
-def test_a_blocked_serial_queue_does_not_hold_up_a_wait(
+def test_blocked_serial_queue_spares_waits(
     blocked_queue: _C.HostExecutor, look: Callable[[CUDAFuture[Any]], Any]
 ) -> None:
     future: CUDAFuture[int] = CUDAFuture(executor=blocked_queue)
@@ -86,7 +86,7 @@ def test_a_blocked_serial_queue_does_not_hold_up_a_wait(
     completer.join()
 
 
-def test_futures_arrive_before_the_callbacks_of_the_completing_thread_return() -> None:
+def test_futures_arrive_before_callbacks_return() -> None:
     future: CUDAFuture[int] = CUDAFuture()
     go_on = threading.Event()
     future.add_done_callback(lambda _: go_on.wait())

@@ -24,13 +24,13 @@ class Work:
 
 
 @pytest.mark.parametrize("error", [KeyError("k"), SystemExit(1)])
-def test_a_result_that_raises_fails_the_future(error: BaseException) -> None:
+def test_raising_result_fails_future(error: BaseException) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     _work.follow(Work(error), future)
     assert future.exception(timeout=PATIENCE) is error
 
 
-def test_a_future_that_was_completed_by_hand_stays_so() -> None:
+def test_completed_future_stays_completed() -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     future.set_result(7)
     _work._wait(Work(), future)
