@@ -93,43 +93,41 @@ STAGING = f'"{STAGED}": lambda'
 SCENARIOS: dict[str, Scenario] = {
     # events that are recorded, or kept, when a future is done
     "result.record": race(
-        test_wait.test_the_current_stream_is_ordered_after_the_value,
+        test_wait.test_current_stream_follows_value,
         "device.complete(2.0)",
         "device.read(future.wait(non_blocking=True))",
         consumer=0,
     ),
     "result.stream": race(
-        test_completion.test_a_stream_that_is_named_is_where_the_work_is,
+        test_completion.test_named_stream_has_work,
         "x = accelerator.produce(2.0)",
         "accelerator.read(future.wait(non_blocking=True))",
         priority=0,
     ),
-    "result.tensors": reuse(test_lifetime.test_tensors_that_cannot_be_found_are_named, "lambda x=x: x * 3"),
-    "failure.record": race(test_failures.test_who_catches_the_failure_is_ordered_after_the_work, PRODUCE, READ),
+    "result.tensors": reuse(test_lifetime.test_unfindable_tensors_are_named, "lambda x=x: x * 3"),
+    "failure.record": race(test_failures.test_failure_handler_follows_work, PRODUCE, READ),
     "then.record": race(
-        test_then.test_a_callback_is_ordered_after_the_value_and_before_who_waits_for_it,
+        test_then.test_callback_is_ordered_between_value_and_waiter,
         "return done.value() * 2",
         "device.read(child.wait(non_blocking=True))",
         priority=0,
     ),
-    "then.failure_record": race(
-        test_failures.test_a_callback_that_raises_leaves_its_work_in_order, "x.copy_(done.value())", READ
-    ),
+    "then.failure_record": race(test_failures.test_raising_callback_leaves_ordered_work, "x.copy_(done.value())", READ),
     "then_async.events": race(
-        test_then.test_then_async_is_ordered_after_an_inner_future_that_is_done_later,
+        test_then.test_then_async_follows_later_inner_future,
         "inner.set_result(device.produce(2.0))",
         "device.read(child.wait(non_blocking=True))",
     ),
-    "then_async.failure_events": race(test_failures.test_then_async_keeps_the_order_of_a_failure, PRODUCE, READ),
+    "then_async.failure_events": race(test_failures.test_then_async_keeps_failure_order, PRODUCE, READ),
     "gather.events": race(
         test_combinators.test_gather_is_ordered_after_every_part, GATHERED, "whole.wait(non_blocking=True)", parts=2
     ),
-    "gather.failure_events": race(test_failures.test_gather_keeps_the_order_of_the_failure, PRODUCE, READ),
+    "gather.failure_events": race(test_failures.test_gather_keeps_failure_order, PRODUCE, READ),
     "gather.tensors": reuse(
-        test_lifetime.test_who_waits_for_all_tells_the_allocator_about_each, "whole.wait(non_blocking=True)[0].value()"
+        test_lifetime.test_wait_all_records_every_tensor, "whole.wait(non_blocking=True)[0].value()"
     ),
     "join.wait": race(
-        test_combinators.test_collect_all_is_ordered_after_every_part,
+        test_combinators.test_collect_all_follows_every_part,
         GATHERED,
         "whole.wait(non_blocking=True)",
         parts=2,
@@ -138,38 +136,38 @@ SCENARIOS: dict[str, Scenario] = {
         test_combinators.test_gather_is_ordered_after_every_part, GATHERED, "whole.wait(non_blocking=True)", parts=9
     ),
     "any.events": race(
-        test_combinators.test_collect_any_is_ordered_after_the_one_that_was_first,
+        test_combinators.test_collect_any_follows_first_part,
         "futures[first].set_result(device.produce(5.0))",
         "device.read(x)) == (first, 5.0)",
         first=1,
     ),
     "any.failure_events": race(
-        test_failures.test_collect_any_keeps_the_order_of_all_failures, PRODUCE, "[device.read(x), device.read(y)]"
+        test_failures.test_collect_any_keeps_failure_order, PRODUCE, "[device.read(x), device.read(y)]"
     ),
     "from_torch.record": race(
-        test_torch_futures.test_a_value_of_torch_is_ordered_here,
+        test_torch_futures.test_torch_value_is_ordered_here,
         "source.set_result(device.produce(2.0))",
         "device.read(future.wait(non_blocking=True))",
     ),
     "work.events": race(
-        test_torch_futures.test_a_work_written_in_python_is_followed_in_order,
+        test_torch_futures.test_python_work_is_ordered,
         "buffer.fill_(2.0)",
         "device.read(known.wait(non_blocking=True))",
     ),
     "work.record": race(
-        test_torch_futures.test_a_work_whose_future_knows_no_devices_is_ordered_by_its_value,
+        test_torch_futures.test_deviceless_work_is_ordered_by_value,
         "source.set_result([device.produce(2.0)])",
         "device.read(future.wait(non_blocking=True)[0])",
     ),
     # streams that wait
     "wait.stream": race(
-        test_wait.test_each_stream_that_reads_waits_for_itself, "device.complete(2.0)", "device.read(future.wait("
+        test_wait.test_each_reading_stream_waits_itself, "device.complete(2.0)", "device.read(future.wait("
     ),
     "wait.record_stream": reuse(
         test_lifetime.test_three_streams_use_one_value, "future.wait(non_blocking=not blocking) * 3", blocking=False
     ),
     "then.stream": race(
-        test_then.test_a_callback_reads_the_value_on_its_own_stream,
+        test_then.test_callback_reads_value_on_own_stream,
         "device.complete(3.0).then(",
         "device.read(done.value())",
     ),
@@ -177,174 +175,154 @@ SCENARIOS: dict[str, Scenario] = {
         test_lifetime.test_a_callback_tells_the_allocator, "future.then(lambda done: done.value() * 3)"
     ),
     "to_torch.stream": race(
-        test_torch_futures.test_a_value_of_ours_is_ordered_in_torch,
+        test_torch_futures.test_our_value_is_ordered_in_torch,
         "future.set_result(device.produce(2.0))",
         "device.read(target.wait())",
     ),
     "event.wait": race(
-        test_events.test_a_stream_that_waits_for_the_event_may_read,
+        test_events.test_waiting_stream_may_read,
         "accelerator.complete(4.0)",
         "accelerator.read(future.value())",
     ),
     "event.to_torch_wait": race(
-        test_events.test_a_stream_that_waits_for_the_event_of_torch_may_read,
+        test_events.test_stream_waiting_for_torch_event_may_read,
         "accelerator.complete(4.0)",
         "accelerator.read(future.value())",
     ),
     "event.to_torch_record": race(
-        test_events.test_a_stream_that_waits_for_the_event_of_torch_may_read,
+        test_events.test_stream_waiting_for_torch_event_may_read,
         "accelerator.complete(4.0)",
         "accelerator.read(future.value())",
     ),
     # the host waits
     "host.query": host_race(
-        test_wait.test_after_a_blocking_wait_the_host_may_read,
+        test_wait.test_host_may_read_after_blocking_wait,
         "host.copy_(x, non_blocking=True)",
         "future.wait().sum()",
     ),
     "then.when_ready": host_race(
-        test_then.test_a_blocking_callback_may_read_on_the_host,
+        test_then.test_blocking_callback_may_read_on_host,
         "host.copy_(x, non_blocking=True)",
         "done.value().sum().item(), non_blocking=False",
     ),
     "event.synchronize": host_race(
-        test_events.test_synchronizing_with_an_event_lets_the_host_read,
+        test_events.test_synchronized_host_may_read,
         "host.copy_(accelerator.produce(3.0), non_blocking=True)",
         "host.sum().item()",
     ),
     # current streams and devices
     "scope.enter": race(
-        test_then.test_what_the_caller_enqueues_next_may_use_the_result,
+        test_then.test_later_work_of_caller_may_use_result,
         "return done.value() * 2",
         "device.read(kept[0])",
     ),
     "scope.leave": race(
-        test_scopes.test_work_after_the_scope_follows_work_before_it,
+        test_scopes.test_work_after_scope_follows_earlier_work,
         "x = accelerator.produce(1.0)",
         "accelerator.read(x.add_(1))",
     ),
-    "scope.device": wrong_device(
-        test_scopes.test_a_device_that_was_made_current_inside_use_streams_is_not_so_afterwards, "event.synchronize()"
-    ),
-    "caller.device": wrong_device(
-        test_scopes.test_a_callback_runs_with_the_callers_device_current, "event.synchronize()"
-    ),
+    "scope.device": wrong_device(test_scopes.test_device_inside_use_streams_does_not_stay, "event.synchronize()"),
+    "caller.device": wrong_device(test_scopes.test_callback_has_device_of_caller, "event.synchronize()"),
     "guard.record": wrong_device(test_guards.test_completing_with_a_value_elsewhere, "future.set_result("),
-    "guard.block": wrong_device(
-        test_guards.test_a_stream_that_waits_for_what_is_elsewhere, "future.wait(non_blocking=True)"
-    ),
+    "guard.block": wrong_device(test_guards.test_stream_waits_for_other_device, "future.wait(non_blocking=True)"),
     "guard.query": wrong_device(test_guards.test_asking_for_what_is_elsewhere, "future.ready()"),
     "guard.synchronize": wrong_device(test_guards.test_synchronizing_with_what_is_elsewhere, ".synchronize()"),
-    "guard.destroy": wrong_device(test_guards.test_more_events_elsewhere_than_are_kept_are_destroyed, "del futures"),
-    "guard.to_torch": wrong_device(test_guards.test_an_event_of_torch_for_what_is_elsewhere, ".to_torch_event()"),
+    "guard.destroy": wrong_device(test_guards.test_surplus_events_elsewhere_are_destroyed, "del futures"),
+    "guard.to_torch": wrong_device(test_guards.test_torch_event_covers_other_device, ".to_torch_event()"),
     # in storage: the engine's thread has no stack of Python
     "io.source_wait": race(
-        test_storage.test_a_write_takes_what_the_caller_has_enqueued, "x = accelerator.produce(3.0)", None, priority=0
+        test_storage.test_write_follows_work_of_caller, "x = accelerator.produce(3.0)", None, priority=0
     ),
-    "io.source_copied": wrong_data(test_storage.test_the_disk_gets_a_buffer_when_the_device_has_filled_it),
-    "io.target_wait": race(
-        test_storage.test_a_read_follows_the_earlier_use_of_its_target, "x = accelerator.produce(1.0)", None
-    ),
+    "io.source_copied": wrong_data(test_storage.test_disk_waits_for_filled_buffer),
+    "io.target_wait": race(test_storage.test_read_follows_earlier_use_of_target, "x = accelerator.produce(1.0)", None),
     "io.target_record_stream": Scenario(
-        test_storage.test_the_target_may_be_dropped_when_the_read_is_done, "reuse", None, "fill_(9.0)"
+        test_storage.test_target_may_be_dropped_after_read, "reuse", None, "fill_(9.0)"
     ),
-    "io.target_copied": wrong_data(test_storage.test_a_buffer_is_used_again_when_the_device_has_emptied_it),
-    "io.read_record": race(test_storage.test_whoever_waits_is_ordered_after_the_read, None, "doubled = x * 2"),
-    "io.failure_record": race(
-        test_storage.test_who_catches_a_failure_is_ordered_after_what_was_read, None, "x.fill_(3.0)"
-    ),
-    "io.buffer_record": wrong_data(test_storage.test_memory_of_a_pool_is_lent_again_when_the_device_has_read_it),
+    "io.target_copied": wrong_data(test_storage.test_buffer_is_reused_after_device),
+    "io.read_record": race(test_storage.test_waiter_follows_read, None, "doubled = x * 2"),
+    "io.failure_record": race(test_storage.test_failure_handler_follows_partial_read, None, "x.fill_(3.0)"),
+    "io.buffer_record": wrong_data(test_storage.test_pool_memory_waits_for_device),
     # in Python
     "copy.source_wait": race(
-        test_copy.test_the_source_is_read_after_what_the_caller_has_enqueued,
+        test_copy.test_source_is_read_after_earlier_work,
         "copy(accelerator.produce(3.0), ",
         "copy(accelerator.produce(3.0), ",
         target="here",
     ),
     "copy.source_record_stream": reuse(
-        test_copy.test_the_source_may_be_dropped_at_once, "copying = copy(x, ", OVERWRITTEN, target="there"
+        test_copy.test_source_may_be_dropped_immediately, "copying = copy(x, ", OVERWRITTEN, target="there"
     ),
     "copy.target_wait": race(
-        test_copy.test_what_is_pinned_is_read_after_the_copies_into_it,
+        test_copy.test_pinned_result_is_read_in_order,
         "pinned.copy_(x, non_blocking=True)",
         "again = copy(pinned, ",
     ),
     "copy.target_record_stream": reuse(
-        test_copy_batch.test_out_may_be_dropped_before_the_copy_has_arrived,
+        test_copy_batch.test_out_may_be_dropped_early,
         "copy(accelerator.make_pinned(4.0), ",
         OVERWRITTEN,
     ),
     "batch.slab_wait": race(
-        test_copy_batch.test_a_slab_is_written_after_its_streams_earlier_use_of_the_memory,
+        test_copy_batch.test_slab_is_written_after_earlier_use,
         None,
         "copy(torch.full((SIZE,), 4.0), ",
     ),
     "batch.record_stream": reuse(
-        test_copy_batch.test_packed_copies_may_be_dropped_before_they_have_arrived,
+        test_copy_batch.test_packed_copies_may_be_dropped_early,
         "copy(torch.full((SIZE,), 4.0), ",
         OVERWRITTEN,
     ),
     "copy.done_record": race(
-        test_copy.test_whoever_waits_is_ordered_after_the_copy,
+        test_copy.test_waiter_follows_copy,
         "copying = copy(source, ",
         "accelerator.read(copying.wait(non_blocking=True))",
     ),
     "staging.out_wait": race(
-        test_staging.test_the_input_is_read_after_what_was_enqueued,
+        test_staging.test_input_is_read_after_earlier_work,
         "move(accelerator.produce(2.0), output)",
         STAGING,
         move=test_staging.MOVES[STAGED],
     ),
     "staging.out_record_stream": reuse(
-        test_staging.test_the_tensors_may_be_dropped_at_once,
+        test_staging.test_tensors_may_be_dropped_immediately,
         STAGING,
         OVERWRITTEN,
         move=test_staging.MOVES[STAGED],
     ),
     "staging.out_done": host_race(
-        test_staging.test_the_input_is_read_after_what_was_enqueued,
+        test_staging.test_input_is_read_after_earlier_work,
         STAGING,
         "return getattr(group, method)(*given, **keywords)",
         move=test_staging.MOVES[STAGED],
     ),
-    "staging.in_wait": race(
-        test_staging.test_an_output_on_another_device_is_written_after_what_was_enqueued, "double = output * 2", STORED
-    ),
+    "staging.in_wait": race(test_staging.test_output_elsewhere_is_written_in_order, "double = output * 2", STORED),
     "staging.in_record_stream": reuse(
-        test_staging.test_the_tensors_may_be_dropped_at_once,
+        test_staging.test_tensors_may_be_dropped_immediately,
         STORED,
         "again = [accelerator.empty().fill_(7.0)",
         move=test_staging.MOVES[STAGED],
     ),
     "staging.in_record": race(
-        test_staging.test_the_input_is_read_after_what_was_enqueued,
+        test_staging.test_input_is_read_after_earlier_work,
         STORED,
         "accelerator.read(output)",
         move=test_staging.MOVES[STAGED],
     ),
     "prefetch.loader_wait": race(
-        test_prefetch.test_a_batch_is_ordered_after_what_its_loader_has_enqueued,
+        test_prefetch.test_batch_follows_work_of_loader,
         None,
         'accelerator.read(getattr(batch["there"]',
         wrap=lambda x: x,
     ),
-    "prefetch.ready_record": race(
-        test_prefetch.test_a_consumer_is_ordered_after_the_copy, None, "accelerator.read(batch) == i"
-    ),
+    "prefetch.ready_record": race(test_prefetch.test_consumer_follows_copy, None, "accelerator.read(batch) == i"),
     "prefetch.record_stream": reuse(
-        test_prefetch.test_the_memory_of_a_transform_is_kept_while_the_consumer_uses_it,
+        test_prefetch.test_transform_memory_lives_during_use,
         None,
         "return x + 1",
     ),
-    "prefetch.drop_wait": reuse(
-        test_prefetch.test_batches_that_nobody_takes_are_freed_after_their_copy, None, OVERWRITTEN
-    ),
-    "pipeline.wait_stream": race(
-        test_pipeline.test_calling_it_orders_the_devices_after_each_other, SCALED, "tensor.to(device)"
-    ),
-    "pipeline.record_stream": reuse(
-        test_pipeline.test_calling_it_orders_the_devices_after_each_other, "tensor.to(device)", SCALED
-    ),
+    "prefetch.drop_wait": reuse(test_prefetch.test_abandoned_batches_are_freed, None, OVERWRITTEN),
+    "pipeline.wait_stream": race(test_pipeline.test_call_orders_devices, SCALED, "tensor.to(device)"),
+    "pipeline.record_stream": reuse(test_pipeline.test_call_orders_devices, "tensor.to(device)", SCALED),
 }
 
 

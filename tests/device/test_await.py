@@ -14,7 +14,7 @@ from support.harness import OTHER_THREAD, Device
 
 
 @OTHER_THREAD
-def test_awaiting_gives_a_value_that_any_stream_may_read(device: Device) -> None:
+def test_any_stream_may_read_awaited_value(device: Device) -> None:
     async def main() -> float:
         x = await device.complete(2.0)
         with device.on(device.stream()):
@@ -32,7 +32,7 @@ def test_awaiting_waits_for_the_device(accelerator: Device) -> None:
     assert asyncio.run(main())
 
 
-def test_the_loop_goes_on_while_the_device_works(accelerator: Device) -> None:
+def test_loop_runs_during_device_work(accelerator: Device) -> None:
     async def main() -> list[str]:
         order: list[str] = []
         side = accelerator.stream()
@@ -54,7 +54,7 @@ def test_the_loop_goes_on_while_the_device_works(accelerator: Device) -> None:
     assert asyncio.run(main()) == ["turn 0", "turn 1", "turn 2", "read 2.0"]
 
 
-def test_awaiting_what_is_finished_does_not_suspend(device: Device) -> None:
+def test_finished_future_does_not_suspend(device: Device) -> None:
     future = device.complete(2.0)
     future.wait()
 
@@ -69,7 +69,7 @@ def test_awaiting_what_is_finished_does_not_suspend(device: Device) -> None:
 
 
 @pytest.mark.parametrize("return_when", ["FIRST_COMPLETED", "FIRST_EXCEPTION", "ALL_COMPLETED"])
-def test_wait_of_asyncio_ends_when_the_device_has_finished(accelerator: Device, return_when: str) -> None:
+def test_asyncio_wait_ends_with_device(accelerator: Device, return_when: str) -> None:
     wait: Any = asyncio.wait
 
     async def main() -> float:
@@ -83,7 +83,7 @@ def test_wait_of_asyncio_ends_when_the_device_has_finished(accelerator: Device, 
 
 
 @pytest.mark.sim
-def test_a_wait_for_the_device_inside_a_loop_warns(sim: ModuleType) -> None:
+def test_device_wait_in_loop_warns(sim: ModuleType) -> None:
     async def main() -> None:
         with sim.hold():
             future = CUDAFuture.completed(torch.ones(2, device="sim") + 1)
@@ -123,7 +123,7 @@ def test_several_tasks_await_one_future(device: Device) -> None:
     assert asyncio.run(main()) == [2.0] * 3
 
 
-def test_a_cancelled_task_leaves_the_future_alone(accelerator: Device) -> None:
+def test_cancelled_task_spares_future(accelerator: Device) -> None:
     async def main() -> float:
         side = accelerator.stream()
         with accelerator.hold(side):
@@ -142,7 +142,7 @@ def test_a_cancelled_task_leaves_the_future_alone(accelerator: Device) -> None:
     assert asyncio.run(main()) == 2.0
 
 
-def test_a_failure_is_raised_once_the_device_has_finished(device: Device) -> None:
+def test_failure_is_raised_after_device_work(device: Device) -> None:
     async def main() -> float:
         future: CUDAFuture[Any] = CUDAFuture(devices=[device.at()])
         with device.on(device.stream()):
@@ -156,7 +156,7 @@ def test_a_failure_is_raised_once_the_device_has_finished(device: Device) -> Non
     assert asyncio.run(main()) == 2.0
 
 
-def test_awaiting_a_gather_waits_for_every_part(device: Device) -> None:
+def test_awaited_gather_waits_for_parts(device: Device) -> None:
     async def main() -> list[float]:
         values = await gather(device.complete(1.0), device.complete(2.0))
         return [device.read(x) for x in values]
@@ -164,7 +164,7 @@ def test_awaiting_a_gather_waits_for_every_part(device: Device) -> None:
     assert asyncio.run(main()) == [1.0, 2.0]
 
 
-def test_as_completed_comes_in_the_order_of_the_devices(accelerator: Device) -> None:
+def test_as_completed_follows_device_order(accelerator: Device) -> None:
     async def main() -> list[float]:
         side = accelerator.stream()
         hold = accelerator.hold(side)

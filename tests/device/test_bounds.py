@@ -20,7 +20,7 @@ def test_devices_are_those_of_the_value(device: Device) -> None:
     assert list(future.devices) == [device.at(i) for i in device.indices() if device.has_streams]
 
 
-def test_devices_that_are_given_are_known_at_once(pair: Device) -> None:
+def test_given_devices_are_known_immediately(pair: Device) -> None:
     bounds = [pair.at(1), pair.at(0)]
     future = CUDAFuture[Any](devices=bounds)
     assert future.devices == (pair.at(0), pair.at(1))
@@ -29,30 +29,30 @@ def test_devices_that_are_given_are_known_at_once(pair: Device) -> None:
     assert list(future.events) == [pair.at(0)]
 
 
-def test_a_device_may_be_given_by_name_or_number(accelerator: Device) -> None:
+def test_devices_have_names_or_numbers(accelerator: Device) -> None:
     for name in (str(accelerator.at()), accelerator.name, accelerator.index(), accelerator.at()):
         assert CUDAFuture[Any](devices=[name]).devices == (accelerator.at(),)
 
 
-def test_a_type_alone_means_the_current_device(pair: Device) -> None:
+def test_type_alone_means_current_device(pair: Device) -> None:
     with pair.select(1):
         assert CUDAFuture[Any](devices=[pair.name]).devices == (pair.at(1),)
 
 
-def test_a_value_on_another_device_fails_the_future(pair: Device) -> None:
+def test_value_on_other_device_fails(pair: Device) -> None:
     future = CUDAFuture[Any](devices=[pair.at(0)])
     future.set_result(pair.produce(1.0, 1))
     with pytest.raises(DeviceMismatchError, match=rf"{pair.at(1)}.*{pair.at(0)}"):
         future.wait()
 
 
-def test_a_value_that_is_partly_elsewhere_fails_the_future(pair: Device) -> None:
+def test_value_partly_elsewhere_fails(pair: Device) -> None:
     future = CUDAFuture[Any](devices=[pair.at(1)])
     future.set_result({"a": [pair.produce(1.0, 1)], "b": (pair.produce(1.0, 0), HOST)})
     assert isinstance(future.exception(), DeviceMismatchError)
 
 
-def test_a_value_on_an_accelerator_fails_a_future_of_the_host(accelerator: Device) -> None:
+def test_accelerator_value_fails_host_future(accelerator: Device) -> None:
     future = CUDAFuture[Any](devices=["cpu"])
     future.set_result(accelerator.produce(1.0))
     assert isinstance(future.exception(), DeviceMismatchError)
@@ -88,7 +88,7 @@ def test_the_callbacks_stream_must_be_inside(pair: Device) -> None:
     assert child.wait() == 7
 
 
-def test_a_child_has_the_bounds_of_its_parent(pair: Device) -> None:
+def test_child_has_bounds_of_parent(pair: Device) -> None:
     future = CUDAFuture[Any](devices=[pair.at(0)])
     child = future.then(lambda _: pair.produce(1.0, 1))
     grandchild = child.then(lambda done: done.value())
@@ -98,20 +98,20 @@ def test_a_child_has_the_bounds_of_its_parent(pair: Device) -> None:
     assert isinstance(grandchild.exception(), DeviceMismatchError)
 
 
-def test_what_then_async_returns_must_be_inside(pair: Device) -> None:
+def test_then_async_result_must_be_inside(pair: Device) -> None:
     future = CUDAFuture[Any](devices=[pair.at(0)])
     child = future.then_async(lambda _: pair.complete(1.0, 1))
     future.set_result(None)
     assert isinstance(child.exception(), DeviceMismatchError)
 
 
-def test_a_child_without_bounds_takes_its_own_devices(pair: Device) -> None:
+def test_unbounded_child_takes_own_devices(pair: Device) -> None:
     child = pair.complete(1.0, 0).then(lambda done: done.value().to(pair.at(1), non_blocking=True))
     assert child.devices == (pair.at(1),)
     assert pair.read(child.wait(non_blocking=True)) == 1.0
 
 
-def test_a_callback_has_a_pool_stream_on_every_device_of_the_bounds(pair: Device) -> None:
+def test_callback_has_streams_of_bounds(pair: Device) -> None:
     future = CUDAFuture[Any](devices=[pair.at(0), pair.at(1)])
     default = [pair.current(i) for i in (0, 1)]
     child = future.then(lambda _: [pair.current(i) for i in (0, 1)])
@@ -123,14 +123,14 @@ def test_devices_may_be_given_twice(accelerator: Device) -> None:
     assert CUDAFuture[Any](devices=[accelerator.at()] * 3).devices == (accelerator.at(),)
 
 
-def test_a_device_that_is_not_there_may_bound_a_future(accelerator: Device) -> None:
+def test_absent_device_may_be_bound(accelerator: Device) -> None:
     future = CUDAFuture[Any](devices=[accelerator.at(), accelerator.at(7)])
     child = future.then(lambda done: done.value() + 1)
     future.set_result(accelerator.produce(1.0))
     assert accelerator.read(child.wait(non_blocking=True)) == 2.0
 
 
-def test_an_empty_bound_allows_the_host_only(accelerator: Device) -> None:
+def test_empty_bound_allows_only_host(accelerator: Device) -> None:
     future = CUDAFuture[Any](devices=[])
     future.set_result(accelerator.produce(1.0))
     assert isinstance(future.exception(), DeviceMismatchError)

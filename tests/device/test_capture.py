@@ -50,14 +50,12 @@ def complete_in_capture(accelerator: Device) -> Iterator[Future]:
 
 
 @pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS.keys())
-def test_what_the_host_cannot_know_is_refused_and_the_capture_goes_on(
-    accelerator: Device, ask: Callable[[Device, Future], Any]
-) -> None:
+def test_capture_refuses_host_questions(accelerator: Device, ask: Callable[[Device, Future], Any]) -> None:
     with complete_in_capture(accelerator) as future, pytest.raises(InvalidStateError, match="capture"):
         ask(accelerator, future)
 
 
-def test_the_same_is_refused_after_the_capture(accelerator: Device) -> None:
+def test_refusal_outlasts_capture(accelerator: Device) -> None:
     with complete_in_capture(accelerator) as future:
         pass
     for ask in QUESTIONS.values():
@@ -65,7 +63,7 @@ def test_the_same_is_refused_after_the_capture(accelerator: Device) -> None:
             ask(accelerator, future)
 
 
-def test_a_callback_that_waits_for_the_device_fails_when_the_future_completes_in_a_capture(accelerator: Device) -> None:
+def test_blocking_callback_in_capture_fails(accelerator: Device) -> None:
     x = accelerator.empty()
     accelerator.finish()
     future: Future = CUDAFuture()
@@ -76,7 +74,7 @@ def test_a_callback_that_waits_for_the_device_fails_when_the_future_completes_in
             child.value()
 
 
-def test_streams_are_ordered_after_a_captured_future(accelerator: Device) -> None:
+def test_streams_follow_captured_future(accelerator: Device) -> None:
     with complete_in_capture(accelerator) as future:
         doubled = future.then(lambda done: done.value() * 2)
         side = accelerator.stream()
@@ -86,7 +84,7 @@ def test_streams_are_ordered_after_a_captured_future(accelerator: Device) -> Non
         assert "captured" in repr(doubled.events[accelerator.at()])
 
 
-def test_await_of_a_future_that_completes_in_a_capture_raises(accelerator: Device) -> None:
+def test_await_in_capture_raises(accelerator: Device) -> None:
     x = accelerator.empty()
     accelerator.finish()
     future: Future = CUDAFuture()
@@ -102,7 +100,7 @@ def test_await_of_a_future_that_completes_in_a_capture_raises(accelerator: Devic
     asyncio.run(wait_and_complete())
 
 
-def test_as_completed_gives_a_future_that_completes_in_a_capture(accelerator: Device) -> None:
+def test_as_completed_yields_captured_future(accelerator: Device) -> None:
     x = accelerator.empty()
     accelerator.finish()
     future: Future = CUDAFuture()
@@ -120,7 +118,7 @@ def test_as_completed_gives_a_future_that_completes_in_a_capture(accelerator: De
     assert asyncio.run(first()) is future
 
 
-def test_a_capture_does_not_hide_the_error_of_a_callback(accelerator: Device) -> None:
+def test_capture_shows_callback_error(accelerator: Device) -> None:
     with complete_in_capture(accelerator) as future:
         child = future.then(lambda _: 1 // 0, stream="caller")
         for ask in (child.wait, child.exception, child.value):
@@ -129,7 +127,7 @@ def test_a_capture_does_not_hide_the_error_of_a_callback(accelerator: Device) ->
     assert isinstance(child.exception(), ZeroDivisionError)
 
 
-def test_a_file_is_not_written_or_read_inside_a_capture(accelerator: Device, tmp_path: Path) -> None:
+def test_capture_refuses_file_transfers(accelerator: Device, tmp_path: Path) -> None:
     x = accelerator.empty()
     accelerator.finish()
     with File(tmp_path / "file", "w+") as file:
@@ -149,7 +147,7 @@ def test_showing_a_captured_future_asks_nothing(accelerator: Device) -> None:
         assert "completed" in repr(future)
 
 
-def test_questions_about_earlier_work_do_not_end_a_capture_of_another_thread(accelerator: Device) -> None:
+def test_questions_spare_other_thread_capture(accelerator: Device) -> None:
     futures = [accelerator.complete(2.0) for _ in range(3)]
     x = accelerator.empty()
     accelerator.finish()
@@ -185,7 +183,7 @@ def copy_both_ways(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("thread", ["executor", "callback"])
-def test_copies_of_other_threads_do_not_end_a_capture(accelerator: Device, thread: str) -> None:
+def test_copies_spare_other_thread_capture(accelerator: Device, thread: str) -> None:
     x = accelerator.empty().fill_(2.0)
     use_pinned_memory(accelerator)
     accelerator.finish()
@@ -246,7 +244,7 @@ def run_in_a_worker_of_torchgpipe(device: torch.device, task: Callable[[], torch
 
 
 @pytest.mark.parametrize("run", [submit_to_workers, run_in_a_worker_of_torchgpipe])
-def test_tasks_of_pipeline_workers_do_not_end_a_capture(
+def test_worker_tasks_spare_capture(
     accelerator: Device, run: Callable[[torch.device, Callable[[], torch.Tensor]], torch.Tensor]
 ) -> None:
     def make_pinned() -> torch.Tensor:
@@ -259,7 +257,7 @@ def test_tasks_of_pipeline_workers_do_not_end_a_capture(
     assert value.sum() == 3 * 2**22
 
 
-def test_files_of_other_threads_do_not_end_a_capture(accelerator: Device, tmp_path: Path) -> None:
+def test_file_transfers_spare_capture(accelerator: Device, tmp_path: Path) -> None:
     tensors = [accelerator.empty().fill_(float(value)) for value in range(10)]
     targets = [accelerator.empty() for _ in tensors]
     accelerator.finish()

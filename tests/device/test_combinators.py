@@ -19,14 +19,14 @@ def test_gather_is_ordered_after_every_part(device: Device, parts: int) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 9])
-def test_collect_all_is_ordered_after_every_part(device: Device, parts: int) -> None:
+def test_collect_all_follows_every_part(device: Device, parts: int) -> None:
     whole = collect_all([device.complete(float(i)) for i in range(parts)])
     with device.on(device.stream()):
         assert [device.read(f.value()) for f in whole.wait(non_blocking=True)] == list(range(parts))
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_collect_any_is_ordered_after_the_one_that_was_first(device: Device, first: int) -> None:
+def test_collect_any_follows_first_part(device: Device, first: int) -> None:
     futures: list[CUDAFuture[torch.Tensor]] = [CUDAFuture(), CUDAFuture()]
     whole = collect_any(futures)
     with device.on(device.stream()):
@@ -36,23 +36,23 @@ def test_collect_any_is_ordered_after_the_one_that_was_first(device: Device, fir
         assert (index, device.read(x)) == (first, 5.0)
 
 
-def test_gather_joins_the_events_of_a_device_into_one(accelerator: Device) -> None:
+def test_gather_joins_events_of_device(accelerator: Device) -> None:
     whole = gather(*[accelerator.complete(float(i)) for i in range(5)])
     assert list(whole.events) == [accelerator.at()]
 
 
-def test_gather_keeps_the_events_of_every_device(pair: Device) -> None:
+def test_gather_keeps_events_of_devices(pair: Device) -> None:
     whole = gather(*[pair.complete(float(i), i % 2) for i in range(4)])
     assert sorted(whole.events, key=str) == [pair.at(0), pair.at(1)]
     with pair.stream(index=0), pair.stream(index=1):
         assert [pair.read(x) for x in whole.wait(non_blocking=True)] == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_gather_of_what_has_no_events_has_none(device: Device) -> None:
+def test_gather_without_events_has_none(device: Device) -> None:
     assert dict(gather(CUDAFuture.completed(1), CUDAFuture.completed(2)).events) == {}
 
 
-def test_gather_is_pending_on_the_device_while_a_part_is(accelerator: Device) -> None:
+def test_gather_is_pending_with_part(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         whole = gather(accelerator.complete(1.0), accelerator.complete(2.0, stream=side))
@@ -61,21 +61,21 @@ def test_gather_is_pending_on_the_device_while_a_part_is(accelerator: Device) ->
     assert whole.ready()
 
 
-def test_a_gather_of_gathers_is_ordered_after_all(device: Device) -> None:
+def test_nested_gather_follows_all_parts(device: Device) -> None:
     whole = gather(gather(device.complete(1.0), device.complete(2.0)), gather(device.complete(3.0)))
     with device.on(device.stream()):
         values = whole.wait(non_blocking=True)
         assert [[device.read(x) for x in part] for part in values] == [[1.0, 2.0], [3.0]]
 
 
-def test_a_callback_of_a_gather_is_ordered_after_every_part(device: Device) -> None:
+def test_gather_callback_follows_every_part(device: Device) -> None:
     total = gather(device.complete(1.0), device.complete(2.0)).then(lambda done: sum(done.value()))
     with device.on(device.stream()):
         assert device.read(total.wait(non_blocking=True)) == 3.0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-def test_a_gather_is_as_urgent_as_its_most_urgent_part(accelerator: Device, priority: int) -> None:
+def test_gather_has_most_urgent_priority(accelerator: Device, priority: int) -> None:
     parts = [CUDAFuture[Any](priority=0), CUDAFuture[Any](priority=priority)]
     whole = gather(*parts)
     streams: list[torch.Stream] = []
@@ -86,7 +86,7 @@ def test_a_gather_is_as_urgent_as_its_most_urgent_part(accelerator: Device, prio
     assert [accelerator.priority_of(s) for s in streams] == [priority]
 
 
-def test_parts_on_the_host_and_on_the_device_mix(device: Device) -> None:
+def test_host_and_device_parts_mix(device: Device) -> None:
     whole: CUDAFuture[list[Any]]
     whole = gather(CUDAFuture.completed("host"), device.complete(1.0), CUDAFuture.completed(torch.zeros(1)))
     with device.on(device.stream()):
@@ -101,7 +101,7 @@ def test_wait_all_is_ordered_and_finished(device: Device) -> None:
 
 
 @pytest.mark.parametrize("when", ["ALL_COMPLETED", "FIRST_COMPLETED", "FIRST_EXCEPTION"])
-def test_wait_looks_at_completion_and_not_at_the_device(accelerator: Device, when: Any) -> None:
+def test_wait_checks_completion_not_device(accelerator: Device, when: Any) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         future = accelerator.complete(1.0, stream=side)
@@ -109,13 +109,13 @@ def test_wait_looks_at_completion_and_not_at_the_device(accelerator: Device, whe
         assert not future.ready()
 
 
-def test_as_completed_gives_futures_that_order_whoever_waits(device: Device) -> None:
+def test_as_completed_futures_order_consumers(device: Device) -> None:
     futures = [device.complete(float(i)) for i in range(4)]
     with device.on(device.stream()):
         assert sorted(device.read(f.wait(non_blocking=True)) for f in as_completed(futures)) == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_as_completed_does_not_wait_for_devices(accelerator: Device) -> None:
+def test_as_completed_ignores_devices(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         future = accelerator.complete(1.0, stream=side)

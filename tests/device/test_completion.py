@@ -33,7 +33,7 @@ def in_a_thread(body: Callable[[], Any]) -> None:
 
 
 @OTHER_THREAD
-def test_another_threads_current_stream_is_where_the_work_is(device: Device) -> None:
+def test_other_thread_current_stream_has_work(device: Device) -> None:
     future = Future()
 
     def produce() -> None:
@@ -45,7 +45,7 @@ def test_another_threads_current_stream_is_where_the_work_is(device: Device) -> 
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-def test_a_stream_that_is_named_is_where_the_work_is(accelerator: Device, priority: int) -> None:
+def test_named_stream_has_work(accelerator: Device, priority: int) -> None:
     future = Future()
     side = accelerator.stream(priority)
     with side:
@@ -55,7 +55,7 @@ def test_a_stream_that_is_named_is_where_the_work_is(accelerator: Device, priori
         assert accelerator.read(future.wait(non_blocking=True)) == 2.0
 
 
-def test_another_thread_names_the_stream_of_this_one(accelerator: Device) -> None:
+def test_other_thread_names_our_stream(accelerator: Device) -> None:
     future = Future()
     side = accelerator.stream()
     with side:
@@ -77,7 +77,7 @@ def test_streams_of_two_devices_are_named(pair: Device) -> None:
         assert [pair.read(x) for x in future.wait(non_blocking=True)] == [0.0, 1.0]
 
 
-def test_a_device_without_a_named_stream_is_ordered_by_its_current_one(pair: Device) -> None:
+def test_unnamed_device_uses_current_stream(pair: Device) -> None:
     future: CUDAFuture[list[torch.Tensor]] = CUDAFuture()
     side = pair.stream(index=0)
     with side:
@@ -88,7 +88,7 @@ def test_a_device_without_a_named_stream_is_ordered_by_its_current_one(pair: Dev
 
 
 @OTHER_THREAD
-def test_callbacks_run_in_the_completing_thread_on_streams_of_their_own(device: Device) -> None:
+def test_callbacks_get_own_streams(device: Device) -> None:
     future = Future()
     seen: list[Any] = []
 
@@ -111,7 +111,7 @@ def test_callbacks_run_in_the_completing_thread_on_streams_of_their_own(device: 
 
 
 @OTHER_THREAD
-def test_a_thread_that_waits_is_woken_and_ordered(device: Device) -> None:
+def test_waiting_thread_is_woken_and_ordered(device: Device) -> None:
     future = Future()
     read: list[float] = []
     waiting = threading.Event()
@@ -152,14 +152,14 @@ def test_many_threads_complete_many_futures(device: Device) -> None:
             assert [device.read(f.wait(non_blocking=True)) for f in futures] == list(range(16))
 
 
-def test_the_loser_of_a_race_to_complete_orders_nothing(device: Device) -> None:
+def test_losing_producer_orders_nothing(device: Device) -> None:
     future = device.complete(1.0)
     with pytest.raises(RuntimeError, match="already"):
         future.set_result(device.produce(2.0))
     assert device.read(future.wait()) == 1.0
 
 
-def test_a_producer_may_complete_before_its_work_has_run(accelerator: Device) -> None:
+def test_producer_may_complete_before_work_runs(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         future = accelerator.complete(2.0, stream=side)
@@ -169,7 +169,7 @@ def test_a_producer_may_complete_before_its_work_has_run(accelerator: Device) ->
     assert accelerator.read(child.wait()) == 6.0
 
 
-def test_a_future_goes_to_a_thread_whose_device_is_another(pair: Device) -> None:
+def test_thread_with_other_device_is_ordered(pair: Device) -> None:
     future = Future()
 
     def produce() -> None:

@@ -45,9 +45,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("source", "target"), ROUTES)
-def test_a_copy_is_what_to_makes_and_memory_of_its_own(
-    accelerator: Device, source: str, target: str, layout: str
-) -> None:
+def test_copy_equals_to_in_new_memory(accelerator: Device, source: str, target: str, layout: str) -> None:
     x = LAYOUTS[layout](torch.arange(16.0).reshape(4, 4).to(at(accelerator, source)))
     copied = copy(x, at(accelerator, target)).wait()
     wanted = x.detach().to(at(accelerator, target), copy=True)
@@ -73,7 +71,7 @@ def test_every_dtype_goes_there_and_back(accelerator: Device, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("to", ["host", "here", "there"])
-def test_conjugates_and_negatives_are_copied_by_value(accelerator: Device, to: str) -> None:
+def test_conjugates_and_negatives_copy_by_value(accelerator: Device, to: str) -> None:
     z = torch.complex(torch.arange(4.0), torch.ones(4))
     for x in (z, z.to(accelerator.at())):
         for view in (x.conj(), x.conj().imag, x[::2].conj()):
@@ -85,7 +83,7 @@ class Batch(NamedTuple):
     labels: Any
 
 
-def test_the_structure_is_kept_and_what_is_no_tensor_passed_on(accelerator: Device) -> None:
+def test_structure_and_other_values_are_kept(accelerator: Device) -> None:
     note = object()
     value = Batch({"x": [torch.ones(2), 3, None]}, OrderedDict(y=(torch.zeros(1, dtype=torch.int64), note)))
     for target in (accelerator.at(), HOST):
@@ -102,14 +100,14 @@ def test_a_value_without_tensors_arrives(device: Device, target: str) -> None:
     assert copy([1, "two"], "cpu" if target == "cpu" else device.at()).wait() == [1, "two"]
 
 
-def test_two_views_of_a_tensor_become_two_tensors(device: Device) -> None:
+def test_two_views_become_two_tensors(device: Device) -> None:
     x = torch.zeros(4, device=device.at())
     first, second = copy([x, x], device.at()).wait()
     first.fill_(1)
     assert second.tolist() == [0] * 4
 
 
-def test_a_type_alone_means_the_current_device(pair: Device) -> None:
+def test_type_alone_means_current_device(pair: Device) -> None:
     with pair.select(1):
         copied = copy(torch.ones(2), pair.name).wait(non_blocking=True)
         assert copied.device == pair.at(1)
@@ -120,7 +118,7 @@ def test_a_type_alone_means_the_current_device(pair: Device) -> None:
 
 
 @pytest.mark.parametrize("target", ["host", "here", "there"])
-def test_the_source_is_read_after_what_the_caller_has_enqueued(accelerator: Device, target: str) -> None:
+def test_source_is_read_after_earlier_work(accelerator: Device, target: str) -> None:
     with accelerator.hold():
         copying = copy(accelerator.produce(3.0), at(accelerator, target))
         assert copying.done()
@@ -129,7 +127,7 @@ def test_the_source_is_read_after_what_the_caller_has_enqueued(accelerator: Devi
         assert accelerator.read(copying.wait().to(accelerator.at())) == 3.0
 
 
-def test_the_source_is_read_after_the_callers_own_streams(pair: Device) -> None:
+def test_source_follows_streams_of_caller(pair: Device) -> None:
     streams = [pair.stream(index=i) for i in (0, 1)]
     with use_streams(*streams):
         copying = copy([pair.produce(1.0, 0), pair.produce(2.0, 1)], "cpu")
@@ -137,7 +135,7 @@ def test_the_source_is_read_after_the_callers_own_streams(pair: Device) -> None:
 
 
 @pytest.mark.parametrize("target", ["host", "here", "there"])
-def test_the_source_may_be_dropped_at_once(accelerator: Device, target: str) -> None:
+def test_source_may_be_dropped_immediately(accelerator: Device, target: str) -> None:
     stream = accelerator.stream()
     with accelerator.on(stream):
         x = accelerator.produce(1.0)
@@ -150,7 +148,7 @@ def test_the_source_may_be_dropped_at_once(accelerator: Device, target: str) -> 
 
 
 @pytest.mark.parametrize("target", ["host", "here", "there"])
-def test_the_source_may_be_changed_by_whoever_has_waited(accelerator: Device, target: str) -> None:
+def test_waiter_may_change_source(accelerator: Device, target: str) -> None:
     x = accelerator.produce(1.0)
     copying = copy(x, at(accelerator, target))
     with accelerator.on(accelerator.stream()):
@@ -159,14 +157,14 @@ def test_the_source_may_be_changed_by_whoever_has_waited(accelerator: Device, ta
     assert copying.wait().unique().tolist() == [1.0]
 
 
-def test_whoever_waits_is_ordered_after_the_copy(accelerator: Device) -> None:
+def test_waiter_follows_copy(accelerator: Device) -> None:
     for source in (torch.full((SIZE,), 4.0), accelerator.make_pinned(4.0), accelerator.produce(4.0)):
         copying = copy(source, accelerator.at())
         with accelerator.on(accelerator.stream()):
             assert accelerator.read(copying.wait(non_blocking=True)) == 4.0
 
 
-def test_a_callback_is_ordered_after_the_copy(accelerator: Device) -> None:
+def test_callback_follows_copy(accelerator: Device) -> None:
     doubled = copy(torch.full((SIZE,), 4.0), accelerator.at()).then(lambda done: done.value() * 2)
     assert copy(doubled.wait(non_blocking=True), "cpu").wait().unique().tolist() == [8.0]
 
@@ -177,7 +175,7 @@ def test_a_callback_copies_back(accelerator: Device) -> None:
     assert back.wait().unique().tolist() == [5.0]
 
 
-def test_what_is_pinned_is_read_after_the_copies_into_it(accelerator: Device) -> None:
+def test_pinned_result_is_read_in_order(accelerator: Device) -> None:
     x = accelerator.produce(5.0)
     pinned = accelerator.make_pinned()
     pinned.copy_(x, non_blocking=True)
@@ -185,14 +183,14 @@ def test_what_is_pinned_is_read_after_the_copies_into_it(accelerator: Device) ->
     assert accelerator.read(again.wait(non_blocking=True)) == 5.0
 
 
-def test_a_result_on_the_host_is_copied_back_by_whoever_has_waited(accelerator: Device) -> None:
+def test_waiter_may_copy_host_result_back(accelerator: Device) -> None:
     with accelerator.hold():
         on_host = copy(accelerator.produce(6.0), "cpu").wait(non_blocking=True)
         again = copy(on_host, accelerator.at())
     assert accelerator.read(again.wait(non_blocking=True)) == 6.0
 
 
-def test_a_pinned_source_may_be_dropped_at_once(accelerator: Device) -> None:
+def test_pinned_source_may_be_dropped_immediately(accelerator: Device) -> None:
     pinned = accelerator.make_pinned(7.0)
     with accelerator.hold():
         copying = copy(pinned, accelerator.at())
@@ -202,7 +200,7 @@ def test_a_pinned_source_may_be_dropped_at_once(accelerator: Device) -> None:
     assert len(others) == 4
 
 
-def test_memory_that_is_not_pinned_is_taken_without_waiting_for_the_device(accelerator: Device) -> None:
+def test_pageable_memory_needs_no_device_wait(accelerator: Device) -> None:
     with accelerator.hold():
         accelerator.produce(0.0)
         copied = copy(torch.full((SIZE,), 1.0), accelerator.at()).wait()  # beside what is held
@@ -215,7 +213,7 @@ def test_other_streams_are_not_waited_for(accelerator: Device) -> None:
         assert copy(x, "cpu").wait().unique().tolist() == [1.0]
 
 
-def test_the_host_sees_the_result_when_the_future_is_ready(accelerator: Device) -> None:
+def test_ready_result_is_visible_to_host(accelerator: Device) -> None:
     with accelerator.hold():
         copying = copy(accelerator.produce(2.0), "cpu")
         assert copying.wait(non_blocking=True).is_pinned()
@@ -225,7 +223,7 @@ def test_the_host_sees_the_result_when_the_future_is_ready(accelerator: Device) 
     assert copying.value().unique().tolist() == [2.0]
 
 
-def test_the_futures_devices_are_those_of_both_ends(pair: Device) -> None:
+def test_future_has_devices_of_both_ends(pair: Device) -> None:
     x = [pair.produce(1.0, i) for i in (0, 1)]
     assert set(copy(x[1], pair.at(0)).devices) == {pair.at(0), pair.at(1)}
     assert set(copy(x, "cpu").devices) == {pair.at(0), pair.at(1)}
@@ -233,7 +231,7 @@ def test_the_futures_devices_are_those_of_both_ends(pair: Device) -> None:
 
 
 @pytest.mark.parametrize("target", ["host", "here", "there"])
-def test_sources_on_several_devices_are_ordered_on_each(pair: Device, target: str) -> None:
+def test_sources_on_several_devices_are_ordered(pair: Device, target: str) -> None:
     value = [pair.produce(1.0, 0), pair.produce(2.0, 1), torch.full((SIZE,), 3.0)]
     copying = copy(value, at(pair, target))
     del value
@@ -256,7 +254,7 @@ def test_whatever_device_is_current_stays_current(pair: Device, current: int, ta
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-def test_the_priority_is_that_of_the_future_and_its_callbacks(accelerator: Device, priority: int) -> None:
+def test_priority_reaches_future_and_callbacks(accelerator: Device, priority: int) -> None:
     copying = copy(torch.ones(SIZE), accelerator.at(), priority=priority)
     assert copying.priority == priority
     assert copying.then(lambda _: accelerator.priority_of(accelerator.current())).wait() == priority
@@ -275,20 +273,20 @@ def large(value: float) -> Tensor:
     return torch.full((LARGE // 4 + 1,), value)
 
 
-def test_much_host_memory_is_read_on_the_executor(accelerator: Device) -> None:
+def test_large_host_memory_uses_executor(accelerator: Device) -> None:
     with accelerator.on(accelerator.stream()):
         value = [large(1.0), accelerator.produce(2.0), torch.full((SIZE,), 3.0)]
         copies = copy(value, accelerator.at()).wait(non_blocking=True)
         assert [accelerator.read(x) for x in copies] == [1.0, 2.0, 3.0]
 
 
-def test_much_host_memory_beside_a_device_becomes_host_memory(accelerator: Device) -> None:
+def test_large_host_memory_stays_on_host(accelerator: Device) -> None:
     on_host, from_device = copy([large(1.0), accelerator.produce(2.0)], "cpu").wait()
     assert on_host.unique().tolist() == [1.0]
     assert from_device.unique().tolist() == [2.0]
 
 
-def test_the_source_beside_much_host_memory_is_read_after_what_was_enqueued(accelerator: Device) -> None:
+def test_mixed_sources_are_read_in_order(accelerator: Device) -> None:
     stream = accelerator.stream()
     with accelerator.on(stream):
         copying = copy([large(1.0), accelerator.produce(2.0)], accelerator.at())
@@ -298,7 +296,7 @@ def test_the_source_beside_much_host_memory_is_read_after_what_was_enqueued(acce
 # ---- what goes wrong
 
 
-def test_a_device_that_is_not_there_is_refused(accelerator: Device) -> None:
+def test_absent_device_is_refused(accelerator: Device) -> None:
     value: object
     for value in (torch.ones(1), accelerator.produce(1.0), []):
         with pytest.raises((RuntimeError, ValueError)):
@@ -311,7 +309,7 @@ def test_nothing_is_copied_out_of_meta(device: Device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
-def test_a_tensor_whose_storage_was_freed_is_refused(device: Device) -> None:
+def test_tensor_with_freed_storage_is_refused(device: Device) -> None:
     shrunk, sparse = torch.ones(4), torch.eye(2).to_sparse_csr()
     freed = TwoTensor(torch.ones(3), torch.ones(3))
     for tensor in (shrunk, sparse.values(), freed.a):
@@ -346,7 +344,7 @@ MEMORY = 8 << 20
 
 @pytest.mark.sim(devices=2, schedule="lazy", memory=MEMORY, strict_devices=True)
 @pytest.mark.parametrize("target", ["sim:0", "sim:1"])
-def test_too_little_memory_fails_the_future_in_order_and_leaks_nothing(target: str) -> None:
+def test_memory_shortage_fails_without_leak(target: str) -> None:
     from cudafuture.testing import sim
 
     gc.collect()  # memory of earlier tests on the devices
@@ -367,7 +365,7 @@ def test_too_little_memory_fails_the_future_in_order_and_leaks_nothing(target: s
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
-def test_a_sparse_tensor_is_copied_or_says_why_not(device: Device, layout: torch.layout) -> None:
+def test_sparse_tensor_copies_or_is_refused(device: Device, layout: torch.layout) -> None:
     x = torch.eye(3, device=HOST).to_sparse(layout=layout)
     assert copy(x, HOST).wait().to_dense().tolist() == torch.eye(3).tolist()
     copied = copy(x, device.at())

@@ -24,7 +24,7 @@ def storage_of(x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_packed_copy_is_what_a_single_one_is(accelerator: Device, layout: str) -> None:
+def test_packed_copy_equals_single_copy(accelerator: Device, layout: str) -> None:
     x = LAYOUTS[layout](torch.arange(16.0).reshape(4, 4))
     first, packed = copy((torch.ones(3, dtype=torch.int8), x), accelerator.at(), pack=True).wait(non_blocking=True)
     single = copy(x, accelerator.at()).wait(non_blocking=True)
@@ -50,14 +50,14 @@ def test_every_dtype_is_packed(accelerator: Device) -> None:
         assert torch.equal(packed.cpu(), value[dtype])
 
 
-def test_conjugates_and_negatives_are_packed_by_value(accelerator: Device) -> None:
+def test_conjugates_and_negatives_pack_by_value(accelerator: Device) -> None:
     z = torch.complex(torch.arange(4.0), torch.ones(4))
     views = [z.conj(), z.conj().imag, z[::2].conj()]
     for view, packed in zip(views, copy(views, accelerator.at(), pack=True).wait(non_blocking=True), strict=True):
         assert torch.equal(packed.cpu(), view.resolve_conj().resolve_neg())
 
 
-def test_what_cannot_be_packed_is_copied_beside(accelerator: Device) -> None:
+def test_unpackable_tensors_copy_beside(accelerator: Device) -> None:
     note = object()
     value: list[Any] = [torch.ones(2), note, torch.full((SIZE,), 3.0, device=accelerator.at())]
     packed, same, there = copy(value, accelerator.at(), pack=True).wait()
@@ -66,7 +66,7 @@ def test_what_cannot_be_packed_is_copied_beside(accelerator: Device) -> None:
     assert there.unique().tolist() == [3.0]
 
 
-def test_large_pinned_tensors_lie_in_the_slab_as_well(accelerator: Device) -> None:
+def test_large_pinned_tensors_use_slab(accelerator: Device) -> None:
     large = torch.arange(100_000.0).pin_memory()
     small, copied = copy([torch.ones(2), large], accelerator.at(), pack=True).wait()
     assert storage_of(small) == storage_of(copied)
@@ -74,18 +74,18 @@ def test_large_pinned_tensors_lie_in_the_slab_as_well(accelerator: Device) -> No
     assert small.tolist() == [1, 1]
 
 
-def test_more_than_a_mebibyte_is_packed_beside_the_caller(accelerator: Device) -> None:
+def test_large_batches_pack_beside_caller(accelerator: Device) -> None:
     large = torch.arange(400_000.0)
     small, copied = copy([torch.ones(2), large], accelerator.at(), pack=True).wait()
     assert storage_of(small) == storage_of(copied)
     assert torch.equal(copied.cpu(), large)
 
 
-def test_packing_does_nothing_where_the_target_is_the_host(device: Device) -> None:
+def test_host_target_disables_packing(device: Device) -> None:
     assert copy([torch.ones(2), torch.ones(1, device=device.at())], "cpu", pack=True).wait()[1].tolist() == [1]
 
 
-def test_a_slab_is_written_after_its_streams_earlier_use_of_the_memory(accelerator: Device) -> None:
+def test_slab_is_written_after_earlier_use(accelerator: Device) -> None:
     with accelerator.hold():
         x = accelerator.produce(1.0)
         doubled = x * 2
@@ -95,7 +95,7 @@ def test_a_slab_is_written_after_its_streams_earlier_use_of_the_memory(accelerat
     assert accelerator.read(copying.wait(non_blocking=True)) == 4.0
 
 
-def test_packed_copies_may_be_dropped_before_they_have_arrived(accelerator: Device) -> None:
+def test_packed_copies_may_be_dropped_early(accelerator: Device) -> None:
     stream = accelerator.stream()
     with accelerator.hold(stream):
         copying = copy(torch.full((SIZE,), 4.0), accelerator.at(), pack=True, stream=stream)
@@ -119,7 +119,7 @@ def test_packed_tensors_are_laid_into_out(accelerator: Device) -> None:
     assert copy(value[0], accelerator.at(), pack=True, out=again).wait().data_ptr() == again.data_ptr()
 
 
-def test_out_that_cannot_take_the_packed_tensors_is_refused(accelerator: Device) -> None:
+def test_unpackable_out_is_refused(accelerator: Device) -> None:
     value = [torch.ones(2), torch.arange(500)]
     at = accelerator.at()
     with pytest.raises(ValueError, match=r"out needs 4608 bytes .* and has 4607 bytes"):
@@ -149,12 +149,12 @@ def test_out_is_filled_and_returned(device: Device, source: str, target: str) ->
 @pytest.mark.parametrize(
     "out", [{"y": torch.ones(2)}, {"x": torch.ones(3)}, {"x": torch.ones(2).int()}, {"x": 1}, {"x": None}, 3]
 )
-def test_out_of_another_structure_or_shape_is_refused(device: Device, out: Any) -> None:
+def test_mismatched_out_is_refused(device: Device, out: Any) -> None:
     with pytest.raises(ValueError, match=r"copy\(\): out"):
         copy({"x": torch.ones(2)}, "cpu", out=out)
 
 
-def test_out_is_written_after_what_the_caller_has_enqueued(accelerator: Device) -> None:
+def test_out_is_written_after_earlier_work(accelerator: Device) -> None:
     with accelerator.hold():
         out = accelerator.produce(1.0)
         doubled = out * 2
@@ -163,7 +163,7 @@ def test_out_is_written_after_what_the_caller_has_enqueued(accelerator: Device) 
     assert accelerator.read(copying.wait(non_blocking=True)) == 4.0
 
 
-def test_out_may_be_dropped_before_the_copy_has_arrived(accelerator: Device) -> None:
+def test_out_may_be_dropped_early(accelerator: Device) -> None:
     stream = accelerator.stream()
     out = accelerator.produce(1.0)
     with accelerator.hold(stream):
@@ -179,7 +179,7 @@ def test_out_may_be_dropped_before_the_copy_has_arrived(accelerator: Device) -> 
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_copies_run_on_the_stream_that_is_given(accelerator: Device, pack: bool) -> None:
+def test_copies_run_on_given_stream(accelerator: Device, pack: bool) -> None:
     stream = accelerator.stream()
     with accelerator.hold(stream):
         copying = copy(torch.full((SIZE,), 4.0), accelerator.at(), stream=stream, pack=pack)
@@ -187,7 +187,7 @@ def test_copies_run_on_the_stream_that_is_given(accelerator: Device, pack: bool)
     assert copying.wait().unique().tolist() == [4.0]
 
 
-def test_copies_to_the_host_run_on_a_stream_of_the_source(accelerator: Device) -> None:
+def test_host_copies_run_on_source_stream(accelerator: Device) -> None:
     stream = accelerator.stream()
     x = accelerator.produce(4.0)
     with accelerator.hold(stream):
@@ -196,7 +196,7 @@ def test_copies_to_the_host_run_on_a_stream_of_the_source(accelerator: Device) -
     assert copying.wait().unique().tolist() == [4.0]
 
 
-def test_a_stream_of_another_device_is_refused(pair: Device) -> None:
+def test_stream_of_other_device_is_refused(pair: Device) -> None:
     wanted = f"stream is on {pair.at(1)}, but the copies run on {pair.at(0)}"
     with pytest.raises(ValueError, match=re.escape(wanted)):
         copy(torch.ones(2), pair.at(0), stream=pair.stream(index=1))
@@ -207,7 +207,7 @@ def test_a_stream_of_another_device_is_refused(pair: Device) -> None:
 # ---- own streams
 
 
-def test_an_own_stream_is_nobody_elses_while_it_lives(accelerator: Device) -> None:
+def test_own_stream_is_exclusive(accelerator: Device) -> None:
     own = [own_stream(accelerator.at()) for _ in range(3)]
     ids = {stream.stream_id for stream in own}
     assert len(ids) == 3
@@ -216,7 +216,7 @@ def test_an_own_stream_is_nobody_elses_while_it_lives(accelerator: Device) -> No
     assert {stream.device for stream in own} == {accelerator.at()}
 
 
-def test_the_next_owner_gets_the_stream_of_one_that_is_gone(accelerator: Device) -> None:
+def test_released_stream_gets_next_owner(accelerator: Device) -> None:
     own = own_stream(accelerator.at(), -1)
     before = own.stream_id
     other = own_stream(accelerator.at(), 0)
@@ -233,7 +233,7 @@ def test_work_runs_on_an_own_stream(accelerator: Device) -> None:
     assert x.unique().tolist() == [3.0]
 
 
-def test_an_own_stream_of_another_device_than_the_current_one(pair: Device) -> None:
+def test_own_stream_ignores_current_device(pair: Device) -> None:
     with pair.select(0):
         assert own_stream(pair.at(1)).device == pair.at(1)
         assert pair.current_index() == 0

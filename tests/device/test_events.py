@@ -11,19 +11,19 @@ from cudafuture import CUDAFuture
 from support.harness import Device
 
 
-def test_a_value_on_one_device_has_one_event(device: Device) -> None:
+def test_value_on_one_device_has_one_event(device: Device) -> None:
     future = device.complete(1.0)
     expected = [device.at()] if device.has_streams else []
     assert (list(future.events), list(future.devices)) == (expected, expected)
 
 
-def test_tensors_of_one_device_share_its_event(device: Device) -> None:
+def test_tensors_share_event_of_device(device: Device) -> None:
     future: CUDAFuture[list[torch.Tensor]] = CUDAFuture()
     future.set_result([device.produce(float(i)) for i in range(5)])
     assert len(future.events) == int(device.has_streams)
 
 
-def test_a_value_on_two_devices_has_an_event_on_each(pair: Device) -> None:
+def test_value_on_two_devices_has_two_events(pair: Device) -> None:
     future: CUDAFuture[list[torch.Tensor]] = CUDAFuture()
     future.set_result([pair.produce(1.0, 1), pair.produce(2.0, 0)])
     assert sorted(future.events, key=str) == [pair.at(0), pair.at(1)]
@@ -31,19 +31,19 @@ def test_a_value_on_two_devices_has_an_event_on_each(pair: Device) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", [1.0, {"a": 2}]], ids=repr)
-def test_a_value_without_tensors_has_no_event(device: Device, value: object) -> None:
+def test_value_without_tensors_has_no_event(device: Device, value: object) -> None:
     assert dict(CUDAFuture.completed(value).events) == {}
 
 
-def test_a_tensor_on_the_host_needs_no_event(accelerator: Device) -> None:
+def test_host_tensor_needs_no_event(accelerator: Device) -> None:
     assert dict(CUDAFuture.completed(torch.ones(3)).events) == {}
 
 
-def test_an_empty_tensor_has_an_event_too(accelerator: Device) -> None:
+def test_empty_tensor_has_event(accelerator: Device) -> None:
     assert list(CUDAFuture.completed(torch.empty(0, device=accelerator.at())).events) == [accelerator.at()]
 
 
-def test_an_event_is_pending_until_the_device_gets_there(accelerator: Device) -> None:
+def test_event_is_pending_until_reached(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         event = accelerator.complete(1.0, stream=side).events[accelerator.at()]
@@ -54,7 +54,7 @@ def test_an_event_is_pending_until_the_device_gets_there(accelerator: Device) ->
     assert repr(event) == f"<EventView of {accelerator.at()}: reached>"
 
 
-def test_polling_an_event_comes_to_an_end(accelerator: Device) -> None:
+def test_polling_event_ends(accelerator: Device) -> None:
     future = accelerator.complete(1.0)
     event = future.events[accelerator.at()]
     while not event.query():
@@ -62,7 +62,7 @@ def test_polling_an_event_comes_to_an_end(accelerator: Device) -> None:
     assert future.ready()
 
 
-def test_synchronizing_with_an_event_lets_the_host_read(accelerator: Device) -> None:
+def test_synchronized_host_may_read(accelerator: Device) -> None:
     host = accelerator.make_pinned()
     future: CUDAFuture[None] = CUDAFuture()
     side = accelerator.stream()
@@ -73,7 +73,7 @@ def test_synchronizing_with_an_event_lets_the_host_read(accelerator: Device) -> 
     assert host.sum().item() == 3.0 * host.numel()
 
 
-def test_a_stream_that_waits_for_the_event_may_read(accelerator: Device) -> None:
+def test_waiting_stream_may_read(accelerator: Device) -> None:
     future = accelerator.complete(4.0)
     consumer = accelerator.stream()
     future.events[accelerator.at()].wait(consumer)
@@ -97,14 +97,14 @@ def test_several_streams_wait_for_one_event(accelerator: Device) -> None:
             assert accelerator.read(future.value()) == 4.0
 
 
-def test_a_stream_of_another_device_can_wait(pair: Device) -> None:
+def test_stream_of_other_device_can_wait(pair: Device) -> None:
     future = pair.complete(4.0, 1)
     future.events[pair.at(1)].wait(pair.current(0))
     copied = future.value().to(pair.at(0), non_blocking=True)
     assert pair.read(copied) == 4.0
 
 
-def test_an_event_of_torch_is_reached_when_ours_is(accelerator: Device) -> None:
+def test_torch_event_is_reached_with_ours(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         future = accelerator.complete(4.0, stream=side)
@@ -115,7 +115,7 @@ def test_an_event_of_torch_is_reached_when_ours_is(accelerator: Device) -> None:
     assert future.ready()
 
 
-def test_a_stream_that_waits_for_the_event_of_torch_may_read(accelerator: Device) -> None:
+def test_stream_waiting_for_torch_event_may_read(accelerator: Device) -> None:
     future = accelerator.complete(4.0)
     event = future.events[accelerator.at()].to_torch_event()
     consumer = accelerator.stream()
@@ -124,7 +124,7 @@ def test_a_stream_that_waits_for_the_event_of_torch_may_read(accelerator: Device
         assert accelerator.read(future.value()) == 4.0
 
 
-def test_an_event_of_torch_can_be_made_while_another_device_is_current(pair: Device) -> None:
+def test_torch_event_ignores_current_device(pair: Device) -> None:
     future = pair.complete(4.0, 1)
     event = future.events[pair.at(1)].to_torch_event()
     with pair.select(1):  # torch's own event: its user selects the device
@@ -160,14 +160,14 @@ def test_events_are_used_again(accelerator: Device) -> None:
     assert _C.statistics()["events_made"] == before
 
 
-def test_an_event_that_is_used_again_says_nothing_about_its_former_life(accelerator: Device) -> None:
+def test_reused_event_forgets_earlier_use(accelerator: Device) -> None:
     accelerator.complete(1.0).wait()
     side = accelerator.stream()
     with accelerator.hold(side):
         assert not accelerator.complete(2.0, stream=side).ready()
 
 
-def test_a_stream_that_waits_is_not_held_up_by_what_comes_after_the_event(accelerator: Device) -> None:
+def test_waiting_stream_ignores_later_work(accelerator: Device) -> None:
     side = accelerator.stream()
     future = accelerator.complete(4.0, stream=side)
     with accelerator.hold(side), accelerator.stream():

@@ -27,7 +27,7 @@ def fail_while_filling(device: Device, value: float) -> tuple[CUDAFuture[Any], t
     return future, x
 
 
-def test_who_catches_the_failure_is_ordered_after_the_work(device: Device) -> None:
+def test_failure_handler_follows_work(device: Device) -> None:
     future, x = fail_while_filling(device, 3.0)
     with device.on(device.stream()):
         with pytest.raises(KeyError):
@@ -35,7 +35,7 @@ def test_who_catches_the_failure_is_ordered_after_the_work(device: Device) -> No
         assert device.read(x) == 3.0
 
 
-def test_a_blocking_wait_for_a_failure_waits_for_the_device(device: Device) -> None:
+def test_blocking_wait_for_failure_waits_for_device(device: Device) -> None:
     future, x = fail_while_filling(device, 3.0)
     assert isinstance(future.exception(), KeyError)
     assert future.ready()
@@ -43,13 +43,13 @@ def test_a_blocking_wait_for_a_failure_waits_for_the_device(device: Device) -> N
         assert device.read(x) == 3.0
 
 
-def test_a_failure_has_an_event_for_each_device_of_the_bounds(pair: Device) -> None:
+def test_failure_has_events_of_bounds(pair: Device) -> None:
     future, _ = fail_while_filling(pair, 3.0)
     assert sorted(future.events, key=str) == [pair.at(0), pair.at(1)]
     assert isinstance(future.exception(), KeyError)
 
 
-def test_a_callback_that_recovers_is_ordered_after_the_work(device: Device) -> None:
+def test_recovering_callback_follows_work(device: Device) -> None:
     future, x = fail_while_filling(device, 3.0)
 
     def recover(done: CUDAFuture[Any]) -> torch.Tensor:
@@ -61,7 +61,7 @@ def test_a_callback_that_recovers_is_ordered_after_the_work(device: Device) -> N
         assert device.read(child.wait(non_blocking=True)) == 6.0
 
 
-def test_a_callback_that_recovers_without_the_host_waiting(accelerator: Device) -> None:
+def test_callback_recovers_without_blocking_host(accelerator: Device) -> None:
     future = make_bounded(accelerator)
     side = accelerator.stream()
     with accelerator.hold(side):
@@ -81,7 +81,7 @@ def test_a_callback_that_recovers_without_the_host_waiting(accelerator: Device) 
         assert accelerator.read(child.wait(non_blocking=True)) == 6.0
 
 
-def test_a_callback_that_raises_leaves_its_work_in_order(device: Device) -> None:
+def test_raising_callback_leaves_ordered_work(device: Device) -> None:
     x = device.empty()
     if device.has_streams:
         torch.accelerator.synchronize()
@@ -97,7 +97,7 @@ def test_a_callback_that_raises_leaves_its_work_in_order(device: Device) -> None
         assert device.read(x) == 3.0
 
 
-def test_a_failure_goes_down_the_chain_with_its_order(device: Device) -> None:
+def test_failure_keeps_order_along_chain(device: Device) -> None:
     future, x = fail_while_filling(device, 3.0)
     last = future.then(lambda done: done.value()).then(lambda done: done.value())
     with device.on(device.stream()):
@@ -106,7 +106,7 @@ def test_a_failure_goes_down_the_chain_with_its_order(device: Device) -> None:
         assert device.read(x) == 3.0
 
 
-def test_then_async_keeps_the_order_of_a_failure(device: Device) -> None:
+def test_then_async_keeps_failure_order(device: Device) -> None:
     inner, x = fail_while_filling(device, 3.0)
     child = CUDAFuture.completed(None).then_async(lambda _: inner)
     with device.on(device.stream()):
@@ -115,7 +115,7 @@ def test_then_async_keeps_the_order_of_a_failure(device: Device) -> None:
         assert device.read(x) == 3.0
 
 
-def test_gather_keeps_the_order_of_the_failure(device: Device) -> None:
+def test_gather_keeps_failure_order(device: Device) -> None:
     part, x = fail_while_filling(device, 3.0)
     whole = gather(device.complete(1.0), part)
     with device.on(device.stream()):
@@ -124,7 +124,7 @@ def test_gather_keeps_the_order_of_the_failure(device: Device) -> None:
         assert device.read(x) == 3.0
 
 
-def test_collect_all_keeps_the_order_of_failures(device: Device) -> None:
+def test_collect_all_keeps_failure_order(device: Device) -> None:
     (first, x), (second, y) = fail_while_filling(device, 3.0), fail_while_filling(device, 4.0)
     whole = collect_all([first, second])
     with device.on(device.stream()):
@@ -132,7 +132,7 @@ def test_collect_all_keeps_the_order_of_failures(device: Device) -> None:
         assert [device.read(x), device.read(y)] == [3.0, 4.0]
 
 
-def test_collect_any_keeps_the_order_of_all_failures(device: Device) -> None:
+def test_collect_any_keeps_failure_order(device: Device) -> None:
     (first, x), (second, y) = fail_while_filling(device, 3.0), fail_while_filling(device, 4.0)
     whole = collect_any([first, second])
     with device.on(device.stream()):
@@ -141,7 +141,7 @@ def test_collect_any_keeps_the_order_of_all_failures(device: Device) -> None:
         assert [device.read(x), device.read(y)] == [3.0, 4.0]
 
 
-def test_a_failure_without_bounds_has_no_events(device: Device) -> None:
+def test_failure_without_bounds_has_no_events(device: Device) -> None:
     future = CUDAFuture.failed(KeyError("no"))
     assert dict(future.events) == {}
     assert isinstance(future.exception(), KeyError)
@@ -154,7 +154,7 @@ def test_a_cancelled_future_has_no_events(device: Device) -> None:
     assert future.ready()
 
 
-def test_a_value_outside_the_bounds_fails_in_order(pair: Device) -> None:
+def test_value_outside_bounds_fails_in_order(pair: Device) -> None:
     future = CUDAFuture[Any](devices=[pair.at(0)])
     with pair.stream(index=0):
         x = pair.produce(3.0, 0)
@@ -187,7 +187,7 @@ def fails_on_the_device(device: Any, future: CUDAFuture[Any] | None = None) -> C
     return future
 
 
-def test_a_device_error_is_the_late_error_of_a_completed_future(accelerator: Device) -> None:
+def test_device_error_becomes_late_error(accelerator: Device) -> None:
     with breaking(accelerator):
         future = fails_on_the_device(accelerator)
         with pytest.raises(RuntimeError, match="illegal address"):
@@ -198,7 +198,7 @@ def test_a_device_error_is_the_late_error_of_a_completed_future(accelerator: Dev
             future.ready()
 
 
-def test_polling_a_future_whose_device_fails_comes_to_an_end(accelerator: Device) -> None:
+def test_polling_ends_on_device_failure(accelerator: Device) -> None:
     with breaking(accelerator):
         future = fails_on_the_device(accelerator)
 
@@ -210,13 +210,13 @@ def test_polling_a_future_whose_device_fails_comes_to_an_end(accelerator: Device
             poll()
 
 
-def test_a_blocking_callback_runs_although_the_device_failed(accelerator: Device) -> None:
+def test_blocking_callback_runs_despite_device_failure(accelerator: Device) -> None:
     with breaking(accelerator):
         child = fails_on_the_device(accelerator).then(lambda done: str(done.late_error), non_blocking=False)
         assert "illegal address" in child.wait()
 
 
-def test_blocking_callbacks_behind_a_device_error_keep_their_order(accelerator: Device) -> None:
+def test_blocking_callbacks_keep_order_behind_error(accelerator: Device) -> None:
     ran: list[int] = []
     with breaking(accelerator):
         future: CUDAFuture[Any] = CUDAFuture()
@@ -227,7 +227,7 @@ def test_blocking_callbacks_behind_a_device_error_keep_their_order(accelerator: 
     assert ran == list(range(5))
 
 
-def test_a_device_that_breaks_later_does_not_hide_the_failure_of_the_future(accelerator: Device) -> None:
+def test_later_device_error_keeps_failure(accelerator: Device) -> None:
     with breaking(accelerator):
         future = make_bounded(accelerator)
         with accelerator.stream():
@@ -243,7 +243,7 @@ def test_a_device_that_breaks_later_does_not_hide_the_failure_of_the_future(acce
         assert "illegal address" in str(future.late_error)
 
 
-def test_a_device_error_does_not_hide_the_failure_of_the_future(accelerator: Device) -> None:
+def test_device_error_keeps_failure(accelerator: Device) -> None:
     with breaking(accelerator):
         future = make_bounded(accelerator)
         with accelerator.stream():
@@ -254,7 +254,7 @@ def test_a_device_error_does_not_hide_the_failure_of_the_future(accelerator: Dev
         assert "illegal address" in str(future.late_error)
 
 
-def test_a_future_that_was_finished_before_has_no_late_error(accelerator: Device) -> None:
+def test_finished_future_has_no_late_error(accelerator: Device) -> None:
     with breaking(accelerator):
         future = accelerator.complete(1.0)
         future.wait()
@@ -263,7 +263,7 @@ def test_a_future_that_was_finished_before_has_no_late_error(accelerator: Device
         assert future.late_error is None
 
 
-def test_awaiting_a_future_whose_device_fails_raises(accelerator: Device) -> None:
+def test_await_raises_device_error(accelerator: Device) -> None:
     async def main() -> None:
         with pytest.raises(RuntimeError, match="illegal address"):
             await fails_on_the_device(accelerator)
@@ -272,14 +272,14 @@ def test_awaiting_a_future_whose_device_fails_raises(accelerator: Device) -> Non
         asyncio.run(main())
 
 
-def test_a_gather_over_a_device_that_fails_has_the_late_error(accelerator: Device) -> None:
+def test_gather_has_late_error_of_device(accelerator: Device) -> None:
     with breaking(accelerator):
         whole = gather(fails_on_the_device(accelerator), accelerator.complete(1.0))
         with pytest.raises(RuntimeError, match="illegal address"):
             whole.wait()
 
 
-def test_a_device_that_records_no_event_fails_the_future(accelerator: Device) -> None:
+def test_unrecorded_event_fails_future(accelerator: Device) -> None:
     if not isinstance(accelerator, Simulated):
         pytest.skip("a stream of a device that is not there cannot be made")
     kind = int(accelerator.current().device_type)

@@ -83,7 +83,7 @@ def test_what_is_written_is_read(direct: Device, tmp_path: Path) -> None:
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(outs, parts, strict=True))
 
 
-def test_what_cannot_go_directly_goes_as_in_a_file(direct: Device, tmp_path: Path) -> None:
+def test_unsupported_transfer_uses_plain_file(direct: Device, tmp_path: Path) -> None:
     with GDSFile(tmp_path / "file", "w+") as file:
         before = CuFile.moved
         source = torch.arange(12.0).reshape(3, 4)

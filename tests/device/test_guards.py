@@ -38,7 +38,7 @@ def test_synchronizing_with_what_is_elsewhere(pair: Device) -> None:
     assert future.ready()
 
 
-def test_a_stream_that_waits_for_what_is_elsewhere(pair: Device) -> None:
+def test_stream_waits_for_other_device(pair: Device) -> None:
     with pair.on(pair.stream(index=1)):
         future = pair.complete(1.0, 1)
         assert pair.current_index() == 1
@@ -59,7 +59,7 @@ def test_a_blocking_callback_behind_work_elsewhere(pair: Device) -> None:
     assert pair.read(child.wait()) == 1.0
 
 
-def test_more_events_elsewhere_than_are_kept_are_destroyed(pair: Device) -> None:
+def test_surplus_events_elsewhere_are_destroyed(pair: Device) -> None:
     x = pair.produce(1.0, 1)
     futures: list[CUDAFuture[Any]] = [CUDAFuture() for _ in range(MANY)]
     for future in futures:
@@ -68,7 +68,7 @@ def test_more_events_elsewhere_than_are_kept_are_destroyed(pair: Device) -> None
     assert pair.current_index() == 0
 
 
-def test_an_event_of_torch_for_what_is_elsewhere(pair: Device) -> None:
+def test_torch_event_covers_other_device(pair: Device) -> None:
     event = pair.complete(1.0, 1).events[pair.at(1)].to_torch_event()
     assert event.device == pair.at(1)
     with pair.select(1):

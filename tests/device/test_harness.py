@@ -19,25 +19,25 @@ def test_measuring_ends_when_a_figure_repeats() -> None:
     assert left == [4.0]
 
 
-def test_figures_that_repeat_before_the_clock_has_risen_do_not_count() -> None:
+def test_figures_before_clock_rise_do_not_count() -> None:
     measure, left = figures(30.0, 30.0, 30.0, 8.0, 5.0, 5.0, 4.0)
     assert settle(measure, warm_up=95.0) == 5.0
     assert left == [4.0]
 
 
-def test_one_figure_after_a_warm_up_is_not_enough() -> None:
+def test_one_figure_after_warm_up_is_insufficient() -> None:
     measure, left = figures(100.0, 5.0, 5.0)
     assert settle(measure, warm_up=50.0) == 5.0
     assert left == []
 
 
-def test_a_figure_that_another_program_has_disturbed_does_not_count() -> None:
+def test_disturbed_figure_does_not_count() -> None:
     measure, left = figures(5.0, 9.0, 9.0, 5.0)
     assert settle(measure) == 5.0
     assert left == []
 
 
-def test_figures_that_never_repeat_end_with_the_least() -> None:
+def test_unstable_figures_return_least() -> None:
     measure, left = figures(16.0, 4.0, 2.0, 8.0, 1.0)
     assert settle(measure, at_most=4) == 2.0
     assert left == [1.0]

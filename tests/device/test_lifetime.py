@@ -75,7 +75,7 @@ def test_three_streams_use_one_value(device: Device, blocking: bool) -> None:
             assert device.read(y) == 6.0
 
 
-def test_with_hold_the_future_keeps_the_memory_until_the_streams_are_joined(device: Device) -> None:
+def test_hold_keeps_memory_until_join(device: Device) -> None:
     producer, second, third = device.stream(), device.stream(), device.stream()
     future = Future(lifetime="hold")
     with device.on(producer):
@@ -96,7 +96,7 @@ def test_with_hold_the_future_keeps_the_memory_until_the_streams_are_joined(devi
 
 
 @pytest.mark.parametrize(("lifetime", "deferred"), [("record", 1), ("hold", 0)])
-def test_with_hold_the_allocator_is_told_nothing(accelerator: Device, lifetime: Any, deferred: int) -> None:
+def test_hold_bypasses_allocator(accelerator: Device, lifetime: Any, deferred: int) -> None:
     if not isinstance(accelerator, Simulated):
         pytest.skip("the allocator does not say what it holds back")
     future = Future(lifetime=lifetime)
@@ -121,7 +121,7 @@ def test_a_child_does_not_inherit_hold(accelerator: Device) -> None:
         assert accelerator.sim.statistics().deferred_blocks == 1
 
 
-def test_tensors_that_cannot_be_found_are_named(device: Device) -> None:
+def test_unfindable_tensors_are_named(device: Device) -> None:
     producer, consumer = device.stream(), device.stream()
     future: CUDAFuture[Callable[[], torch.Tensor]] = CUDAFuture()
     with device.on(producer):
@@ -161,7 +161,7 @@ def test_named_tensors_go_along(device: Device, combined: str) -> None:
         assert device.read(y) == 6.0
 
 
-def test_who_waits_for_all_tells_the_allocator_about_each(device: Device) -> None:
+def test_wait_all_records_every_tensor(device: Device) -> None:
     producer, consumer = device.stream(), device.stream()
     whole = collect_all([device.complete(2.0, stream=producer)])
     with device.on(consumer):
@@ -173,7 +173,7 @@ def test_who_waits_for_all_tells_the_allocator_about_each(device: Device) -> Non
 
 
 @pytest.mark.parametrize("priority", [0, -1])
-def test_who_waits_for_a_gather_tells_the_allocator_about_each(device: Device, priority: int) -> None:
+def test_gather_wait_records_every_tensor(device: Device, priority: int) -> None:
     producer, consumer = device.stream(), device.stream(priority)
     whole = gather(device.complete(2.0, stream=producer), device.complete(3.0, stream=producer))
     with device.on(consumer):
@@ -186,7 +186,7 @@ def test_who_waits_for_a_gather_tells_the_allocator_about_each(device: Device, p
         assert device.read(z) == 6.0
 
 
-def test_a_tensor_that_was_replaced_in_the_value_is_followed(device: Device) -> None:
+def test_replaced_tensor_is_followed(device: Device) -> None:
     producer, consumer = device.stream(), device.stream()
     future: CUDAFuture[list[torch.Tensor]] = CUDAFuture()
     with device.on(producer):
@@ -204,7 +204,7 @@ def test_a_tensor_that_was_replaced_in_the_value_is_followed(device: Device) -> 
         assert device.read(z) == 10.0
 
 
-def test_memory_comes_back_once_everybody_has_finished(accelerator: Device) -> None:
+def test_memory_returns_after_last_use(accelerator: Device) -> None:
     if not isinstance(accelerator, Simulated):
         pytest.skip("the allocator may take another block of that size")
     producer, consumer = accelerator.stream(), accelerator.stream()

@@ -32,7 +32,7 @@ def make_numbers(size: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_tensor_goes_from_any_device_to_any_other(accelerator: Device, store: DiskStore, size: int) -> None:
+def test_tensor_moves_between_any_devices(accelerator: Device, store: DiskStore, size: int) -> None:
     places = [torch.device("cpu"), *(accelerator.at(i) for i in accelerator.indices())]
     for source in places:
         store.write("tensor", make_numbers(size).to(source)).wait(timeout=PATIENCE)
@@ -45,7 +45,7 @@ def test_a_tensor_goes_from_any_device_to_any_other(accelerator: Device, store: 
             assert torch.equal(out.cpu(), make_numbers(size))
 
 
-def test_many_tensors_of_several_devices_are_packed(accelerator: Device, store: DiskStore) -> None:
+def test_tensors_of_several_devices_are_packed(accelerator: Device, store: DiskStore) -> None:
     places = [torch.device("cpu"), *(accelerator.at(i) for i in accelerator.indices())]
     tensors = {f"{i}": make_numbers(100 + i, i).to(places[i % len(places)]) for i in range(300)}
     store.writev(tensors).wait(timeout=PATIENCE)
@@ -57,7 +57,7 @@ def test_many_tensors_of_several_devices_are_packed(accelerator: Device, store: 
         assert torch.equal(got, tensor.cpu())
 
 
-def test_digests_are_those_of_the_bytes_of_devices(accelerator: Device, store: DiskStore) -> None:
+def test_digests_match_device_bytes(accelerator: Device, store: DiskStore) -> None:
     places = [torch.device("cpu"), *(accelerator.at(i) for i in accelerator.indices())]
     hosts = {f"{i}": make_numbers(size, i) for i, size in enumerate(SIZES * len(places))}
     tensors = {key: host.to(places[int(key) % len(places)]) for key, host in hosts.items()}
@@ -71,7 +71,7 @@ def test_digests_are_those_of_the_bytes_of_devices(accelerator: Device, store: D
 
 
 @pytest.mark.parametrize("size", [0, 1000, 300_001])
-def test_what_has_another_digest_on_a_device_is_not_written(accelerator: Device, store: DiskStore, size: int) -> None:
+def test_wrong_digest_on_device_is_not_written(accelerator: Device, store: DiskStore, size: int) -> None:
     store.write("x", make_numbers(size)).wait(timeout=PATIENCE)
     changed = torch.full((size,), 7.0, device=accelerator.at())
     told = torch.ones(1, dtype=torch.bool, device="cpu")
@@ -83,7 +83,7 @@ def test_what_has_another_digest_on_a_device_is_not_written(accelerator: Device,
     assert torch.equal(store.read("x", device="cpu").wait(timeout=PATIENCE), make_numbers(size))
 
 
-def test_views_on_a_device_are_stored_and_filled(accelerator: Device, store: DiskStore) -> None:
+def test_device_views_are_stored_and_filled(accelerator: Device, store: DiskStore) -> None:
     tensor = make_numbers(90_000).reshape(300, 300)
     store.write("view", tensor.to(accelerator.at()).t()).wait(timeout=PATIENCE)
     target = torch.zeros(300, 300, device=accelerator.at())
@@ -93,7 +93,7 @@ def test_views_on_a_device_are_stored_and_filled(accelerator: Device, store: Dis
 
 @pytest.mark.parametrize("priority", PRIORITIES)
 @pytest.mark.parametrize("size", [SIZE, 300_000])
-def test_streams_are_in_order_all_the_way(accelerator: Device, store: DiskStore, priority: int, size: int) -> None:
+def test_streams_stay_in_order(accelerator: Device, store: DiskStore, priority: int, size: int) -> None:
     with accelerator.on(accelerator.stream()):
         x = torch.empty(size, device=accelerator.at())
         accelerator.delay()
@@ -111,7 +111,7 @@ def test_streams_are_in_order_all_the_way(accelerator: Device, store: DiskStore,
     assert accelerator.read(read.then(lambda done: done.value() * 2, priority=priority).wait(timeout=PATIENCE)) == 6.0
 
 
-def test_what_was_read_may_be_dropped_with_the_device_still_at_it(accelerator: Device, store: DiskStore) -> None:
+def test_read_result_may_be_dropped_early(accelerator: Device, store: DiskStore) -> None:
     store.write("tensor", make_numbers(100_000)).wait(timeout=PATIENCE)
     reads = [store.read("tensor", device=accelerator.at()) for _ in range(8)]
     whole = gather(*reads)

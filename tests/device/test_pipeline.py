@@ -32,9 +32,7 @@ def layers() -> list[nn.Module]:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize(("table", "stages"), [("gpipe", 2), ("1f1b", 2), ("zb1p", 2), ("interleaved_1f1b", 4)])
-def test_stages_on_two_devices_train_as_the_plain_model_does(
-    pair: Device, table: str, stages: int, checkpoint: Any
-) -> None:
+def test_two_devices_train_like_plain_model(pair: Device, table: str, stages: int, checkpoint: Any) -> None:
     plain = nn.Sequential(*layers())
     balance = [4 // stages] * stages
     pipeline = Pipeline(
@@ -68,7 +66,7 @@ def make_pipeline(pair: Device) -> Pipeline:
     return Pipeline(nn.Sequential(*layers()), [pair.at(0), pair.at(1)], balance=[2, 2], microbatches=4)
 
 
-def test_calling_it_orders_the_devices_after_each_other(pair: Device) -> None:
+def test_call_orders_devices(pair: Device) -> None:
     pipeline = make_pipeline(pair)
     for value in (1.0, 2.0, 3.0):
         batch = torch.stack([pair.produce(value, index=0)] * 4)
@@ -81,7 +79,7 @@ def test_calling_it_orders_the_devices_after_each_other(pair: Device) -> None:
 
 
 @pytest.mark.torch_makes_contexts("autograd destroys its events with another device current")
-def test_backward_of_a_call_orders_the_devices_after_each_other(pair: Device) -> None:
+def test_backward_of_call_orders_devices(pair: Device) -> None:
     if pair.at().type == "sim":
         pytest.skip("strict devices report autograd's own events; tests/pipeline has this without them")
     pipeline = make_pipeline(pair)
@@ -93,7 +91,7 @@ def test_backward_of_a_call_orders_the_devices_after_each_other(pair: Device) ->
     pipeline.close()
 
 
-def test_a_task_of_a_worker_is_ordered_before_its_consumer(accelerator: Device) -> None:
+def test_worker_task_precedes_its_consumer(accelerator: Device) -> None:
     with Workers([accelerator.at()]) as workers:
         made = workers.submit(accelerator.at(), lambda: accelerator.produce(3.0), stream=accelerator.stream())
         assert accelerator.read(made.wait(non_blocking=True)) == 3

@@ -138,14 +138,14 @@ def test_other_objects_are_passed_on(device: Device) -> None:
     assert arrived[5] == proxy
 
 
-def test_an_object_that_moves_itself_is_pinned_and_moved(accelerator: Device) -> None:
+def test_movable_object_is_pinned_and_moved(accelerator: Device) -> None:
     for moved in prefetch([Moving(torch.ones(3)), Moving(torch.ones(3))], accelerator.at()):
         assert moved.was_pinned
         assert moved.x.device == accelerator.at()
         assert moved.x.tolist() == [1] * 3
 
 
-def test_a_type_error_of_an_object_that_moves_itself_is_raised(accelerator: Device) -> None:
+def test_movable_object_type_error_is_raised(accelerator: Device) -> None:
     calls = []
 
     class Broken:
@@ -158,7 +158,7 @@ def test_a_type_error_of_an_object_that_moves_itself_is_raised(accelerator: Devi
     assert calls == [True]
 
 
-def test_what_is_on_the_device_already_is_passed_on(accelerator: Device) -> None:
+def test_device_batch_passes_unchanged(accelerator: Device) -> None:
     there = torch.ones(3, device=accelerator.at())
     for x, y in prefetch([(there, torch.zeros(2))] * 3, accelerator.at()):
         assert x is there
@@ -197,22 +197,22 @@ def test_batches_may_be_kept(device: Device) -> None:
     assert [device.read(x) for x in kept] == list(range(12))
 
 
-def test_an_iterable_without_batches_is_an_epoch_without_batches(device: Device) -> None:
+def test_empty_iterable_is_empty_epoch(device: Device) -> None:
     batches = prefetch([], device.at())
     assert list(batches) == list(batches) == []
 
 
-def test_the_length_is_that_of_the_iterable(device: Device) -> None:
+def test_length_is_that_of_iterable(device: Device) -> None:
     assert len(prefetch([1, 2, 3], device.at())) == 3
     with pytest.raises(TypeError):
         len(prefetch(Remade(lambda: iter([])), device.at()))
 
 
-def test_the_current_accelerator_is_the_default_device(accelerator: Device) -> None:
+def test_current_accelerator_is_default(accelerator: Device) -> None:
     assert prefetch([]).device.type == accelerator.name
 
 
-def test_an_iterator_that_is_done_stays_done(device: Device) -> None:
+def test_exhausted_iterator_stays_exhausted(device: Device) -> None:
     epoch = iter(prefetch([1], device.at()))
     assert next(epoch) == 1
     for _ in range(2):
@@ -235,7 +235,7 @@ def test_wrong_arguments_are_refused(device: Device) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_no_more_than_depth_batches_are_read_ahead(device: Device, depth: int) -> None:
+def test_depth_limits_batches_ahead(device: Device, depth: int) -> None:
     requested, ahead = [0], []
 
     def read() -> Iterator[Tensor]:
@@ -251,7 +251,7 @@ def test_no_more_than_depth_batches_are_read_ahead(device: Device, depth: int) -
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, Moving, Opaque], ids=["bare", "moving", "opaque"])
-def test_no_more_than_so_many_bytes_are_read_ahead(device: Device, wrap: Any) -> None:
+def test_bytes_limit_batches_ahead(device: Device, wrap: Any) -> None:
     requested, ahead = [0], []
 
     def read() -> Iterator[Tensor]:
@@ -267,7 +267,7 @@ def test_no_more_than_so_many_bytes_are_read_ahead(device: Device, wrap: Any) ->
     assert values(ones(prefetch(make_tensors(range(3)), device.at(), bytes=1))) == [0, 1, 2]
 
 
-def test_batches_are_read_before_they_are_asked_for(device: Device) -> None:
+def test_batches_are_read_ahead(device: Device) -> None:
     read_all = threading.Event()
 
     def read() -> Iterator[Tensor]:
@@ -279,7 +279,7 @@ def test_batches_are_read_before_they_are_asked_for(device: Device) -> None:
     assert values(ones(epoch)) == [0, 1, 2]
 
 
-def test_the_iterator_is_made_in_the_callers_thread_and_pulled_in_one_other(device: Device) -> None:
+def test_iterator_is_made_by_caller(device: Device) -> None:
     made, pulled = [], []
 
     def read() -> Iterator[int]:
@@ -300,7 +300,7 @@ def test_the_iterator_is_made_in_the_callers_thread_and_pulled_in_one_other(devi
 # ---- streams
 
 
-def test_the_current_stream_and_device_stay_as_they_are(pair: Device) -> None:
+def test_current_stream_and_device_stay(pair: Device) -> None:
     with pair.select(1):
         before = current_streams([pair.at(0), pair.at(1)])
         for _ in prefetch(make_tensors(range(3)), pair.at(0), transform=lambda x: x + 1):
@@ -308,7 +308,7 @@ def test_the_current_stream_and_device_stay_as_they_are(pair: Device) -> None:
             assert pair.current_index() == 1
 
 
-def test_all_epochs_are_copied_on_one_stream(accelerator: Device) -> None:
+def test_epochs_share_one_copy_stream(accelerator: Device) -> None:
     seen = []
 
     def note(batch: Tensor) -> Tensor:
@@ -322,12 +322,12 @@ def test_all_epochs_are_copied_on_one_stream(accelerator: Device) -> None:
     assert seen[0] != current_streams([accelerator.at()])[0]
 
 
-def test_a_consumer_is_ordered_after_the_copy(accelerator: Device) -> None:
+def test_consumer_follows_copy(accelerator: Device) -> None:
     for i, batch in enumerate(prefetch(make_tensors(range(4)), accelerator.at())):
         assert accelerator.read(batch) == i
 
 
-def test_a_copy_waits_until_the_consumer_has_finished_with_the_memory(accelerator: Device) -> None:
+def test_copy_waits_for_consumer_of_memory(accelerator: Device) -> None:
     doubled = []
     for batch in prefetch(make_tensors(range(12)), accelerator.at(), depth=1):
         accelerator.delay()
@@ -346,7 +346,7 @@ def test_the_copy_runs_beside_the_consumer(accelerator: Device) -> None:
     assert accelerator.read(third) == 2
 
 
-def test_batches_may_be_taken_on_several_streams(accelerator: Device) -> None:
+def test_several_streams_may_take_batches(accelerator: Device) -> None:
     streams = [accelerator.stream() for _ in range(3)]
     epoch = iter(prefetch(make_tensors(range(12)), accelerator.at(), depth=2))
     means = []
@@ -361,7 +361,7 @@ def test_batches_may_be_taken_on_several_streams(accelerator: Device) -> None:
     assert values(means) == list(range(12))
 
 
-def test_the_reader_polls_for_copies_and_does_not_block_in_the_driver(accelerator: Device) -> None:
+def test_reader_polls_without_blocking_driver(accelerator: Device) -> None:
     """A driver's own wait keeps a core busy. Here it returns at once, so that only polling holds the reader back."""
     read: list[int] = []
 
@@ -391,7 +391,7 @@ def test_a_transform_runs_behind_the_copy(device: Device) -> None:
         assert device.read(batch["same"]) == i
 
 
-def test_the_memory_of_a_transform_is_kept_while_the_consumer_uses_it(accelerator: Device) -> None:
+def test_transform_memory_lives_during_use(accelerator: Device) -> None:
     sent, used = threading.Event(), threading.Event()
     results: list[None] = []
 
@@ -413,7 +413,7 @@ def test_the_memory_of_a_transform_is_kept_while_the_consumer_uses_it(accelerato
     assert values(means) == [1, 2]
 
 
-def test_a_transform_has_the_grad_mode_of_the_caller(device: Device) -> None:
+def test_transform_has_grad_mode_of_caller(device: Device) -> None:
     modes = []
     batches = prefetch(make_tensors(range(2)), device.at(), transform=lambda x: modes.append(torch.is_grad_enabled()))
     with torch.no_grad():
@@ -423,7 +423,7 @@ def test_a_transform_has_the_grad_mode_of_the_caller(device: Device) -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, Moving, Opaque], ids=["bare", "moving", "opaque"])
-def test_a_batch_is_ordered_after_what_its_loader_has_enqueued(accelerator: Device, wrap: Any) -> None:
+def test_batch_follows_work_of_loader(accelerator: Device, wrap: Any) -> None:
     def read() -> Iterator[Any]:  # on the default stream
         for i in range(4):
             yield {"there": wrap(accelerator.produce(float(i))), "here": torch.zeros(1)}
@@ -433,7 +433,7 @@ def test_a_batch_is_ordered_after_what_its_loader_has_enqueued(accelerator: Devi
             assert accelerator.read(getattr(batch["there"], "x", batch["there"])) == i
 
 
-def test_batches_that_nobody_takes_are_freed_after_their_copy(accelerator: Device) -> None:
+def test_abandoned_batches_are_freed(accelerator: Device) -> None:
     sent = threading.Event()
     means: list[Tensor] = []
 
@@ -460,7 +460,7 @@ class LoaderError(Exception):
     pass
 
 
-def test_an_error_of_the_iterable_comes_out_at_its_batch(device: Device) -> None:
+def test_iterable_error_arrives_at_its_batch(device: Device) -> None:
     def fail_at_2() -> Iterator[Tensor]:
         yield from make_tensors(range(2))
         raise LoaderError("no third batch")
@@ -477,7 +477,7 @@ def test_an_error_of_the_iterable_comes_out_at_its_batch(device: Device) -> None
             next(epoch)
 
 
-def test_an_error_of_the_transform_comes_out_at_its_batch(device: Device) -> None:
+def test_transform_error_arrives_at_its_batch(device: Device) -> None:
     def fail_at_1(batch: Tensor) -> Tensor:
         if batch.max() == 1:
             raise LoaderError("a transform")
@@ -491,13 +491,13 @@ def test_an_error_of_the_transform_comes_out_at_its_batch(device: Device) -> Non
             next(epoch)
 
 
-def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch_in_silence(device: Device) -> None:
+def test_transform_stop_iteration_is_an_error(device: Device) -> None:
     batches = prefetch(make_tensors(range(4)), device.at(), transform=lambda batch: next(iter(())))
     with pytest.raises(RuntimeError, match=r"a transform of prefetch\(\) raised StopIteration"):
         list(batches)
 
 
-def test_the_iterator_is_dropped_at_the_end_of_its_epoch(device: Device) -> None:
+def test_iterator_is_dropped_after_epoch(device: Device) -> None:
     dropped = threading.Event()
 
     class Source:
@@ -518,7 +518,7 @@ def test_the_iterator_is_dropped_at_the_end_of_its_epoch(device: Device) -> None
     assert dropped.wait(LONG)
 
 
-def test_a_forked_child_ends_although_it_drops_an_epoch(device: Device) -> None:
+def test_forked_child_dropping_epoch_ends(device: Device) -> None:
     epoch = iter(prefetch(make_tensors(range(4)), device.at()))
     next(epoch)
     reader = weakref.ref(epoch._reader)
@@ -530,7 +530,7 @@ def test_a_forked_child_ends_although_it_drops_an_epoch(device: Device) -> None:
     assert len(list(epoch)) == 3
 
 
-def test_a_failed_batch_frees_its_memory_at_once(device: Device) -> None:
+def test_failed_batch_frees_memory_immediately(device: Device) -> None:
     class Fragile:
         def __init__(self) -> None:
             self.x = torch.ones(3)
@@ -558,7 +558,7 @@ def test_a_failed_batch_frees_its_memory_at_once(device: Device) -> None:
         gc.enable()
 
 
-def test_an_epoch_that_is_left_closes_the_iterator(device: Device) -> None:
+def test_abandoned_epoch_closes_iterator(device: Device) -> None:
     closed = threading.Event()
 
     def read() -> Iterator[Tensor]:
@@ -574,7 +574,7 @@ def test_an_epoch_that_is_left_closes_the_iterator(device: Device) -> None:
     assert values(ones(batches)) == list(range(100))
 
 
-def test_a_new_epoch_waits_until_the_one_before_is_out_of_the_iterable(device: Device) -> None:
+def test_new_epoch_waits_for_previous_reader(device: Device) -> None:
     inside, go_on = threading.Event(), threading.Event()
     running = []
 
@@ -598,7 +598,7 @@ def test_a_new_epoch_waits_until_the_one_before_is_out_of_the_iterable(device: D
     assert next(epoch) == 1
 
 
-def test_ctrl_c_ends_the_wait_for_a_batch_and_the_prefetcher_can_be_used_again(device: Device) -> None:
+def test_ctrl_c_leaves_prefetcher_usable(device: Device) -> None:
     go_on = threading.Event()
 
     def read() -> Iterator[int]:
@@ -636,7 +636,7 @@ class Rows(torch.utils.data.Dataset[Tensor]):
         return torch.full((SIZE,), float(index))
 
 
-def test_batches_of_a_data_loader_with_workers(device: Device) -> None:
+def test_data_loader_workers_deliver_batches(device: Device) -> None:
     loader = torch.utils.data.DataLoader(Rows(), batch_size=3, num_workers=2, multiprocessing_context="fork")
     batches = prefetch(loader, device.at())
     for _epoch in range(2):
@@ -668,7 +668,7 @@ class Stateful:
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("taken", range(9))
-def test_a_resumed_program_gets_the_batches_that_it_had_not_taken(device: Device, taken: int, depth: int) -> None:
+def test_resume_delivers_remaining_batches(device: Device, taken: int, depth: int) -> None:
     batches = prefetch(Stateful(), device.at(), depth=depth)
     epoch = iter(batches)
     for _ in range(taken):
@@ -683,7 +683,7 @@ def test_a_resumed_program_gets_the_batches_that_it_had_not_taken(device: Device
     assert values(ones(batches)) == list(range(8))
 
 
-def test_an_iterable_without_state_cannot_be_resumed(device: Device) -> None:
+def test_stateless_iterable_refuses_resume(device: Device) -> None:
     with pytest.raises(TypeError, match="list has no state_dict"):
         prefetch([], device.at()).state_dict()
     with pytest.raises(TypeError, match="list has no load_state_dict"):
@@ -715,7 +715,7 @@ def test_the_next_epoch_is_read_ahead(device: Device) -> None:
     batches.close()
 
 
-def test_a_function_is_told_the_number_of_each_epoch_before_it_is_read(device: Device) -> None:
+def test_set_epoch_precedes_each_epoch(device: Device) -> None:
     numbers: list[int] = []
     batches = prefetch(Remade(lambda: iter([numbers[-1]] * 2)), device.at(), across_epochs=numbers.append)
     assert [list(batches) for _ in range(3)] == [[0, 0], [1, 1], [2, 2]]
@@ -723,7 +723,7 @@ def test_a_function_is_told_the_number_of_each_epoch_before_it_is_read(device: D
     assert numbers == [0, 1, 2, 3]
 
 
-def test_an_error_is_not_followed_by_the_next_epoch(device: Device) -> None:
+def test_error_stops_following_epochs(device: Device) -> None:
     made: list[int] = []
 
     def make() -> Iterator[int]:
@@ -746,7 +746,7 @@ def test_futures_of_batches_are_yielded(device: Device) -> None:
     assert [device.read(future.wait(non_blocking=True)) for future in futures] == list(range(6))
 
 
-def test_a_future_is_there_before_its_batch_is_on_the_device(device: Device) -> None:
+def test_future_precedes_its_batch(device: Device) -> None:
     go_on = threading.Event()
 
     def transform(batch: Tensor) -> Tensor:
@@ -769,7 +769,7 @@ def test_futures_may_be_dropped(accelerator: Device) -> None:
     assert [accelerator.read(x) for x in others] == [9.0] * 8
 
 
-def test_an_error_fails_the_future_of_its_batch(device: Device) -> None:
+def test_error_fails_future_of_batch(device: Device) -> None:
     def read() -> Iterator[Tensor]:
         yield from make_tensors(range(1))
         raise LoaderError("no second batch")
@@ -802,7 +802,7 @@ async def collect(batches: Prefetcher) -> list[Any]:
     return [x.double().mean() async for x in batches]
 
 
-def test_an_async_iterable_is_pulled_in_the_callers_loop(device: Device) -> None:
+def test_async_iterable_runs_in_caller_loop(device: Device) -> None:
     async def main() -> None:
         batches = prefetch(Asynchronous(6), device.at())
         for _epoch in range(2):
@@ -820,7 +820,7 @@ def test_any_iterable_can_be_awaited(device: Device) -> None:
     asyncio.run(main())
 
 
-def test_an_error_of_an_async_iterable_comes_out_at_its_batch(device: Device) -> None:
+def test_async_iterable_error_arrives_at_batch(device: Device) -> None:
     async def main() -> None:
         batches = prefetch(Asynchronous(2, LoaderError("no third batch")), device.at())
         for _epoch in range(2):
@@ -844,7 +844,7 @@ def test_an_async_epoch_can_be_left(device: Device) -> None:
     asyncio.run(main())
 
 
-def test_an_async_iterable_is_not_for_a_plain_loop(device: Device) -> None:
+def test_plain_loop_refuses_async_iterable(device: Device) -> None:
     with pytest.raises(TypeError, match="async for"):
         iter(prefetch(Asynchronous(1), device.at()))
 
@@ -864,7 +864,7 @@ def test_batches_and_bytes_are_counted(device: Device, futures: bool) -> None:
     assert batches.statistics().batches == 10
 
 
-def test_the_time_that_the_consumer_waits_for_the_loader_is_counted(device: Device) -> None:
+def test_wait_for_loader_is_counted(device: Device) -> None:
     go_on = threading.Event()
 
     def read() -> Iterator[int]:
@@ -882,7 +882,7 @@ def test_the_time_that_the_consumer_waits_for_the_loader_is_counted(device: Devi
     asyncio.run(main())
 
 
-def test_the_time_that_the_consumer_waits_for_packing_is_counted(device: Device) -> None:
+def test_wait_for_packing_is_counted(device: Device) -> None:
     go_on = threading.Event()
 
     def transform(batch: Tensor) -> Tensor:

@@ -91,9 +91,7 @@ class Seen:
 
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("futures", [False, True])
-def test_batches_taken_in_inference_mode_leave_ordinary_memory_to_later_ones(
-    device: Device, pack: bool, futures: bool
-) -> None:
+def test_inference_mode_leaves_ordinary_memory(device: Device, pack: bool, futures: bool) -> None:
     weight = torch.ones(SIZE, requires_grad=True, device=device.at())
     items = ({"x": torch.ones(SIZE), "moving": Moving(torch.ones(SIZE))} for _ in range(12))
     epoch = iter(prefetch(items, device.at(), pack=pack, futures=futures))
@@ -105,7 +103,7 @@ def test_batches_taken_in_inference_mode_leave_ordinary_memory_to_later_ones(
             (x * weight).sum().backward()
 
 
-def test_batches_of_a_loop_in_inference_mode_can_be_used_for_training(device: Device) -> None:
+def test_inference_mode_batches_can_train(device: Device) -> None:
     weight = torch.ones(SIZE, requires_grad=True, device=device.at())
     items = [{"x": torch.ones(SIZE)} for _ in range(6)]
     with torch.inference_mode():
@@ -115,7 +113,7 @@ def test_batches_of_a_loop_in_inference_mode_can_be_used_for_training(device: De
 
 
 @pytest.mark.parametrize("target", ["device", "host"])
-def test_each_epoch_has_the_modes_of_its_own_loop(device: Device, target: str) -> None:
+def test_each_epoch_has_own_modes(device: Device, target: str) -> None:
     seen = Seen()
     where = device.at() if target == "device" else "cpu"
     batches = prefetch([torch.ones(SIZE)] * 5, where, transform=seen, across_epochs=True)
@@ -126,7 +124,7 @@ def test_each_epoch_has_the_modes_of_its_own_loop(device: Device, target: str) -
     batches.close()
 
 
-def test_each_async_epoch_has_the_modes_of_its_own_loop(device: Device) -> None:
+def test_each_async_epoch_has_own_modes(device: Device) -> None:
     async def main() -> None:
         batches = prefetch(Asynchronous(5), device.at(), transform=Seen(), across_epochs=True)
         for name in ORDER:
@@ -138,7 +136,7 @@ def test_each_async_epoch_has_the_modes_of_its_own_loop(device: Device) -> None:
     asyncio.run(main())
 
 
-def test_the_iterable_is_read_in_the_modes_of_the_loop(device: Device) -> None:
+def test_iterable_has_modes_of_loop(device: Device) -> None:
     class Loader:
         def __iter__(self) -> Iterator[Any]:
             made = mode()
@@ -152,7 +150,7 @@ def test_the_iterable_is_read_in_the_modes_of_the_loop(device: Device) -> None:
     batches.close()
 
 
-def test_modes_in_which_batches_are_taken_do_not_change_the_next_epoch(device: Device) -> None:
+def test_modes_of_taking_spare_next_epoch(device: Device) -> None:
     source = Resumable(4)
     batches = prefetch(source, device.at(), transform=Seen(), across_epochs=True)
     for number in range(4):
@@ -164,7 +162,7 @@ def test_modes_in_which_batches_are_taken_do_not_change_the_next_epoch(device: D
     batches.close()
 
 
-def test_a_dropped_epoch_ahead_loses_no_batch(device: Device) -> None:
+def test_dropped_epoch_ahead_loses_no_batch(device: Device) -> None:
     numbers: list[int] = []
     batches = prefetch(Resumable(4), device.at(), depth=3, across_epochs=numbers.append)
     for name in ORDER:

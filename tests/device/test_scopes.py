@@ -14,7 +14,7 @@ from support.harness import PRIORITIES, Device
 Future = CUDAFuture[torch.Tensor]
 
 
-def test_the_result_is_ordered_after_the_stream_that_the_callback_ends_on(accelerator: Device) -> None:
+def test_result_follows_final_callback_stream(accelerator: Device) -> None:
     def callback(done: Future) -> torch.Tensor:
         side = accelerator.stream()
         side.wait_stream(accelerator.current())
@@ -27,13 +27,13 @@ def test_the_result_is_ordered_after_the_stream_that_the_callback_ends_on(accele
         assert accelerator.read(child.wait(non_blocking=True)) == 6.0
 
 
-def test_a_stream_that_a_callback_left_current_is_not_so_afterwards(accelerator: Device) -> None:
+def test_callback_stream_does_not_stay_current(accelerator: Device) -> None:
     before = accelerator.current()
     accelerator.complete(3.0).then(lambda _: torch.accelerator.set_stream(accelerator.stream()))
     assert accelerator.current() == before
 
 
-def test_a_stream_that_was_current_for_a_while_must_be_waited_for_by_the_callback(accelerator: Device) -> None:
+def test_callback_must_join_temporary_stream(accelerator: Device) -> None:
     def callback(done: Future) -> torch.Tensor:
         side = accelerator.stream()
         side.wait_stream(accelerator.current())
@@ -47,14 +47,14 @@ def test_a_stream_that_was_current_for_a_while_must_be_waited_for_by_the_callbac
         assert accelerator.read(child.wait(non_blocking=True)) == 6.0
 
 
-def test_a_device_that_a_callback_made_current_is_not_so_afterwards(pair: Device) -> None:
+def test_callback_device_does_not_stay_current(pair: Device) -> None:
     event = pair.current(0).record_event()
     pair.complete(3.0).then(lambda _: torch.accelerator.set_device_index(pair.index(1)))
     event.synchronize()  # whose device must be current
     assert pair.current_index() == 0
 
 
-def test_a_device_that_was_made_current_inside_use_streams_is_not_so_afterwards(pair: Device) -> None:
+def test_device_inside_use_streams_does_not_stay(pair: Device) -> None:
     event = pair.current(0).record_event()
     with use_streams(pair.stream()):
         torch.accelerator.set_device_index(pair.index(1))
@@ -62,7 +62,7 @@ def test_a_device_that_was_made_current_inside_use_streams_is_not_so_afterwards(
     assert pair.current_index() == 0
 
 
-def test_a_callback_runs_with_the_callers_device_current(pair: Device) -> None:
+def test_callback_has_device_of_caller(pair: Device) -> None:
     future: CUDAFuture[None] = CUDAFuture()
     with pair.select(1):
         event: Any = pair.current(1).record_event()
@@ -78,7 +78,7 @@ def test_a_callback_runs_with_the_callers_device_current(pair: Device) -> None:
         event = None  # torch's own event: its user selects the device
 
 
-def test_a_callback_without_a_child_carries_no_device(pair: Device) -> None:
+def test_done_callback_carries_no_device(pair: Device) -> None:
     future: CUDAFuture[None] = CUDAFuture()
     seen: list[int] = []
     with pair.select(1):
@@ -87,7 +87,7 @@ def test_a_callback_without_a_child_carries_no_device(pair: Device) -> None:
     assert seen == [0]
 
 
-def test_a_callback_that_changes_the_device_may_return_a_value_there(pair: Device) -> None:
+def test_callback_may_return_value_elsewhere(pair: Device) -> None:
     def callback(done: Future) -> torch.Tensor:
         torch.accelerator.set_device_index(pair.index(1))
         return done.value().to(pair.name, non_blocking=True) + 1
@@ -98,7 +98,7 @@ def test_a_callback_that_changes_the_device_may_return_a_value_there(pair: Devic
         assert pair.read(child.wait(non_blocking=True)) == 4.0
 
 
-def test_a_callback_that_raises_leaves_nothing_behind(pair: Device) -> None:
+def test_raising_callback_leaves_nothing_behind(pair: Device) -> None:
     def callback(_: Future) -> None:
         torch.accelerator.set_device_index(pair.index(1))
         torch.accelerator.set_stream(pair.stream(index=1))
@@ -111,7 +111,7 @@ def test_a_callback_that_raises_leaves_nothing_behind(pair: Device) -> None:
     assert pair.current(0) == before[0]
 
 
-def test_a_callback_may_complete_futures_of_its_own(accelerator: Device) -> None:
+def test_callback_may_complete_own_futures(accelerator: Device) -> None:
     inner = Future()
     grandchild = inner.then(lambda done: done.value() + 1)
 
@@ -123,21 +123,21 @@ def test_a_callback_may_complete_futures_of_its_own(accelerator: Device) -> None
         assert accelerator.read(grandchild.wait(non_blocking=True)) == 7.0
 
 
-def test_a_callback_may_wait_for_another_future(device: Device) -> None:
+def test_callback_may_wait_for_future(device: Device) -> None:
     other = device.complete(10.0)
     child = device.complete(3.0).then(lambda done: done.value() + other.wait(non_blocking=True))
     with device.on(device.stream()):
         assert device.read(child.wait(non_blocking=True)) == 13.0
 
 
-def test_a_callback_may_block_for_another_future(device: Device) -> None:
+def test_callback_may_block_for_future(device: Device) -> None:
     other = device.complete(10.0)
     child = device.complete(3.0).then(lambda done: done.value() + other.wait())
     with device.on(device.stream()):
         assert device.read(child.wait(non_blocking=True)) == 13.0
 
 
-def test_a_callback_of_another_thread_has_that_threads_streams_back(accelerator: Device) -> None:
+def test_other_thread_recovers_its_streams(accelerator: Device) -> None:
     future = Future()
     future.then(lambda _: torch.accelerator.set_stream(accelerator.stream()))
     seen: list[torch.Stream] = []
@@ -162,14 +162,14 @@ def test_streams_are_current_in_the_scope(accelerator: Device) -> None:
     assert accelerator.current() == before
 
 
-def test_streams_of_two_devices_are_current_at_once(pair: Device) -> None:
+def test_streams_of_two_devices_are_current(pair: Device) -> None:
     sides = [pair.stream(index=i) for i in (0, 1)]
     with use_streams(*sides):
         assert current_streams([pair.at(0), pair.at(1)]) == sides
         assert pair.current_index() == 0
 
 
-def test_scopes_nest_and_one_can_be_used_again(accelerator: Device) -> None:
+def test_scopes_nest_and_repeat(accelerator: Device) -> None:
     first, second = accelerator.stream(), accelerator.stream()
     scope = use_streams(first)
     with scope:
@@ -185,7 +185,7 @@ def test_an_exception_leaves_the_scope(accelerator: Device) -> None:
     assert accelerator.current() == before
 
 
-def test_what_was_changed_inside_is_put_back(pair: Device) -> None:
+def test_scope_restores_changed_streams(pair: Device) -> None:
     before = pair.current(0)
     with use_streams(pair.stream(index=0)):
         torch.accelerator.set_stream(pair.stream(index=0))
@@ -194,14 +194,14 @@ def test_what_was_changed_inside_is_put_back(pair: Device) -> None:
     assert pair.current_index() == 0
 
 
-def test_work_after_the_scope_follows_work_before_it(accelerator: Device) -> None:
+def test_work_after_scope_follows_earlier_work(accelerator: Device) -> None:
     x = accelerator.produce(1.0)
     with use_streams(accelerator.stream()):
         pass
     assert accelerator.read(x.add_(1)) == 2.0
 
 
-def test_a_result_that_is_set_in_the_scope_is_ordered(accelerator: Device) -> None:
+def test_result_set_in_scope_is_ordered(accelerator: Device) -> None:
     future = Future()
     with use_streams(accelerator.stream()):
         future.set_result(accelerator.produce(5.0))
@@ -209,7 +209,7 @@ def test_a_result_that_is_set_in_the_scope_is_ordered(accelerator: Device) -> No
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-def test_pool_streams_have_the_priority_that_is_asked_for(accelerator: Device, priority: int) -> None:
+def test_pool_streams_have_requested_priority(accelerator: Device, priority: int) -> None:
     stream = pool_stream(accelerator.at(), priority)
     assert stream.device == accelerator.at()
     assert accelerator.priority_of(stream) == priority
@@ -222,6 +222,6 @@ def test_the_host_has_no_streams(device: Device) -> None:
 
 
 @pytest.mark.parametrize("wrong", [7, "pool", None], ids=repr)
-def test_something_else_than_a_stream_is_refused(wrong: Any) -> None:
+def test_other_objects_are_refused(wrong: Any) -> None:
     with pytest.raises(TypeError):
         use_streams(wrong, wrong)

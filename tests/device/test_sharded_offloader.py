@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> Iterator[ShardedStore]:
 
 @pytest.mark.parametrize("priority", PRIORITIES)
 @pytest.mark.parametrize("size", [SIZE, 300_000])
-def test_streams_are_in_order_all_the_way(accelerator: Device, store: ShardedStore, priority: int, size: int) -> None:
+def test_streams_stay_in_order(accelerator: Device, store: ShardedStore, priority: int, size: int) -> None:
     with accelerator.on(accelerator.stream()):
         tensors = {key: torch.empty(size, device=accelerator.at()) for key in KEYS}
         accelerator.delay()
@@ -53,7 +53,7 @@ def test_streams_are_in_order_all_the_way(accelerator: Device, store: ShardedSto
     assert [accelerator.read(got) for got in doubled.wait(timeout=PATIENCE)] == [6.0] * 6
 
 
-def test_tensors_go_from_any_device_to_any_other(accelerator: Device, store: ShardedStore) -> None:
+def test_tensors_move_between_any_devices(accelerator: Device, store: ShardedStore) -> None:
     places = [torch.device("cpu"), *(accelerator.at(i) for i in accelerator.indices())]
     tensors = {key: torch.full((1000,), float(i), device=places[i % len(places)]) for i, key in enumerate(KEYS)}
     store.writev(tensors).wait(timeout=PATIENCE)
@@ -79,7 +79,7 @@ class Elsewhere:
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_who_waits_is_ordered_after_the_device_of_a_shard_elsewhere(accelerator: Device, many: bool) -> None:
+def test_waiter_follows_device_of_remote_shard(accelerator: Device, many: bool) -> None:
     side, reader = accelerator.stream(), accelerator.stream()
     with accelerator.hold(side):
         parts = {key: accelerator.complete(float(i), stream=side) for i, key in enumerate(KEYS)}

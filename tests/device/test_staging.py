@@ -50,7 +50,7 @@ changing = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
 @changing
-def test_what_is_changed_is_read_after_what_was_enqueued(accelerator: Device, change: Callable[[Tensor], Any]) -> None:
+def test_changed_tensor_is_read_in_order(accelerator: Device, change: Callable[[Tensor], Any]) -> None:
     with accelerator.on(accelerator.stream()):
         changed = change(accelerator.produce(2.0))
     with accelerator.on(accelerator.stream()):
@@ -58,7 +58,7 @@ def test_what_is_changed_is_read_after_what_was_enqueued(accelerator: Device, ch
 
 
 @moving
-def test_the_input_is_read_after_what_was_enqueued(accelerator: Device, move: Callable[..., Any]) -> None:
+def test_input_is_read_after_earlier_work(accelerator: Device, move: Callable[..., Any]) -> None:
     output = accelerator.empty()
     with accelerator.hold():
         moved = move(accelerator.produce(2.0), output)
@@ -67,7 +67,7 @@ def test_the_input_is_read_after_what_was_enqueued(accelerator: Device, move: Ca
 
 
 @moving
-def test_the_output_is_written_after_what_was_enqueued(accelerator: Device, move: Callable[..., Any]) -> None:
+def test_output_is_written_after_earlier_work(accelerator: Device, move: Callable[..., Any]) -> None:
     stream = accelerator.stream()
     with accelerator.on(stream):
         output = accelerator.produce(1.0)
@@ -79,7 +79,7 @@ def test_the_output_is_written_after_what_was_enqueued(accelerator: Device, move
         assert accelerator.read(double) == 2.0
 
 
-def test_an_output_on_another_device_is_written_after_what_was_enqueued(pair: Device) -> None:
+def test_output_elsewhere_is_written_in_order(pair: Device) -> None:
     x, output = pair.produce(2.0, 0), pair.produce(1.0, 1)
     double = output * 2
     cfd.all_gather_into_tensor(output, x).wait(non_blocking=True)
@@ -87,7 +87,7 @@ def test_an_output_on_another_device_is_written_after_what_was_enqueued(pair: De
     assert pair.read(double) == 2.0
 
 
-def test_what_is_only_written_keeps_nothing_waiting(pair: Device) -> None:
+def test_write_only_tensor_delays_nothing(pair: Device) -> None:
     x, output = pair.produce(2.0, 0), pair.empty(1)
     double = output.fill_(1.0) * 2
     with pair.hold(pair.current(1)):
@@ -100,7 +100,7 @@ def test_what_is_only_written_keeps_nothing_waiting(pair: Device) -> None:
 
 
 @moving
-def test_the_tensors_may_be_dropped_at_once(accelerator: Device, move: Callable[..., Any]) -> None:
+def test_tensors_may_be_dropped_immediately(accelerator: Device, move: Callable[..., Any]) -> None:
     stream = accelerator.stream()
     with accelerator.on(stream):
         x = accelerator.produce(2.0)
@@ -119,7 +119,7 @@ def test_the_tensors_may_be_dropped_at_once(accelerator: Device, move: Callable[
         assert all(accelerator.read(x) == 7.0 for x in again)
 
 
-def test_the_memory_behind_a_future_that_nobody_waits_for_is_not_handed_out_early(accelerator: Device) -> None:
+def test_memory_of_ignored_future_is_kept(accelerator: Device) -> None:
     for _ in range(3):
         finished = [cfd.all_reduce_coalesced([accelerator.produce(1.0)]) for _ in range(4)]
         cfd.all_reduce(accelerator.produce(1.0)).wait(timeout=LONG)  # on the host, those before it have ended, too
@@ -129,7 +129,7 @@ def test_the_memory_behind_a_future_that_nobody_waits_for_is_not_handed_out_earl
 
 
 @moving
-def test_the_tensors_may_be_changed_by_whoever_has_waited(accelerator: Device, move: Callable[..., Any]) -> None:
+def test_waiter_may_change_tensors(accelerator: Device, move: Callable[..., Any]) -> None:
     x, output = accelerator.produce(2.0), accelerator.empty()
     moved = move(x, output)
     with accelerator.on(accelerator.stream()):
@@ -146,7 +146,7 @@ def test_callbacks_are_ordered_after_the_result(accelerator: Device) -> None:
     assert accelerator.read(chain.wait(non_blocking=True)) == 22.0
 
 
-def test_a_long_line_of_collectives_keeps_its_order(accelerator: Device) -> None:
+def test_many_collectives_keep_order(accelerator: Device) -> None:
     order: list[int] = []
     streams = [accelerator.stream() for _ in range(4)]
     children = []
@@ -168,7 +168,7 @@ def test_whatever_device_is_current_stays_current(pair: Device) -> None:
             assert [pair.read(f.wait(timeout=LONG)) for f in reduced] == [1.0, 1.0]
 
 
-def test_the_callers_own_streams_are_waited_for_on_every_device(pair: Device) -> None:
+def test_streams_of_caller_are_joined_everywhere(pair: Device) -> None:
     with use_streams(*[pair.stream(index=i) for i in (0, 1)]):
         x = [pair.produce(float(i + 1), i) for i in (0, 1)]
         reduced = cfd.all_reduce_coalesced(x)
@@ -176,14 +176,14 @@ def test_the_callers_own_streams_are_waited_for_on_every_device(pair: Device) ->
         assert [pair.read(t) for t in reduced.wait(non_blocking=True)] == [1.0, 2.0]
 
 
-def test_two_kinds_of_devices_in_one_call_are_refused(accelerator: Device) -> None:
+def test_mixed_device_types_are_refused(accelerator: Device) -> None:
     if accelerator.name == "cuda":
         pytest.skip("Gloo takes them")
     with pytest.raises(ValueError, match="devices of one type"):
         cfd.all_gather([torch.empty(SIZE)], accelerator.empty())
 
 
-def test_a_serial_queue_and_object_collectives_run_with_the_callers_device(pair: Device) -> None:
+def test_queue_and_objects_keep_caller_device(pair: Device) -> None:
     seen: list[int] = []
 
     class Pickled:

@@ -51,9 +51,7 @@ def numbers(size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("offset", [0, 1, 4095, 2 * BLOCK])
 @pytest.mark.parametrize("size", [0, 1, 4096, 4097, LARGE])
-def test_any_part_is_written_from_a_device_and_read_to_it(
-    accelerator: Device, file: File, offset: int, size: int
-) -> None:
+def test_any_part_moves_to_and_from_device(accelerator: Device, file: File, offset: int, size: int) -> None:
     tensor = numbers(size).to(accelerator.at())
     assert file.write(tensor, offset).wait(timeout=PATIENCE) == size
     on_host, there = torch.zeros(size, dtype=torch.uint8), torch.zeros_like(tensor)
@@ -73,7 +71,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=list(VIEWS))
-def test_views_on_a_device_are_stored_and_filled_in_place(
+def test_device_views_are_filled_in_place(
     accelerator: Device, file: File, view: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     source = torch.arange(6400.0).reshape(64, 100)
@@ -93,7 +91,7 @@ def test_dtypes_on_a_device(accelerator: Device, file: File, dtype: torch.dtype)
     assert torch.equal(got.cpu(), tensor)
 
 
-def test_a_conjugate_is_written_as_it_looks(accelerator: Device, file: File) -> None:
+def test_conjugate_is_written_by_value(accelerator: Device, file: File) -> None:
     z = torch.complex(torch.arange(4.0), torch.ones(4))
     file.write(z.to(accelerator.at()).conj()).wait(timeout=PATIENCE)
     got = torch.empty_like(z)
@@ -101,7 +99,7 @@ def test_a_conjugate_is_written_as_it_looks(accelerator: Device, file: File) -> 
     assert torch.equal(got, z.conj())
 
 
-def test_tensors_of_the_host_and_of_devices_are_one_run_of_bytes(accelerator: Device, file: File) -> None:
+def test_host_and_device_tensors_are_contiguous(accelerator: Device, file: File) -> None:
     places = [torch.device("cpu"), *(accelerator.at(i) for i in accelerator.indices())]
     tensors = [torch.full((100 + i,), i, dtype=torch.uint8).to(places[i % len(places)]) for i in range(100)]
     whole = torch.cat([x.cpu() for x in tensors])
@@ -112,7 +110,7 @@ def test_tensors_of_the_host_and_of_devices_are_one_run_of_bytes(accelerator: De
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-def test_a_write_takes_what_the_caller_has_enqueued(accelerator: Device, priority: int) -> None:
+def test_write_follows_work_of_caller(accelerator: Device, priority: int) -> None:
     engine, file = open_file()
     with engine, file:
         x = accelerator.produce(3.0)
@@ -122,7 +120,7 @@ def test_a_write_takes_what_the_caller_has_enqueued(accelerator: Device, priorit
         assert got.unique().tolist() == [3.0]
 
 
-def test_a_device_that_is_busy_holds_up_no_one_else(accelerator: Device) -> None:
+def test_busy_device_delays_no_other(accelerator: Device) -> None:
     engine, file = open_file()
     with engine, file:
         file.write(numbers(LARGE)).wait(timeout=PATIENCE)
@@ -143,7 +141,7 @@ def test_a_device_that_is_busy_holds_up_no_one_else(accelerator: Device) -> None
         assert got.unique().tolist() == [2]
 
 
-def test_the_source_may_be_changed_when_it_is_released(accelerator: Device, file: File) -> None:
+def test_released_source_may_change(accelerator: Device, file: File) -> None:
     x = numbers(LARGE).to(accelerator.at())
     written = file.write(x)
     assert written.released is not None
@@ -155,7 +153,7 @@ def test_the_source_may_be_changed_when_it_is_released(accelerator: Device, file
     assert torch.equal(got, numbers(LARGE))
 
 
-def test_the_disk_gets_a_buffer_when_the_device_has_filled_it(accelerator: Device) -> None:
+def test_disk_waits_for_filled_buffer(accelerator: Device) -> None:
     engine, file = open_file()
     with engine, file:
         x = numbers(LARGE).to(accelerator.at())
@@ -166,7 +164,7 @@ def test_the_disk_gets_a_buffer_when_the_device_has_filled_it(accelerator: Devic
         assert torch.equal(got, numbers(LARGE))
 
 
-def test_a_buffer_is_used_again_when_the_device_has_emptied_it(accelerator: Device) -> None:
+def test_buffer_is_reused_after_device(accelerator: Device) -> None:
     engine, file = open_file()
     with engine, file:
         file.write(numbers(LARGE)).wait(timeout=PATIENCE)
@@ -175,7 +173,7 @@ def test_a_buffer_is_used_again_when_the_device_has_emptied_it(accelerator: Devi
         assert torch.equal(x.cpu(), numbers(LARGE))
 
 
-def test_a_read_follows_the_earlier_use_of_its_target(accelerator: Device) -> None:
+def test_read_follows_earlier_use_of_target(accelerator: Device) -> None:
     engine, file = open_file()
     with engine, file:
         file.write(torch.full((SIZE,), 5.0)).wait(timeout=PATIENCE)
@@ -186,7 +184,7 @@ def test_a_read_follows_the_earlier_use_of_its_target(accelerator: Device) -> No
             assert accelerator.read(x) == 5.0
 
 
-def test_whoever_waits_is_ordered_after_the_read(accelerator: Device) -> None:
+def test_waiter_follows_read(accelerator: Device) -> None:
     engine, file = open_file()
     with engine, file:
         file.write(torch.full((SIZE,), 5.0)).wait(timeout=PATIENCE)
@@ -203,7 +201,7 @@ def test_whoever_waits_is_ordered_after_the_read(accelerator: Device) -> None:
         assert accelerator.read(doubled) == 10.0
 
 
-def test_the_target_may_be_dropped_when_the_read_is_done(accelerator: Device) -> None:
+def test_target_may_be_dropped_after_read(accelerator: Device) -> None:
     engine, file = open_file()
     with engine, file:
         file.write(torch.full((SIZE,), 5.0)).wait(timeout=PATIENCE)
@@ -222,7 +220,7 @@ def test_the_target_may_be_dropped_when_the_read_is_done(accelerator: Device) ->
             assert [accelerator.read(other) for other in others] == [9.0] * 8
 
 
-def test_who_catches_a_failure_is_ordered_after_what_was_read(accelerator: Device) -> None:
+def test_failure_handler_follows_partial_read(accelerator: Device) -> None:
     engine, file = open_file()
     with engine, file:
         file.write(torch.full((BLOCK // 4,), 5.0)).wait(timeout=PATIENCE)
@@ -240,7 +238,7 @@ def test_who_catches_a_failure_is_ordered_after_what_was_read(accelerator: Devic
         assert accelerator.read(x) == 3.0
 
 
-def test_a_read_whose_last_copy_fails_keeps_the_events_of_the_others(accelerator: Device, tmp_path: Path) -> None:
+def test_failed_last_copy_keeps_other_events(accelerator: Device, tmp_path: Path) -> None:
     with Engine("threads", _faults={"held": True}) as engine, File(tmp_path / "file", "w+", engine=engine) as file:
         written = file.write(torch.full((8,), 5.0))
         x = torch.zeros(4, 4, device=accelerator.at())[:, ::2]  # filled from a dense tensor, in one copy at the end
@@ -252,7 +250,7 @@ def test_a_read_whose_last_copy_fails_keeps_the_events_of_the_others(accelerator
         assert list(read.events) == [accelerator.at()]
 
 
-def test_a_pending_read_can_be_looked_at_while_it_completes(accelerator: Device) -> None:
+def test_pending_read_may_be_inspected(accelerator: Device) -> None:
     engine, file = open_file()
     with engine, file:
         file.write(torch.full((SIZE,), 5.0)).wait(timeout=PATIENCE)
@@ -271,7 +269,7 @@ def test_a_device_without_streams_is_refused(file: File) -> None:
         file.write(torch.empty(3, device="meta"))
 
 
-def test_memory_of_a_pool_is_lent_again_when_the_device_has_read_it(accelerator: Device) -> None:
+def test_pool_memory_waits_for_device(accelerator: Device) -> None:
     size = 4 * SIZE  # bytes
     pool = BufferPool(size, pin=accelerator.has_streams)
     buffer = pool.take(size).wait(timeout=PATIENCE)
@@ -292,7 +290,7 @@ def test_memory_of_a_pool_is_lent_again_when_the_device_has_read_it(accelerator:
     pool.take(size).wait(timeout=PATIENCE).release()
 
 
-def test_memory_of_a_pool_that_no_device_uses_is_free_at_once(accelerator: Device) -> None:
+def test_unused_pool_memory_is_free_immediately(accelerator: Device) -> None:
     pool = BufferPool(BLOCK, pin=accelerator.has_streams)
     accelerator.finish()
     for _ in range(3):

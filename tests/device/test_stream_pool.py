@@ -56,7 +56,7 @@ def in_a_thread(accelerator: Device, function: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-def test_busy_callbacks_share_four_streams_of_each_priority(accelerator: Device, priority: int) -> None:
+def test_busy_callbacks_share_four_streams(accelerator: Device, priority: int) -> None:
     accelerator.finish()
     stream = accelerator.stream()
     with accelerator.hold(stream):
@@ -87,7 +87,7 @@ def test_a_busy_stream_is_passed_over(accelerator: Device) -> None:
             assert ids != [blocked]
 
 
-def test_callbacks_that_run_at_the_same_time_have_different_streams(accelerator: Device) -> None:
+def test_concurrent_callbacks_have_different_streams(accelerator: Device) -> None:
     parent = accelerator.complete(1.0)
     ids: list[int] = []
 
@@ -100,7 +100,7 @@ def test_callbacks_that_run_at_the_same_time_have_different_streams(accelerator:
     assert len(set(ids[-MOST:])) == MOST
 
 
-def test_copies_callbacks_and_gathers_use_the_same_streams(accelerator: Device) -> None:
+def test_copies_callbacks_gathers_share_streams(accelerator: Device) -> None:
     accelerator.finish()
     stream = accelerator.stream()
     with accelerator.hold(stream):
@@ -115,7 +115,7 @@ def test_copies_callbacks_and_gathers_use_the_same_streams(accelerator: Device) 
     assert len(ids) == MOST
 
 
-def test_streams_of_the_program_are_never_used(accelerator: Device) -> None:
+def test_program_streams_are_never_used(accelerator: Device) -> None:
     parent = accelerator.complete(1.0)
     programs = [accelerator.stream() for _ in range(PROGRAMS)]
     accelerator.finish()
@@ -131,7 +131,7 @@ def test_streams_of_the_program_are_never_used(accelerator: Device) -> None:
     assert not {stream.stream_id for stream in programs} & set(ids)
 
 
-def test_a_capture_and_callbacks_of_another_thread_leave_each_other_alone(accelerator: Device) -> None:
+def test_capture_and_other_callbacks_stay_separate(accelerator: Device) -> None:
     parent = accelerator.complete(1.0)
     accelerator.finish()
 
@@ -149,7 +149,7 @@ def test_a_capture_and_callbacks_of_another_thread_leave_each_other_alone(accele
     assert child.wait()[0].item() == 3.0
 
 
-def test_callbacks_of_captured_work_join_the_capture_and_others_do_not(accelerator: Device) -> None:
+def test_only_captured_callbacks_join_capture(accelerator: Device) -> None:
     outside = accelerator.complete(1.0)
     accelerator.finish()
     with accelerator.capture("thread_local"):  # in the default mode torch's allocations of other threads end it
@@ -167,7 +167,7 @@ def test_callbacks_of_captured_work_join_the_capture_and_others_do_not(accelerat
     assert in_a_thread(accelerator, lambda: outside.then(lambda f: f.value() + 1).wait()[0].item()) == 2.0
 
 
-def test_captures_at_the_same_time_have_different_streams(accelerator: Device) -> None:
+def test_concurrent_captures_have_different_streams(accelerator: Device) -> None:
     if accelerator.name != "sim":
         pytest.skip("torch.cuda.graph() synchronizes the device, which ends other captures")
     used: list[set[int]] = []
@@ -189,7 +189,7 @@ def test_captures_at_the_same_time_have_different_streams(accelerator: Device) -
     assert len(set.union(*used)) == MOST
 
 
-def test_a_pool_stream_inside_a_capture_is_in_that_capture(accelerator: Device) -> None:
+def test_pool_stream_joins_its_capture(accelerator: Device) -> None:
     x = accelerator.empty()
     accelerator.finish()
     with accelerator.capture():
@@ -200,7 +200,7 @@ def test_a_pool_stream_inside_a_capture_is_in_that_capture(accelerator: Device) 
         there.wait(non_blocking=True)
 
 
-def test_what_is_recorded_on_an_own_stream_of_the_pool_is_ordered(accelerator: Device) -> None:
+def test_own_stream_recording_is_ordered(accelerator: Device) -> None:
     x = accelerator.complete(3.0)
     with use_streams(pool_stream(accelerator.at(), -1)):
         y = x.wait(non_blocking=True) * 2

@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", ["Adam", "SGD, momentum", "Adafactor"])
-def test_steps_on_a_device_are_those_of_the_plain_optimizer(
+def test_device_steps_equal_plain_optimizer(
     accelerator: Device, store: DiskStore, name: str, options: dict[str, Any]
 ) -> None:
     with accelerator.on(accelerator.stream()):
@@ -47,7 +47,7 @@ def test_steps_on_a_device_are_those_of_the_plain_optimizer(
 
 
 @pytest.mark.parametrize("when", ["step", "backward"])
-def test_the_host_updates_parameters_of_a_device(accelerator: Device, store: DiskStore, when: str) -> None:
+def test_host_updates_device_parameters(accelerator: Device, store: DiskStore, when: str) -> None:
     """As for a copy of the parameters on the host."""
     host = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (64, 50)), name="host")
     pair = Pair(
@@ -68,7 +68,7 @@ def test_the_host_updates_parameters_of_a_device(accelerator: Device, store: Dis
         assert pair.offloaded.state_of(b)["exp_avg"].device.type == "cpu"
 
 
-def test_parameters_of_several_devices_are_updated_in_one_step(accelerator: Device, store: DiskStore) -> None:
+def test_one_step_updates_several_devices(accelerator: Device, store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, ((64, 50), (64, 51)))
     devices = [accelerator.at(i) for i in accelerator.indices()]
     parameters = [[p.detach().to(devices[i % len(devices)]) for i, p in enumerate(pair.plain)] for _ in range(2)]

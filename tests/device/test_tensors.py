@@ -85,7 +85,7 @@ def three_objects(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("length", [40, 2_000])
-def test_a_tensor_behind_many_objects_is_ordered(device: Device, length: int) -> None:
+def test_deeply_hidden_tensor_is_ordered(device: Device, length: int) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     with device.on(device.stream()):
         future.set_result(chain(device.produce(3.0), length))
@@ -93,7 +93,7 @@ def test_a_tensor_behind_many_objects_is_ordered(device: Device, length: int) ->
         assert device.read(end_of(future.wait(non_blocking=True))) == 3.0
 
 
-def test_a_tensor_after_many_objects_is_ordered(device: Device) -> None:
+def test_tensor_after_many_objects_is_ordered(device: Device) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     with device.on(device.stream()):
         future.set_result([*[Link(None) for _ in range(150_000)], device.produce(3.0)])
@@ -101,7 +101,7 @@ def test_a_tensor_after_many_objects_is_ordered(device: Device) -> None:
         assert device.read(future.wait(non_blocking=True)[-1]) == 3.0
 
 
-def test_containers_nested_deeper_than_the_native_walk_are_searched(device: Device) -> None:
+def test_deep_containers_are_searched(device: Device) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     with device.on(device.stream()):
         value: Any = device.produce(3.0)
@@ -115,7 +115,7 @@ def test_containers_nested_deeper_than_the_native_walk_are_searched(device: Devi
         assert device.read(value) == 3.0
 
 
-def test_containers_that_share_parts_are_walked_once(device: Device) -> None:
+def test_shared_containers_are_walked_once(device: Device) -> None:
     value: Any = device.produce(3.0)
     for _ in range(60):  # 2 ** 60 paths lead to the tensor
         value = [value, value]
@@ -125,7 +125,7 @@ def test_containers_that_share_parts_are_walked_once(device: Device) -> None:
 
 
 @pytest.mark.usefixtures("three_objects")
-def test_a_value_that_is_too_large_to_search_fails_the_future(accelerator: Device) -> None:
+def test_unsearchable_size_fails_future(accelerator: Device) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     future.set_result(chain(accelerator.produce(3.0), 4))
     with pytest.raises(TensorSearchError, match=r"test_tensors\.Link' gave up after 3 objects.*tensors=\[") as caught:
@@ -134,19 +134,19 @@ def test_a_value_that_is_too_large_to_search_fails_the_future(accelerator: Devic
 
 
 @pytest.mark.usefixtures("three_objects")
-def test_a_callback_that_returns_a_value_too_large_to_search_fails_its_child(accelerator: Device) -> None:
+def test_unsearchable_result_fails_child(accelerator: Device) -> None:
     child = accelerator.complete(3.0).then(lambda done: chain(done.value(), 4))
     assert isinstance(child.exception(timeout=PATIENCE), TensorSearchError)
 
 
 @pytest.mark.usefixtures("three_objects")
-def test_a_completed_future_of_a_value_too_large_to_search_has_failed(accelerator: Device) -> None:
+def test_unsearchable_completed_value_fails(accelerator: Device) -> None:
     future = CUDAFuture.completed(chain(accelerator.produce(3.0), 4))
     assert isinstance(future.exception(timeout=PATIENCE), TensorSearchError)
 
 
 @pytest.mark.usefixtures("three_objects")
-def test_tensors_that_are_named_let_the_search_give_up(device: Device) -> None:
+def test_named_tensors_replace_search(device: Device) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     producer, consumer = device.stream(), device.stream()
     with device.on(producer):
@@ -163,7 +163,7 @@ def test_tensors_that_are_named_let_the_search_give_up(device: Device) -> None:
 
 
 @pytest.mark.usefixtures("three_objects")
-def test_an_empty_list_of_names_says_that_the_value_has_no_tensors(accelerator: Device) -> None:
+def test_empty_name_list_means_no_tensors(accelerator: Device) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     future.set_result(value := chain(accelerator.produce(3.0), 4), tensors=[])
     assert future.wait(timeout=PATIENCE) is value
@@ -172,14 +172,14 @@ def test_an_empty_list_of_names_says_that_the_value_has_no_tensors(accelerator: 
     assert whole.wait(timeout=PATIENCE)[0] is value
 
 
-def test_an_object_that_cannot_be_searched_fails_the_future(accelerator: Device) -> None:
+def test_unsearchable_object_fails_future(accelerator: Device) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     future.set_result([accelerator.produce(3.0), Broken()])
     with pytest.raises(ZeroDivisionError, match="no attributes"):
         future.wait(timeout=PATIENCE)
 
 
-def test_an_interrupted_search_fails_the_future_and_is_raised(accelerator: Device) -> None:
+def test_interrupted_search_fails_and_raises(accelerator: Device) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     with pytest.raises(KeyboardInterrupt):
         future.set_result([accelerator.produce(3.0), Interrupted()])
@@ -188,7 +188,7 @@ def test_an_interrupted_search_fails_the_future_and_is_raised(accelerator: Devic
         CUDAFuture.completed([accelerator.produce(3.0), Interrupted()])
 
 
-def test_an_object_that_cannot_be_searched_may_have_its_tensors_named(device: Device) -> None:
+def test_unsearchable_object_may_name_tensors(device: Device) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     with device.on(device.stream()):
         x = device.produce(3.0)
@@ -197,7 +197,7 @@ def test_an_object_that_cannot_be_searched_may_have_its_tensors_named(device: De
         assert device.read(future.wait(non_blocking=True)[1]) == 3.0
 
 
-def test_modules_are_no_part_of_a_value(accelerator: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_are_not_searched(accelerator: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tensors, "_MAX_OBJECTS", 100)
     future: CUDAFuture[Any] = CUDAFuture()
     future.set_result(Link(torch))
@@ -226,7 +226,7 @@ COMBINED: dict[str, Callable[[CUDAFuture[Any]], CUDAFuture[Any]]] = {
 
 
 @pytest.mark.parametrize("combined", COMBINED)
-def test_combined_futures_take_over_the_search_of_their_parts(accelerator: Device, combined: str) -> None:
+def test_combined_futures_reuse_search(accelerator: Device, combined: str) -> None:
     producer, consumer = accelerator.stream(), accelerator.stream()
     with producer:
         value = Counted(accelerator.produce(3.0))
@@ -245,14 +245,14 @@ def test_combined_futures_take_over_the_search_of_their_parts(accelerator: Devic
         assert accelerator.read(y) == 6.0
 
 
-def test_futures_in_a_value_are_not_searched(accelerator: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_futures_in_value_are_not_searched(accelerator: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = collect_all([accelerator.complete(float(i)) for i in range(3)])
     monkeypatch.setattr(_tensors, "search_objects", lambda *_: pytest.fail("a search in Python"))
     with accelerator.stream():
         assert [accelerator.read(part.value()) for part in whole.wait(non_blocking=True)] == [0.0, 1.0, 2.0]
 
 
-def test_memory_found_once_is_kept_for_each_stream(device: Device) -> None:
+def test_found_memory_is_kept_per_stream(device: Device) -> None:
     producer, consumers = device.stream(), [device.stream(), device.stream(-1)]
     future: CUDAFuture[Link] = CUDAFuture()
     with device.on(producer):
@@ -290,7 +290,7 @@ def append(value: list[Link], x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("change", [replace, append])
-def test_a_value_that_has_changed_is_searched_again(accelerator: Device, change: Callable[..., torch.Tensor]) -> None:
+def test_changed_value_is_searched_again(accelerator: Device, change: Callable[..., torch.Tensor]) -> None:
     if not isinstance(accelerator, Simulated):
         pytest.skip("the allocator does not say what it holds back")
     future: CUDAFuture[list[Link]] = CUDAFuture()
@@ -308,7 +308,7 @@ def test_a_value_that_has_changed_is_searched_again(accelerator: Device, change:
         assert count_deferred(accelerator) == before + 1
 
 
-def test_a_search_that_is_kept_keeps_no_memory(accelerator: Device) -> None:
+def test_cached_search_keeps_no_memory(accelerator: Device) -> None:
     if not isinstance(accelerator, Simulated):
         pytest.skip("the allocator does not say what it holds")
     future: CUDAFuture[list[Link]] = CUDAFuture()

@@ -21,13 +21,13 @@ def double(done: Future) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-def test_a_callback_is_ordered_after_the_value_and_before_who_waits_for_it(device: Device, priority: int) -> None:
+def test_callback_is_ordered_between_value_and_waiter(device: Device, priority: int) -> None:
     child = device.complete(3.0).then(double, priority=priority)
     with device.on(device.stream()):
         assert device.read(child.wait(non_blocking=True)) == 6.0
 
 
-def test_a_callback_reads_the_value_on_its_own_stream(device: Device) -> None:
+def test_callback_reads_value_on_own_stream(device: Device) -> None:
     read: list[float] = []
     device.complete(3.0).then(lambda done: read.append(device.read(done.value()))).wait()
     assert read == [3.0]
@@ -35,7 +35,7 @@ def test_a_callback_reads_the_value_on_its_own_stream(device: Device) -> None:
 
 @pytest.mark.parametrize("stream", ["pool", "caller"])
 @pytest.mark.parametrize("attached", ["before", "after"])
-def test_it_makes_no_difference_when_it_is_attached(device: Device, stream: Any, attached: str) -> None:
+def test_time_of_attachment_changes_nothing(device: Device, stream: Any, attached: str) -> None:
     future = Future()
     if attached == "before":
         child = future.then(double, stream=stream)
@@ -47,7 +47,7 @@ def test_it_makes_no_difference_when_it_is_attached(device: Device, stream: Any,
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-def test_the_stream_has_the_priority_of_the_future(accelerator: Device, priority: int) -> None:
+def test_stream_has_priority_of_future(accelerator: Device, priority: int) -> None:
     future = Future(priority=priority)
     streams: list[torch.Stream] = []
     child = future.then(lambda _: streams.append(accelerator.current()))
@@ -57,7 +57,7 @@ def test_the_stream_has_the_priority_of_the_future(accelerator: Device, priority
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-def test_a_priority_that_then_names_overrides_the_inherited_one(accelerator: Device, priority: int) -> None:
+def test_then_priority_overrides_inherited_one(accelerator: Device, priority: int) -> None:
     future = Future(priority=-1 - priority)
     streams: list[torch.Stream] = []
     child = future.then(lambda _: streams.append(accelerator.current()), priority=priority)
@@ -80,7 +80,7 @@ def test_grandchildren_inherit_the_priority(accelerator: Device, priority: int) 
     assert [accelerator.priority_of(s) for s in streams] == [priority] * 4
 
 
-def test_callbacks_of_one_future_run_side_by_side(accelerator: Device) -> None:
+def test_callbacks_of_one_future_overlap(accelerator: Device) -> None:
     streams: list[int] = []
     stream = accelerator.stream()
     with accelerator.hold(stream):
@@ -90,7 +90,7 @@ def test_callbacks_of_one_future_run_side_by_side(accelerator: Device) -> None:
     assert len(set(streams)) == 4
 
 
-def test_the_callers_streams_are_those_of_the_call(accelerator: Device) -> None:
+def test_call_decides_streams_of_caller(accelerator: Device) -> None:
     caller = accelerator.stream()
     streams: list[torch.Stream] = []
     future = Future()
@@ -101,7 +101,7 @@ def test_the_callers_streams_are_those_of_the_call(accelerator: Device) -> None:
     assert streams == [caller]
 
 
-def test_what_the_caller_enqueues_next_may_use_the_result(device: Device) -> None:
+def test_later_work_of_caller_may_use_result(device: Device) -> None:
     future = Future()
     kept: list[torch.Tensor] = []
     caller = device.stream()
@@ -114,7 +114,7 @@ def test_what_the_caller_enqueues_next_may_use_the_result(device: Device) -> Non
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_a_stream_that_is_given_is_current_in_the_callback(accelerator: Device, as_list: bool) -> None:
+def test_given_stream_is_current_in_callback(accelerator: Device, as_list: bool) -> None:
     side = accelerator.stream(-1)
     kept: list[torch.Tensor] = []
 
@@ -127,14 +127,14 @@ def test_a_stream_that_is_given_is_current_in_the_callback(accelerator: Device, 
         assert accelerator.read(kept[0]) == 6.0
 
 
-def test_streams_of_several_devices_can_be_given(pair: Device) -> None:
+def test_streams_of_several_devices_are_accepted(pair: Device) -> None:
     sides = [pair.stream(index=i) for i in (0, 1)]
     seen: list[list[torch.Stream]] = []
     pair.complete(1.0).then(lambda _: seen.append([pair.current(0), pair.current(1)]), stream=sides)
     assert seen == [sides]
 
 
-def test_a_device_without_a_given_stream_gets_one_of_the_pool(pair: Device) -> None:
+def test_device_without_stream_uses_pool(pair: Device) -> None:
     future = CUDAFuture[None](devices=[pair.at(0), pair.at(1)])
     side = pair.stream(index=1)
     seen: list[list[torch.Stream]] = []
@@ -144,7 +144,7 @@ def test_a_device_without_a_given_stream_gets_one_of_the_pool(pair: Device) -> N
     assert pair.priority_of(seen[0][0]) == -1
 
 
-def test_the_completing_thread_has_its_streams_back(accelerator: Device) -> None:
+def test_completing_thread_recovers_streams(accelerator: Device) -> None:
     x = accelerator.produce(1.0)
     before = accelerator.current()
     future = Future()
@@ -164,22 +164,22 @@ def test_a_long_chain_stays_ordered(device: Device) -> None:
     assert device.read(last.wait(non_blocking=True)) == 20.0
 
 
-def test_a_callback_that_changes_the_value_in_place(device: Device) -> None:
+def test_callback_may_change_value_in_place(device: Device) -> None:
     child = device.complete(1.0).then(lambda done: done.value().add_(1)).then(lambda done: done.value().mul_(3))
     assert device.read(child.wait(non_blocking=True)) == 6.0
 
 
-def test_a_callback_that_returns_host_data_leaves_no_event(device: Device) -> None:
+def test_host_result_leaves_no_event(device: Device) -> None:
     child = device.complete(3.0).then(lambda done: device.read(done.value()))
     assert dict(child.events) == {}
     assert child.wait() == 3.0
 
 
-def test_a_plain_callback_has_no_order_to_care_for(device: Device) -> None:
+def test_plain_callback_needs_no_order(device: Device) -> None:
     assert CUDAFuture.completed(3).then(lambda done: done.value() + 1).wait() == 4
 
 
-def test_a_done_callback_is_ordered_as_well(device: Device) -> None:
+def test_done_callback_is_ordered(device: Device) -> None:
     read: list[float] = []
     future = Future()
     future.add_done_callback(lambda done: read.append(device.read(done.value())))
@@ -188,13 +188,13 @@ def test_a_done_callback_is_ordered_as_well(device: Device) -> None:
     assert read == [3.0]
 
 
-def test_then_async_is_ordered_after_the_inner_future(device: Device) -> None:
+def test_then_async_follows_inner_future(device: Device) -> None:
     child = device.complete(1.0).then_async(lambda done: device.complete(device.read(done.value()) + 1))
     with device.on(device.stream()):
         assert device.read(child.wait(non_blocking=True)) == 2.0
 
 
-def test_then_async_is_ordered_after_an_inner_future_that_is_done_later(device: Device) -> None:
+def test_then_async_follows_later_inner_future(device: Device) -> None:
     inner = Future()
     child = device.complete(1.0).then_async(lambda _: inner)
     with device.on(device.stream()):
@@ -206,7 +206,7 @@ def test_then_async_is_ordered_after_an_inner_future_that_is_done_later(device: 
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-def test_a_blocking_callback_runs_when_the_device_has_finished(accelerator: Device, priority: int) -> None:
+def test_blocking_callback_runs_after_device(accelerator: Device, priority: int) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         future = accelerator.complete(3.0, stream=side)
@@ -215,7 +215,7 @@ def test_a_blocking_callback_runs_when_the_device_has_finished(accelerator: Devi
     assert child.wait() is True
 
 
-def test_a_blocking_callback_may_read_on_the_host(device: Device) -> None:
+def test_blocking_callback_may_read_on_host(device: Device) -> None:
     host = device.make_pinned()
     future: Future = Future()
     with device.on(device.stream()):
@@ -225,7 +225,7 @@ def test_a_blocking_callback_may_read_on_the_host(device: Device) -> None:
     assert future.then(lambda done: done.value().sum().item(), non_blocking=False).wait() == 3.0 * host.numel()
 
 
-def test_a_blocking_callback_runs_at_once_where_the_device_has_finished(device: Device) -> None:
+def test_blocking_callback_runs_on_finished_device(device: Device) -> None:
     future = device.complete(3.0)
     future.wait()
     here = threading.get_ident()
@@ -243,7 +243,7 @@ def test_blocking_callbacks_keep_their_order(accelerator: Device) -> None:
     assert ran == list(range(10))
 
 
-def test_other_callbacks_do_not_wait_for_the_device(accelerator: Device) -> None:
+def test_other_callbacks_ignore_device(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         future = accelerator.complete(3.0, stream=side)
@@ -253,7 +253,7 @@ def test_other_callbacks_do_not_wait_for_the_device(accelerator: Device) -> None
     assert accelerator.read(blocking.wait(non_blocking=True)) == 6.0
 
 
-def test_a_blocking_then_async_waits_for_the_device_first(accelerator: Device) -> None:
+def test_blocking_then_async_waits_for_device(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         child = accelerator.complete(3.0, stream=side).then_async(lambda done: done.then(double), non_blocking=False)
@@ -265,14 +265,14 @@ def test_a_blocking_then_async_waits_for_the_device_first(accelerator: Device) -
 
 
 @pytest.mark.parametrize("where", ["pool", "callback_thread", "inline"])
-def test_a_callback_on_an_executor_is_ordered(device: Device, where: str) -> None:
+def test_callback_on_executor_is_ordered(device: Device, where: str) -> None:
     with ThreadPoolExecutor(1) if where == "pool" else contextlib.nullcontext(getattr(executors, where, None)) as it:
         child = device.complete(3.0).then(double, executor=it)
         with device.on(device.stream()):
             assert device.read(child.wait(non_blocking=True)) == 6.0
 
 
-def test_the_callers_streams_follow_it_to_the_executor(accelerator: Device) -> None:
+def test_executor_gets_streams_of_caller(accelerator: Device) -> None:
     caller = accelerator.stream()
     with ThreadPoolExecutor(1) as pool, caller:
         child = accelerator.complete(3.0).then(lambda _: accelerator.current(), stream="caller", executor=pool)
@@ -280,7 +280,7 @@ def test_the_callers_streams_follow_it_to_the_executor(accelerator: Device) -> N
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-def test_a_callback_on_an_executor_has_a_stream_of_its_priority(accelerator: Device, priority: int) -> None:
+def test_executor_callback_stream_has_priority(accelerator: Device, priority: int) -> None:
     future = accelerator.complete(3.0)
     with ThreadPoolExecutor(1) as pool:
         child = future.then(lambda _: accelerator.current(), priority=priority, executor=pool)

@@ -20,7 +20,7 @@ def theirs(device: Device) -> TorchFuture[Any]:
     return TorchFuture(devices=[device.at()] if device.has_streams else [])
 
 
-def test_a_value_of_torch_is_ordered_here(device: Device) -> None:
+def test_torch_value_is_ordered_here(device: Device) -> None:
     source = theirs(device)
     future = CUDAFuture.from_torch(source)
     with device.on(device.stream()):
@@ -29,7 +29,7 @@ def test_a_value_of_torch_is_ordered_here(device: Device) -> None:
         assert device.read(future.wait(non_blocking=True)) == 2.0
 
 
-def test_a_value_of_torch_that_is_there_already_is_ordered_here(device: Device) -> None:
+def test_ready_torch_value_is_ordered_here(device: Device) -> None:
     source = theirs(device)
     with device.on(device.stream()):
         source.set_result([device.produce(2.0)])
@@ -38,7 +38,7 @@ def test_a_value_of_torch_that_is_there_already_is_ordered_here(device: Device) 
         assert device.read(future.wait(non_blocking=True)[0]) == 2.0
 
 
-def test_a_work_whose_future_knows_no_devices_is_ordered_by_its_value(device: Device) -> None:
+def test_deviceless_work_is_ordered_by_value(device: Device) -> None:
     source = TorchFuture[Any]()  # as Gloo's: without devices
     work = _create_work_from_future(source)
     future = CUDAFuture.from_torch(work)
@@ -48,18 +48,18 @@ def test_a_work_whose_future_knows_no_devices_is_ordered_by_its_value(device: De
         assert device.read(future.wait(non_blocking=True)[0]) == 2.0
 
 
-def test_a_work_whose_future_knows_no_devices_has_those_of_its_value(device: Device) -> None:
+def test_deviceless_work_takes_devices_of_value(device: Device) -> None:
     source = TorchFuture[Any]()
     future = CUDAFuture.from_torch(_create_work_from_future(source))
     source.set_result([device.produce(2.0)])
     assert list(future.devices) == ([device.at()] if device.has_streams else [])
 
 
-def test_what_comes_from_torch_is_bounded_by_torchs_devices(device: Device) -> None:
+def test_torch_devices_bound_our_future(device: Device) -> None:
     assert list(CUDAFuture.from_torch(theirs(device)).devices) == ([device.at()] if device.has_streams else [])
 
 
-def test_a_value_of_ours_is_ordered_in_torch(device: Device) -> None:
+def test_our_value_is_ordered_in_torch(device: Device) -> None:
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     target = future.to_torch()
     with device.on(device.stream()):
@@ -68,13 +68,13 @@ def test_a_value_of_ours_is_ordered_in_torch(device: Device) -> None:
         assert device.read(target.wait()) == 2.0
 
 
-def test_a_value_of_ours_that_is_there_already_is_ordered_in_torch(device: Device) -> None:
+def test_our_ready_value_is_ordered_in_torch(device: Device) -> None:
     target = device.complete(2.0).to_torch()
     with device.on(device.stream()):
         assert device.read(target.wait()) == 2.0
 
 
-def test_a_callback_of_torch_is_ordered_after_our_value(device: Device) -> None:
+def test_torch_callback_follows_our_value(device: Device) -> None:
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     child = future.to_torch().then(lambda done: done.value() * 3)
     with device.on(device.stream()):
@@ -83,7 +83,7 @@ def test_a_callback_of_torch_is_ordered_after_our_value(device: Device) -> None:
         assert device.read(child.wait()) == 6.0
 
 
-def test_the_devices_of_ours_are_known_to_torch(accelerator: Device) -> None:
+def test_torch_knows_our_devices(accelerator: Device) -> None:
     bounded = CUDAFuture[torch.Tensor](devices=[accelerator.at()])
     target = bounded.to_torch()
     with accelerator.stream():
@@ -125,7 +125,7 @@ def test_buckets_that_finish_in_another_order(device: Device) -> None:
         assert [device.read(done.wait()) for done in together.wait()] == [0.0, 0.5, 1.0, 1.5]
 
 
-def test_memory_of_our_value_is_kept_for_who_waits_in_torch(device: Device) -> None:
+def test_our_memory_lives_for_torch_waiter(device: Device) -> None:
     producer, consumer = device.stream(), device.stream()
     target = device.complete(2.0, stream=producer).to_torch()
     with device.on(consumer):
@@ -137,7 +137,7 @@ def test_memory_of_our_value_is_kept_for_who_waits_in_torch(device: Device) -> N
         assert device.read(y) == 6.0
 
 
-def test_memory_of_torchs_value_is_kept_for_who_waits_here(device: Device) -> None:
+def test_torch_memory_lives_for_our_waiter(device: Device) -> None:
     producer, consumer = device.stream(), device.stream()
     source = theirs(device)
     with device.on(producer):
@@ -153,7 +153,7 @@ def test_memory_of_torchs_value_is_kept_for_who_waits_here(device: Device) -> No
 
 
 @OTHER_THREAD
-def test_a_value_without_tensors_passes_both_ways(device: Device) -> None:
+def test_tensorless_value_passes_both_ways(device: Device) -> None:
     source = theirs(device)
     future = CUDAFuture.from_torch(CUDAFuture.from_torch(source).to_torch())
     source.set_result("text")
@@ -172,7 +172,7 @@ def test_a_failure_passes_both_ways(device: Device) -> None:
         target.wait()
 
 
-def test_a_failure_of_ours_that_has_work_pending_passes_to_torch(device: Device) -> None:
+def test_our_pending_failure_reaches_torch(device: Device) -> None:
     future: CUDAFuture[Any] = CUDAFuture(devices=[device.at()])
     target = future.to_torch()
     with device.on(device.stream()):
@@ -199,7 +199,7 @@ def test_torch_completes_ours_from_another_thread(device: Device) -> None:
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
-def test_a_work_written_in_python_is_followed_in_order(device: Device) -> None:
+def test_python_work_is_ordered(device: Device) -> None:
     done = theirs(device)
 
     class Handle(dist.Work):

@@ -86,7 +86,7 @@ SHAPES: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_tensor_is_ordered_wherever_it_is(device: Device, shape: str) -> None:
+def test_tensor_anywhere_is_ordered(device: Device, shape: str) -> None:
     put, get = SHAPES[shape]
     future: CUDAFuture[Any] = CUDAFuture()
     with device.on(device.stream()):
@@ -96,7 +96,7 @@ def test_a_tensor_is_ordered_wherever_it_is(device: Device, shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_tensor_is_kept_wherever_it_is(device: Device, shape: str) -> None:
+def test_tensor_anywhere_is_kept(device: Device, shape: str) -> None:
     put, get = SHAPES[shape]
     producer, consumer = device.stream(), device.stream()
     future: CUDAFuture[Any] = CUDAFuture()
@@ -144,7 +144,7 @@ def test_many_tensors_are_ordered_at_once(device: Device) -> None:
         assert device.read(torch.stack(future.wait(non_blocking=True)).sum(0)) == sum(range(64))
 
 
-def test_what_is_named_beside_the_value_is_ordered(device: Device) -> None:
+def test_separately_named_tensors_are_ordered(device: Device) -> None:
     future: CUDAFuture[str] = CUDAFuture()
     with device.on(device.stream()):
         x = device.produce(3.0)
@@ -159,7 +159,7 @@ def test_only_tensors_can_be_named(device: Device) -> None:
         CUDAFuture[None]().set_result(None, tensors=["x"])  # type: ignore[list-item]
 
 
-def test_a_stream_that_the_producer_names_is_ordered_without_any_tensor(accelerator: Device) -> None:
+def test_named_stream_without_tensors_is_ordered(accelerator: Device) -> None:
     future: CUDAFuture[None] = CUDAFuture()
     side = accelerator.stream()
     with side:
@@ -171,7 +171,7 @@ def test_a_stream_that_the_producer_names_is_ordered_without_any_tensor(accelera
         assert accelerator.read(x) == 3.0
 
 
-def test_a_value_that_uses_one_storage_twice(device: Device) -> None:
+def test_value_may_use_storage_twice(device: Device) -> None:
     future: CUDAFuture[tuple[torch.Tensor, torch.Tensor]] = CUDAFuture()
     producer, consumer = device.stream(), device.stream()
     with device.on(producer):

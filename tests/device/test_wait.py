@@ -12,20 +12,20 @@ from support.harness import OTHER_THREAD, PRIORITIES, Device
 
 
 @pytest.mark.parametrize("consumer", ["default", *PRIORITIES], ids=str)
-def test_the_current_stream_is_ordered_after_the_value(device: Device, consumer: str | int) -> None:
+def test_current_stream_follows_value(device: Device, consumer: str | int) -> None:
     future = device.complete(2.0)
     with device.on(None if isinstance(consumer, str) else device.stream(consumer)):
         assert device.read(future.wait(non_blocking=True)) == 2.0
 
 
 @pytest.mark.parametrize("consumer", ["default", *PRIORITIES], ids=str)
-def test_after_a_blocking_wait_any_stream_may_read(device: Device, consumer: str | int) -> None:
+def test_any_stream_may_read_after_blocking(device: Device, consumer: str | int) -> None:
     x = device.complete(2.0).wait()
     with device.on(None if isinstance(consumer, str) else device.stream(consumer)):
         assert device.read(x) == 2.0
 
 
-def test_a_non_blocking_wait_does_not_wait_for_the_device(accelerator: Device) -> None:
+def test_non_blocking_wait_ignores_device(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         future = accelerator.complete(2.0, stream=side)
@@ -34,13 +34,13 @@ def test_a_non_blocking_wait_does_not_wait_for_the_device(accelerator: Device) -
     assert accelerator.read(x) == 2.0
 
 
-def test_a_blocking_wait_waits_for_the_device(accelerator: Device) -> None:
+def test_blocking_wait_waits_for_device(accelerator: Device) -> None:
     future = accelerator.complete(2.0)
     future.wait()
     assert future.events[accelerator.at()].query()
 
 
-def test_after_a_blocking_wait_the_host_may_read(device: Device) -> None:
+def test_host_may_read_after_blocking_wait(device: Device) -> None:
     host = device.make_pinned()
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     side = device.stream()
@@ -51,7 +51,7 @@ def test_after_a_blocking_wait_the_host_may_read(device: Device) -> None:
     assert future.wait().sum().item() == 3.0 * host.numel()
 
 
-def test_once_it_is_ready_the_host_may_read(device: Device) -> None:
+def test_host_may_read_ready_future(device: Device) -> None:
     host = device.make_pinned()
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     with device.on(device.stream()):
@@ -63,14 +63,14 @@ def test_once_it_is_ready_the_host_may_read(device: Device) -> None:
     assert future.value().sum().item() == 3.0 * host.numel()
 
 
-def test_result_and_exception_wait_for_the_device_too(accelerator: Device) -> None:
+def test_result_and_exception_wait_for_device(accelerator: Device) -> None:
     for look in (CUDAFuture.result, CUDAFuture.exception):
         future = accelerator.complete(2.0)
         look(future)
         assert future.events[accelerator.at()].query()
 
 
-def test_it_is_done_before_it_is_ready(accelerator: Device) -> None:
+def test_done_precedes_ready(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         future = accelerator.complete(2.0, stream=side)
@@ -90,14 +90,14 @@ def test_a_timeout_counts_the_device_too(accelerator: Device) -> None:
     assert accelerator.read(future.wait(timeout=60)) == 2.0
 
 
-def test_a_non_blocking_wait_has_no_timeout_for_the_device(accelerator: Device) -> None:
+def test_non_blocking_wait_has_no_device_timeout(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         x = accelerator.complete(2.0, stream=side).wait(non_blocking=True, timeout=0)
     assert accelerator.read(x) == 2.0
 
 
-def test_value_orders_nothing_and_needs_no_device(accelerator: Device) -> None:
+def test_value_orders_nothing(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         future = accelerator.complete(2.0, stream=side)
@@ -106,12 +106,12 @@ def test_value_orders_nothing_and_needs_no_device(accelerator: Device) -> None:
     assert accelerator.read(future.value()) == 2.0
 
 
-def test_value_of_a_pending_future_is_refused(device: Device) -> None:
+def test_value_of_pending_future_is_refused(device: Device) -> None:
     with pytest.raises(InvalidStateError):
         CUDAFuture[torch.Tensor](devices=[device.at()]).value()
 
 
-def test_each_stream_that_reads_waits_for_itself(device: Device) -> None:
+def test_each_reading_stream_waits_itself(device: Device) -> None:
     future = device.complete(2.0)
     for priority in PRIORITIES * 2:
         with device.on(device.stream(priority)):
@@ -123,7 +123,7 @@ def test_waiting_twice_changes_nothing(device: Device) -> None:
     assert future.wait() is future.wait(non_blocking=True) is future.wait() is future.value()
 
 
-def test_the_value_of_two_devices_is_waited_for_on_both(pair: Device) -> None:
+def test_wait_covers_values_on_two_devices(pair: Device) -> None:
     future: CUDAFuture[list[torch.Tensor]] = CUDAFuture()
     with pair.stream(index=0), pair.stream(index=1):
         future.set_result([pair.produce(float(i), i) for i in (0, 1)])
@@ -131,7 +131,7 @@ def test_the_value_of_two_devices_is_waited_for_on_both(pair: Device) -> None:
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
-def test_a_value_on_a_device_that_is_not_current(pair: Device, non_blocking: bool) -> None:
+def test_value_on_other_device_is_ordered(pair: Device, non_blocking: bool) -> None:
     future = pair.complete(2.0, 1)
     assert pair.current_index() == 0
     x = future.wait(non_blocking=non_blocking)
@@ -140,7 +140,7 @@ def test_a_value_on_a_device_that_is_not_current(pair: Device, non_blocking: boo
 
 
 @OTHER_THREAD
-def test_the_thread_that_waits_is_ordered_and_no_other(device: Device) -> None:
+def test_only_waiting_thread_is_ordered(device: Device) -> None:
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     read: list[float] = []
 
@@ -165,7 +165,7 @@ def test_wait_all_waits_for_every_device(device: Device) -> None:
     assert [device.read(x) for x in values] == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_work_that_follows_the_wait_may_change_the_value(device: Device) -> None:
+def test_work_after_wait_may_change_value(device: Device) -> None:
     future = device.complete(2.0)
     with device.on(device.stream()):
         x = future.wait(non_blocking=True)
@@ -173,7 +173,7 @@ def test_work_that_follows_the_wait_may_change_the_value(device: Device) -> None
         assert device.read(x) == 3.0
 
 
-def test_a_blocking_wait_inside_a_capture_is_refused(accelerator: Device) -> None:
+def test_capture_refuses_blocking_wait(accelerator: Device) -> None:
     future, x = accelerator.complete(2.0), accelerator.empty()
     future.wait()
     with accelerator.capture():
@@ -182,7 +182,7 @@ def test_a_blocking_wait_inside_a_capture_is_refused(accelerator: Device) -> Non
             future.wait()
 
 
-def test_what_was_enqueued_before_completion_on_another_stream_is_not_covered(accelerator: Device) -> None:
+def test_earlier_work_elsewhere_is_not_covered(accelerator: Device) -> None:
     """The producer says where its work is; the library does not guess."""
     side = accelerator.stream()
     with accelerator.hold(side):

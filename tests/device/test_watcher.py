@@ -27,7 +27,7 @@ def pauses() -> Iterator[None]:
     _C.set_watcher_pauses(config.watcher_first_pause, config.watcher_longest_pause)
 
 
-def test_nothing_is_polled_while_nothing_is_watched(accelerator: Device) -> None:
+def test_unwatched_devices_are_not_polled(accelerator: Device) -> None:
     accelerator.complete(1.0).then(lambda _: None, non_blocking=False).wait()
     polls = idle()
     wakeups = _C.statistics()["watcher_wakeups"]
@@ -88,7 +88,7 @@ def most_polls(first: float, longest: float, seconds: float) -> int:
     return count
 
 
-def test_it_watches_several_devices_and_streams_at_once(pair: Device) -> None:
+def test_watcher_handles_several_devices_and_streams(pair: Device) -> None:
     sides = [pair.stream(index=i) for i in (0, 1)]
     futures: list[CUDAFuture[object]] = [CUDAFuture() for _ in sides]
     holds = [pair.hold(side) for side in sides]
@@ -104,7 +104,7 @@ def test_it_watches_several_devices_and_streams_at_once(pair: Device) -> None:
     assert ran == [1, 0] or pair.name == "cuda"
 
 
-def test_callbacks_run_on_the_callback_thread_and_not_on_the_watcher(accelerator: Device) -> None:
+def test_callbacks_leave_watcher_thread(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         future = accelerator.complete(1.0, stream=side)
@@ -112,7 +112,7 @@ def test_callbacks_run_on_the_callback_thread_and_not_on_the_watcher(accelerator
     assert child.wait() is not threading.current_thread()
 
 
-def test_a_future_that_is_dropped_is_watched_to_its_end(accelerator: Device) -> None:
+def test_dropped_future_is_watched_to_end(accelerator: Device) -> None:
     side = accelerator.stream()
     ran: CUDAFuture[float] = CUDAFuture()
     with accelerator.hold(side):
