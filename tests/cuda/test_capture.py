@@ -56,7 +56,7 @@ def test_a_non_blocking_wait_is_recorded(cuda: Cuda, x: torch.Tensor) -> None:
     assert replay(graph, x, y, 5) == 11
 
 
-def test_callbacks_are_recorded_on_their_pool_streams(cuda: Cuda, x: torch.Tensor) -> None:
+def test_callbacks_record_on_pool_streams(cuda: Cuda, x: torch.Tensor) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         future: CUDAFuture[torch.Tensor] = CUDAFuture()
@@ -68,7 +68,7 @@ def test_callbacks_are_recorded_on_their_pool_streams(cuda: Cuda, x: torch.Tenso
     assert replay(graph, x, y, 3) == 24
 
 
-def test_a_blocking_wait_is_refused_and_the_capture_goes_on(cuda: Cuda, x: torch.Tensor) -> None:
+def test_refused_blocking_wait_keeps_capture(cuda: Cuda, x: torch.Tensor) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         future = CUDAFuture.completed(x * 2)
@@ -78,7 +78,7 @@ def test_a_blocking_wait_is_refused_and_the_capture_goes_on(cuda: Cuda, x: torch
     assert replay(graph, x, y, 3) == 7
 
 
-def test_asking_for_earlier_work_does_not_end_a_capture(cuda: Cuda, x: torch.Tensor) -> None:
+def test_query_of_earlier_work_keeps_capture(cuda: Cuda, x: torch.Tensor) -> None:
     earlier = cuda.complete(2.0)
     graph = torch.cuda.CUDAGraph()
     with capture_at_once(graph):
@@ -88,7 +88,7 @@ def test_asking_for_earlier_work_does_not_end_a_capture(cuda: Cuda, x: torch.Ten
     assert replay(graph, x, y, 3) == 8
 
 
-def test_the_watcher_does_not_end_a_capture_of_another_thread(cuda: Cuda, x: torch.Tensor) -> None:
+def test_watcher_spares_capture_of_other_thread(cuda: Cuda, x: torch.Tensor) -> None:
     side = cuda.stream()
     ran = threading.Event()
     graph = torch.cuda.CUDAGraph()
@@ -107,7 +107,7 @@ def test_the_watcher_does_not_end_a_capture_of_another_thread(cuda: Cuda, x: tor
     assert replay(graph, x, y, 1) == 1003
 
 
-def test_a_blocking_wait_of_another_thread_does_not_end_a_capture(cuda: Cuda, x: torch.Tensor) -> None:
+def test_blocking_wait_elsewhere_keeps_capture(cuda: Cuda, x: torch.Tensor) -> None:
     side = cuda.stream()
     graph = torch.cuda.CUDAGraph()
     with cuda.hold(side):
@@ -122,7 +122,7 @@ def test_a_blocking_wait_of_another_thread_does_not_end_a_capture(cuda: Cuda, x:
     assert replay(graph, x, y, 1) == 202
 
 
-def test_events_that_a_capture_recorded_serve_others_afterwards(cuda: Cuda, x: torch.Tensor) -> None:
+def test_captured_events_serve_later(cuda: Cuda, x: torch.Tensor) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(50):
@@ -133,7 +133,7 @@ def test_events_that_a_capture_recorded_serve_others_afterwards(cuda: Cuda, x: t
     assert replay(graph, x, y, 1) == 2
 
 
-def test_a_stream_whose_capture_cannot_be_queried_leaves_no_error_behind(cuda: Cuda) -> None:
+def test_unqueryable_stream_leaves_no_error(cuda: Cuda) -> None:
     runtime, handle, graph = ctypes.CDLL("libcudart.so.13"), ctypes.c_void_p(), ctypes.c_void_p()
     earlier = cuda.complete(2.0)
     torch.cuda.synchronize()
@@ -147,7 +147,7 @@ def test_a_stream_whose_capture_cannot_be_queried_leaves_no_error_behind(cuda: C
         assert runtime.cudaStreamDestroy(handle) == 0
 
 
-def test_captures_of_two_threads_take_different_pool_streams(cuda: Cuda, x: torch.Tensor) -> None:
+def test_two_captures_take_different_streams(cuda: Cuda, x: torch.Tensor) -> None:
     barrier = threading.Barrier(2, timeout=PATIENCE)
     errors: list[BaseException] = []
 
@@ -181,7 +181,7 @@ def test_captures_of_two_threads_take_different_pool_streams(cuda: Cuda, x: torc
     assert errors == []
 
 
-def test_futures_of_torch_do_not_take_the_stream_of_a_capture(cuda: Cuda, x: torch.Tensor) -> None:
+def test_torch_futures_avoid_capture_stream(cuda: Cuda, x: torch.Tensor) -> None:
     def follow_many() -> None:
         with torch.cuda.stream(own):
             for _ in range(70):  # torch's pool has 32 streams, and torch.cuda.graph captures on one of them

@@ -27,7 +27,7 @@ CONTEXTS = """
 """
 
 
-def test_importing_and_futures_of_the_host_make_no_context(alone: Callable[..., str]) -> None:
+def test_import_and_host_futures_make_no_context(alone: Callable[..., str]) -> None:
     alone(
         CONTEXTS
         + """
@@ -40,7 +40,7 @@ def test_importing_and_futures_of_the_host_make_no_context(alone: Callable[..., 
     )
 
 
-def test_a_process_that_used_futures_of_the_host_may_fork_and_its_child_use_cuda(alone: Callable[..., str]) -> None:
+def test_host_futures_allow_fork_before_cuda(alone: Callable[..., str]) -> None:
     alone(
         CONTEXTS
         + """
@@ -61,7 +61,7 @@ def test_a_process_that_used_futures_of_the_host_may_fork_and_its_child_use_cuda
     )
 
 
-def test_the_callers_stream_is_the_default_one_before_the_first_use_of_cuda(alone: Callable[..., str]) -> None:
+def test_default_stream_precedes_first_use(alone: Callable[..., str]) -> None:
     alone(
         """
     import torch
@@ -75,7 +75,7 @@ def test_the_callers_stream_is_the_default_one_before_the_first_use_of_cuda(alon
     )
 
 
-def test_all_that_a_future_does_leaves_other_devices_alone(alone: Callable[..., str]) -> None:
+def test_futures_leave_other_devices_alone(alone: Callable[..., str]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     alone(
@@ -105,7 +105,7 @@ def test_all_that_a_future_does_leaves_other_devices_alone(alone: Callable[..., 
     )
 
 
-def test_the_expandable_segments_allocator_is_told_of_streams_too(alone: Callable[..., str]) -> None:
+def test_expandable_segments_allocator_sees_streams(alone: Callable[..., str]) -> None:
     alone(
         """
     import torch
@@ -131,7 +131,7 @@ def test_the_expandable_segments_allocator_is_told_of_streams_too(alone: Callabl
     )
 
 
-def test_the_process_ends_well_with_a_device_at_work_and_futures_behind_it(alone: Callable[..., str]) -> None:
+def test_process_exits_cleanly_with_busy_device(alone: Callable[..., str]) -> None:
     alone("""
     import torch
     from cudafuture import CUDAFuture

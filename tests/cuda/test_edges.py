@@ -59,7 +59,7 @@ def error_of(device: Cuda, scenario: Scenario, edge: str | None) -> Exception | 
 
 
 @pytest.mark.parametrize("edge", EDGES)
-def test_data_are_wrong_without_the_edge_where_the_device_can_show_it(cuda: Cuda, edge: str) -> None:
+def test_missing_edge_gives_wrong_data(cuda: Cuda, edge: str) -> None:
     scenario = SCENARIOS[edge]
     if reason := why_invisible(edge, cuda):
         pytest.skip(f"{edge} does not show: {reason}")
@@ -69,6 +69,6 @@ def test_data_are_wrong_without_the_edge_where_the_device_can_show_it(cuda: Cuda
         pytest.skip(f"{edge} does not show: {TIMES} runs without it had the right data on this device")
 
 
-def test_a_device_shows_the_missing_order_of_a_value_that_is_held(cuda: Cuda) -> None:
+def test_device_shows_missing_order_of_held_value(cuda: Cuda) -> None:
     error = error_of(cuda, SCENARIOS["event.synchronize"], "event.synchronize")
     assert isinstance(error, AssertionError)

@@ -40,7 +40,7 @@ BROKEN = """
     ],
     ids=["wait", "again", "callback", "watcher"],
 )
-def test_an_error_of_the_device_is_a_late_error(alone: Callable[..., str], look: str) -> None:
+def test_device_error_is_late_error(alone: Callable[..., str], look: str) -> None:
     alone(
         BROKEN
         + f"""
@@ -50,7 +50,7 @@ def test_an_error_of_the_device_is_a_late_error(alone: Callable[..., str], look:
     )
 
 
-def test_the_watcher_survives_a_broken_device_and_nothing_hangs(alone: Callable[..., str]) -> None:
+def test_watcher_survives_broken_device(alone: Callable[..., str]) -> None:
     alone(
         BROKEN
         + """
@@ -64,7 +64,7 @@ def test_the_watcher_survives_a_broken_device_and_nothing_hangs(alone: Callable[
 
 
 @pytest.mark.parametrize("see", ["pass", "expect_error(torch.cuda.synchronize)"], ids=["pending", "known"])
-def test_a_failure_of_the_program_is_not_hidden_by_one_of_the_device(alone: Callable[..., str], see: str) -> None:
+def test_program_failure_is_not_hidden(alone: Callable[..., str], see: str) -> None:
     alone(
         BROKEN
         + f"""

@@ -49,20 +49,20 @@ def group(request: pytest.FixtureRequest) -> Iterator[str]:
     dist.destroy_process_group()
 
 
-def test_whoever_waits_is_ordered_after_the_collective(group: str) -> None:
+def test_waiter_follows_collective(group: str) -> None:
     reduced = cfd.all_reduce(fill(2.0))
     with torch.cuda.stream(torch.cuda.Stream()):
         assert only(reduced.wait(non_blocking=True)) == 2.0
 
 
-def test_the_input_is_read_after_what_the_callers_stream_has_to_do(group: str) -> None:
+def test_input_follows_stream_of_caller(group: str) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         output = torch.empty(1 << 20, device="cuda")
         gathered = cfd.all_gather_into_tensor(output, fill(3.0))
     assert only(gathered.wait(non_blocking=True)) == 3.0
 
 
-def test_the_future_has_an_event_of_the_device(group: str) -> None:
+def test_future_has_device_event(group: str) -> None:
     x = fill(1.0)
     reduced = cfd.all_reduce(x)
     assert reduced.wait(timeout=LONG) is x
@@ -99,7 +99,7 @@ def test_every_function_completes(group: str) -> None:
         assert future.ready()
 
 
-def test_host_tensors_go_beside_those_of_the_device(group: str) -> None:
+def test_host_tensors_travel_beside_device_tensors(group: str) -> None:
     on_device = [cfd.all_reduce(fill(float(i))) for i in range(3)]
     on_host = [cfd.all_reduce(torch.full((8,), float(i))) for i in range(3)]
     assert [f.wait(timeout=LONG)[0].item() for f in on_host] == [0.0, 1.0, 2.0]

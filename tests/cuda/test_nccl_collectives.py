@@ -125,7 +125,7 @@ def test_the_values_are_those_of_torch(ranks: World, name: str) -> None:
     ranks.run(run)
 
 
-def test_many_collectives_in_flight_and_their_chains_keep_their_order(ranks: World) -> None:
+def test_many_chained_collectives_keep_order(ranks: World) -> None:
     def run() -> None:
         torch.cuda.set_device(dist.get_rank())
         size = dist.get_world_size()
@@ -151,7 +151,7 @@ def test_sends_and_receives_between_neighbours(ranks: World) -> None:
     ranks.run(run)
 
 
-def test_objects_a_barrier_and_a_part_of_the_ranks(ranks: World) -> None:
+def test_objects_barrier_and_subgroup_work(ranks: World) -> None:
     def run() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         torch.cuda.set_device(rank)
@@ -178,7 +178,7 @@ def test_objects_a_barrier_and_a_part_of_the_ranks(ranks: World) -> None:
     ranks.run(run)
 
 
-def test_a_dtype_that_nccl_lacks_fails_its_call_and_no_later_one(ranks: World) -> None:
+def test_unsupported_dtype_fails_only_its_call(ranks: World) -> None:
     def run() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         torch.cuda.set_device(rank)
@@ -212,7 +212,7 @@ def scatter_then_gather(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Tenso
 
 
 @pytest.mark.parametrize("hook", [average, compress, scatter_then_gather], ids=lambda hook: hook.__name__)
-def test_ddp_with_our_hook_trains_as_without_one(ranks: World, hook: Any) -> None:
+def test_ddp_hook_trains_like_plain_ddp(ranks: World, hook: Any) -> None:
     def run() -> None:
         rank = dist.get_rank()
         torch.cuda.set_device(rank)

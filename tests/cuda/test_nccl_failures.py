@@ -16,35 +16,35 @@ pytestmark = [pytest.mark.cuda, pytest.mark.world, pytest.mark.slow, pytest.mark
 SIZE = 3
 
 
-def test_every_future_ends_with_an_error_when_a_rank_stops() -> None:
+def test_stopped_rank_fails_every_future() -> None:
     results = run_nccl(SIZE, nccl_ranks.lose_one, 1, signal.SIGSTOP, lost=[1])
     for rank in (0, 2):
         assert set(results[rank].values()) == {"CollectiveError"}, results[rank]
 
 
-def test_no_future_succeeds_while_the_watchdog_is_busy_after_an_abort() -> None:
+def test_aborted_futures_never_succeed() -> None:
     busy = GOES_ON | {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "200"}  # for each operation, four times as long
     results = run_nccl(SIZE, nccl_ranks.lose_one, 1, signal.SIGKILL, lost=[1], environment=busy)
     for rank in (0, 2):
         assert set(results[rank].values()) == {"CollectiveError"}, results[rank]
 
 
-def test_errors_are_told_where_nothing_is_cleaned_up() -> None:
+def test_errors_are_reported_without_cleanup() -> None:
     as_it_is = GOES_ON | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     results = run_nccl(SIZE, nccl_ranks.lose_one, 1, signal.SIGKILL, lost=[1], environment=as_it_is)
     for rank in (0, 2):
         assert set(results[rank].values()) == {"CollectiveError"}, results[rank]
 
 
-def test_the_error_of_a_lost_rank_names_the_operation() -> None:
+def test_lost_rank_error_names_operation() -> None:
     run_nccl(SIZE, nccl_ranks.describe_a_loss, 2, lost=[2])
 
 
-def test_the_others_go_on_without_a_lost_rank() -> None:
+def test_others_continue_without_lost_rank() -> None:
     assert run_nccl(SIZE, nccl_ranks.go_on_without, SIZE, 0, lost=[0]) == [None, 128.0, 128.0]
 
 
-def test_what_had_finished_before_the_failure_stays_a_success() -> None:
+def test_finished_work_stays_successful() -> None:
     results = run_nccl(SIZE, nccl_ranks.finish_before, 1, lost=[1])
     for rank in (0, 2):
         assert results[rank] == ["success"] * 8
@@ -59,14 +59,14 @@ def test_what_had_finished_before_the_failure_stays_a_success() -> None:
         ),
     ],
 )
-def test_torch_ends_the_process_where_the_user_does_not_ask_it_to_go_on(environment: dict[str, str]) -> None:
+def test_torch_ends_process_by_default(environment: dict[str, str]) -> None:
     """Show that the variables of docs/collectives.md are needed: they are not set here."""
     with pytest.raises(AssertionError, match=r"ended with exit code -6"):
         run_nccl(SIZE, nccl_ranks.stay_alive, 1, lost=[1], environment=environment)
 
 
 @pytest.mark.soak
-def test_every_future_ends_with_an_error_when_ranks_are_killed() -> None:
+def test_killed_ranks_fail_every_future() -> None:
     rng = random.Random(16)
     killed = 0
     while killed < soak_count(100):

@@ -25,11 +25,11 @@ def test_only_the_members_create_a_group(way: str) -> None:
         assert is_urgent == ("options" in way)
 
 
-def test_all_ranks_create_a_group_as_with_torch() -> None:
+def test_all_ranks_create_group_like_torch() -> None:
     assert run_nccl(SIZE, nccl_groups.create_with_the_others, SIZE, binds_device=True) == [2.0, None, 2.0]
 
 
-def test_survivors_continue_in_a_group_of_their_own() -> None:
+def test_survivors_continue_in_own_group() -> None:
     assert run_nccl(SIZE, nccl_ranks.go_on_without, SIZE, 0, lost=[0], binds_device=True) == [None, 128.0, 128.0]
 
 

@@ -36,36 +36,36 @@ WITHOUT_MEMORY = {
 }
 
 
-def test_every_operation_of_the_table_is_here() -> None:
+def test_every_table_operation_is_covered() -> None:
     table = {row.name for row in vars(_operations).values() if isinstance(row, Operation)}
     assert {name.split()[0] for name in ISSUES} == table - WITHOUT_MEMORY
 
 
 @pytest.mark.parametrize("environment", [{}, BLOCKING_WAIT], ids=["", "blocking wait"])
-def test_memory_of_a_dropped_future_is_kept_in_flight(environment: dict[str, str]) -> None:
+def test_dropped_future_keeps_memory_in_flight(environment: dict[str, str]) -> None:
     wrong, _ = run_nccl(2, drop_in_flight, environment=environment)
     assert wrong == {}
 
 
 @pytest.mark.parametrize("environment", [{}, BLOCKING_WAIT], ids=["", "blocking wait"])
-def test_no_memory_stays_when_the_device_has_finished(environment: dict[str, str]) -> None:
+def test_finished_device_frees_memory(environment: dict[str, str]) -> None:
     assert run_nccl(2, wait_for_each, environment=environment) == [{}, {}]
 
 
-def test_memory_of_a_captured_operation_is_kept_until_a_consumer_is_ordered() -> None:
+def test_captured_memory_lives_until_consumer() -> None:
     assert run_nccl(2, capture_each) == [{}, {}]
 
 
-def test_asking_a_finished_operation_does_not_end_a_capture() -> None:
+def test_query_of_finished_operation_keeps_capture() -> None:
     assert run_nccl(2, ask_while_capturing) == [[], []]
 
 
-def test_operations_of_uneven_sizes_wait_for_a_late_peer() -> None:
+def test_uneven_operations_wait_for_late_peer() -> None:
     ones = {name: [1.0] for name in UNEVEN}
     assert run_nccl(2, meet_late) == [ones, ones]
 
 
-def test_works_of_coalesced_batches_wait_for_a_late_peer() -> None:
+def test_coalesced_works_wait_for_late_peer() -> None:
     assert run_nccl(2, follow_coalesced) == [[3.0, 3.0, 2.0, 2.0], [3.0, 3.0, 2.0, 1.0]]
 
 

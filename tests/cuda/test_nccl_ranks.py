@@ -59,7 +59,7 @@ def wait_for_turn(callback: str, first: int) -> None:
     store.set(f"{callback}, {turn}", "")
 
 
-def test_chains_on_one_group_execute_in_one_order(ranks: World) -> None:
+def test_chains_execute_in_one_order(ranks: World) -> None:
     def run() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         torch.cuda.set_device(rank)
@@ -82,7 +82,7 @@ def test_chains_on_one_group_execute_in_one_order(ranks: World) -> None:
     ranks.run(run)
 
 
-def test_steps_of_several_chains_execute_in_one_order(ranks: World) -> None:
+def test_chain_steps_execute_in_one_order(ranks: World) -> None:
     def run() -> None:
         rank = dist.get_rank()
         torch.cuda.set_device(rank)
@@ -100,7 +100,7 @@ def test_steps_of_several_chains_execute_in_one_order(ranks: World) -> None:
     ranks.run(run)
 
 
-def test_callbacks_of_two_groups_execute_in_one_order(ranks: World) -> None:
+def test_callbacks_of_two_groups_keep_order(ranks: World) -> None:
     def run() -> None:
         rank = dist.get_rank()
         torch.cuda.set_device(rank)
@@ -121,7 +121,7 @@ def test_callbacks_of_two_groups_execute_in_one_order(ranks: World) -> None:
     ranks.run(run)
 
 
-def test_a_callback_of_the_host_may_not_issue_over_nccl(ranks: World) -> None:
+def test_host_callback_may_not_issue_nccl(ranks: World) -> None:
     def run() -> None:
         torch.cuda.set_device(dist.get_rank())
         host = cfd.new_group(backend="gloo")
@@ -136,7 +136,7 @@ def test_a_callback_of_the_host_may_not_issue_over_nccl(ranks: World) -> None:
     ranks.run(run)
 
 
-def test_objects_and_callbacks_use_no_device_but_the_callers(ranks: World) -> None:
+def test_objects_and_callbacks_use_caller_device(ranks: World) -> None:
     def run() -> None:
         from ctypes import CDLL, byref, c_int, c_uint
 

@@ -29,7 +29,7 @@ def remote(cuda: Cuda, tmp_path: Path) -> Iterator[RemoteStore]:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=["small", "pieces"])
-def test_what_the_gpu_was_writing_comes_back(remote: RemoteStore, size: int) -> None:
+def test_pending_gpu_write_is_stored(remote: RemoteStore, size: int) -> None:
     tensor = slow(1.0).repeat(5)[:size]
     write = remote.write("x", tensor)
     assert write.released is not None
@@ -41,7 +41,7 @@ def test_what_the_gpu_was_writing_comes_back(remote: RemoteStore, size: int) -> 
 
 
 @pytest.mark.parametrize("size", SIZES, ids=["small", "pieces"])
-def test_a_read_comes_after_what_the_gpu_was_writing(remote: RemoteStore, size: int) -> None:
+def test_read_follows_pending_gpu_write(remote: RemoteStore, size: int) -> None:
     remote.write("x", torch.full((size,), 3.0)).wait(timeout=LONG)
     out = slow(-1.0).repeat(5)[:size]
     assert remote.read("x", out).wait(timeout=LONG, non_blocking=True) is out

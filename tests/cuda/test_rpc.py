@@ -52,7 +52,7 @@ def test_a_signed_session_carries_the_same(
     both(ranks, tmp_path / "meeting", scenario, secret="what only these two know", seal=seal)
 
 
-def test_remote_takes_gpu_tensors_unless_the_seal_covers_contents(tmp_path: Path, cuda: Cuda) -> None:
+def test_remote_takes_gpu_tensors_unless_sealed(tmp_path: Path, cuda: Cuda) -> None:
     with begin(tmp_path / "meeting", 0, 1):
         assert only(remote("worker0", cuda_calls.double, (slow(2.0),)).to_here()) == 4.0
         assert only(remote("worker0", cuda_calls.double_later, (slow(3.0),)).to_here()) == 6.0
@@ -69,7 +69,7 @@ def test_a_worker_calls_itself(tmp_path: Path, cuda: Cuda, scenario: Callable[[s
         scenario("worker0")
 
 
-def test_the_caller_is_not_blocked_while_its_gpu_is_at_work(tmp_path: Path, cuda: Cuda) -> None:
+def test_busy_gpu_does_not_block_caller(tmp_path: Path, cuda: Cuda) -> None:
     with begin(tmp_path / "meeting", 0, 1):
         rpc_sync("worker0", cuda_calls.double, (slow(1.0),))  # loads what is needed
         done = torch.cuda.Event()
@@ -82,7 +82,7 @@ def test_the_caller_is_not_blocked_while_its_gpu_is_at_work(tmp_path: Path, cuda
         assert only(result) == 6.0
 
 
-def test_devices_are_exchanged_as_the_map_says(ranks: World, tmp_path: Path) -> None:
+def test_device_map_exchanges_devices(ranks: World, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
 
@@ -95,7 +95,7 @@ def test_devices_are_exchanged_as_the_map_says(ranks: World, tmp_path: Path) -> 
     both(ranks, tmp_path / "meeting", caller, device_maps=maps)
 
 
-def test_a_gpu_without_a_target_is_refused_by_name(tmp_path: Path, cuda: Cuda) -> None:
+def test_gpu_without_target_is_refused(tmp_path: Path, cuda: Cuda) -> None:
     with begin(tmp_path / "meeting", 0, 1, device_maps=None):
         with pytest.raises(ValueError, match=r"on cuda:0 cannot be sent to worker 'worker0'.*device_maps"):
             rpc_async("worker0", cuda_calls.double, (slow(1.0),))
@@ -103,7 +103,7 @@ def test_a_gpu_without_a_target_is_refused_by_name(tmp_path: Path, cuda: Cuda) -
         assert isinstance(error, ValueError)
 
 
-def test_a_value_that_lives_here_may_be_asked_for_here(tmp_path: Path, cuda: Cuda) -> None:
+def test_local_value_may_be_requested_here(tmp_path: Path, cuda: Cuda) -> None:
     with begin(tmp_path / "meeting", 0, 1):
         rref = RRef(slow(2.0))
         assert only(rref.local_value()) == 2.0

@@ -32,7 +32,7 @@ def test_the_sanitizer_finds_a_race(cuda: Cuda) -> None:
         x.mul_(2)
 
 
-def test_the_sanitizer_finds_a_value_that_is_used_without_waiting(cuda: Cuda) -> None:
+def test_sanitizer_finds_use_without_wait(cuda: Cuda) -> None:
     from torch.cuda._sanitizer import CUDASanitizerErrors
 
     future = cuda.complete(2.0)
@@ -69,7 +69,7 @@ def test_combinators(cuda: Cuda) -> None:
     assert cuda.read(z.mul_(2)) == 6.0
 
 
-def test_recovering_from_a_failure_with_work_pending(cuda: Cuda) -> None:
+def test_recovery_with_pending_work_is_clean(cuda: Cuda) -> None:
     x, side = cuda.empty(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())  # the sanitizer counts an allocation as a write
     future: CUDAFuture[torch.Tensor] = CUDAFuture(devices=[cuda.at()])

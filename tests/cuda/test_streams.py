@@ -28,13 +28,13 @@ def foreign() -> Iterator[torch.cuda.ExternalStream]:
     assert driver.cuStreamDestroy_v2(handle) == 0
 
 
-def test_a_callback_runs_on_the_cuda_stream_that_it_was_given(cuda: Cuda) -> None:
+def test_callback_runs_on_given_cuda_stream(cuda: Cuda) -> None:
     stream = torch.cuda.Stream()
     ran_on = cuda.complete(2.0).then(lambda f: torch.cuda.current_stream(), stream=stream).wait()
     assert ran_on.cuda_stream == stream.cuda_stream
 
 
-def test_the_producer_may_name_a_cuda_stream(cuda: Cuda) -> None:
+def test_producer_may_name_cuda_stream(cuda: Cuda) -> None:
     stream = torch.cuda.Stream()
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     with torch.cuda.stream(stream):
@@ -56,12 +56,12 @@ def test_an_external_stream_produces_and_consumes(cuda: Cuda, foreign: torch.cud
 
 
 @pytest.mark.parametrize("priority", [0, -1])
-def test_pool_streams_have_the_priority_that_was_asked_for(cuda: Cuda, priority: int) -> None:
+def test_pool_streams_have_requested_priority(cuda: Cuda, priority: int) -> None:
     child = cuda.complete(1.0).then(lambda f: torch.cuda.current_stream().priority, priority=priority)
     assert child.wait() == priority
 
 
-def test_callbacks_of_each_priority_have_a_pool_of_their_own(cuda: Cuda) -> None:
+def test_each_priority_has_own_pool(cuda: Cuda) -> None:
     stream = cuda.stream()
     with cuda.hold(stream):
         future = cuda.complete(1.0, stream=stream)

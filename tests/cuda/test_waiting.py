@@ -16,7 +16,7 @@ from support.harness import Cuda
 pytestmark = pytest.mark.cuda
 
 
-def test_a_blocking_wait_returns_when_the_device_has_finished_and_not_before(cuda: Cuda) -> None:
+def test_blocking_wait_returns_with_device(cuda: Cuda) -> None:
     event = torch.cuda.Event()
     x = cuda.produce(2.0)
     event.record()
@@ -25,7 +25,7 @@ def test_a_blocking_wait_returns_when_the_device_has_finished_and_not_before(cud
     assert event.query()
 
 
-def test_a_timeout_ends_a_wait_for_the_device(cuda: Cuda) -> None:
+def test_timeout_ends_device_wait(cuda: Cuda) -> None:
     with cuda.hold():
         future = CUDAFuture.completed(cuda.produce(2.0))
         with pytest.raises(TimeoutError, match="device work has not finished"):
@@ -33,7 +33,7 @@ def test_a_timeout_ends_a_wait_for_the_device(cuda: Cuda) -> None:
     assert cuda.read(future.wait()) == 2.0
 
 
-def test_ctrl_c_ends_a_wait_for_the_device(cuda: Cuda) -> None:
+def test_ctrl_c_ends_device_wait(cuda: Cuda) -> None:
     begun = threading.Event()
 
     def interrupt() -> None:
@@ -60,7 +60,7 @@ def test_ctrl_c_ends_a_wait_for_the_device(cuda: Cuda) -> None:
     assert cuda.read(future.wait()) == 2.0
 
 
-def test_other_threads_run_while_one_waits_for_the_device(cuda: Cuda) -> None:
+def test_device_wait_lets_other_threads_run(cuda: Cuda) -> None:
     steps = 0
     with cuda.hold():
         future = CUDAFuture.completed(cuda.produce(2.0))
@@ -72,7 +72,7 @@ def test_other_threads_run_while_one_waits_for_the_device(cuda: Cuda) -> None:
     assert steps == 100
 
 
-def test_a_wait_leaves_the_timers_of_its_thread_as_they_were(cuda: Cuda) -> None:
+def test_wait_restores_thread_timers(cuda: Cuda) -> None:
     slack = Path("/proc/self/timerslack_ns")  # of the main thread
     before = slack.read_text()
     for _ in range(3):
@@ -80,7 +80,7 @@ def test_a_wait_leaves_the_timers_of_its_thread_as_they_were(cuda: Cuda) -> None
     assert slack.read_text() == before
 
 
-def test_the_watcher_looks_less_and_less_often(cuda: Cuda) -> None:
+def test_watcher_polls_less_over_time(cuda: Cuda) -> None:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before = _C.statistics()["watcher_polls"]
     begin.record()
@@ -93,7 +93,7 @@ def test_the_watcher_looks_less_and_less_often(cuda: Cuda) -> None:
     assert 1 <= polls <= 130 + begin.elapsed_time(end) / 1e3 / longest
 
 
-def test_memory_that_is_pinned_is_written_before_a_wait_returns(cuda: Cuda) -> None:
+def test_pinned_memory_is_written_before_return(cuda: Cuda) -> None:
     host = torch.zeros(1 << 20, pin_memory=True)
     for value in (1.0, 2.0, 3.0):
         future: CUDAFuture[torch.Tensor] = CUDAFuture()
