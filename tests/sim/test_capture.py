@@ -97,7 +97,7 @@ def errors_of(call: Callable[[], Any], thread: str, mode: Any) -> tuple[str, str
 @pytest.mark.parametrize("thread", ["own", "other"])
 @pytest.mark.parametrize("mode", get_args(sim.CaptureMode))
 @pytest.mark.parametrize("name", UNSAFE)
-def test_an_unsafe_call_ends_a_capture_whose_mode_forbids_it_to_the_thread(name: str, mode: str, thread: str) -> None:
+def test_unsafe_call_ends_forbidding_capture(name: str, mode: str, thread: str) -> None:
     called, ended = errors_of(UNSAFE[name], thread, mode)
     if (mode, thread) in FORBIDDEN and not (thread == "own" and name in PINNED):
         assert "cudaErrorStreamCaptureUnsupported" in called
@@ -107,7 +107,7 @@ def test_an_unsafe_call_ends_a_capture_whose_mode_forbids_it_to_the_thread(name:
 
 
 @pytest.mark.parametrize("name", UNSAFE)
-def test_a_thread_in_relaxed_mode_makes_unsafe_calls(name: str) -> None:
+def test_relaxed_thread_makes_unsafe_calls(name: str) -> None:
     def call() -> None:
         with relax_capture():
             UNSAFE[name]()
@@ -116,7 +116,7 @@ def test_a_thread_in_relaxed_mode_makes_unsafe_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", get_args(sim.CaptureMode))
-def test_no_mode_allows_to_wait_for_a_device_with_a_capture(mode: str) -> None:
+def test_every_mode_forbids_device_wait(mode: str) -> None:
     def call() -> None:
         with relax_capture():
             sim.synchronize("sim:0")
@@ -128,13 +128,13 @@ def test_no_mode_allows_to_wait_for_a_device_with_a_capture(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", get_args(sim.CaptureMode))
 @pytest.mark.parametrize("ask", [torch.Stream.query, torch.Stream.synchronize])
-def test_no_mode_allows_to_ask_about_a_captured_stream(ask: Callable[[torch.Stream], Any], mode: str) -> None:
+def test_every_mode_forbids_stream_query(ask: Callable[[torch.Stream], Any], mode: str) -> None:
     called, ended = errors_of(lambda: ask(torch.accelerator.current_stream()), "own", mode)
     assert "cudaErrorCapturedEvent" in called
     assert "recorded inside it" in ended
 
 
-def test_a_capture_ends_only_if_a_call_is_forbidden_to_its_own_mode() -> None:
+def test_only_own_mode_ends_capture() -> None:
     lenient, strict = torch.Stream("sim:0"), torch.Stream("sim:0")
     with (
         sim.capture(lenient, "thread_local"),
@@ -144,7 +144,7 @@ def test_a_capture_ends_only_if_a_call_is_forbidden_to_its_own_mode() -> None:
         assert error_of(UNSAFE["a query of an event"], "other")
 
 
-def test_an_allocation_of_another_thread_is_allowed_on_a_stream_of_the_capture() -> None:
+def test_capture_allows_allocations_of_others() -> None:
     captured = torch.Stream("sim:0")
 
     def allocate() -> None:
@@ -160,7 +160,7 @@ def test_an_unknown_mode_is_refused() -> None:
         pass
 
 
-def test_each_capture_has_a_number_that_no_other_has() -> None:
+def test_each_capture_has_unique_number() -> None:
     stream, other = torch.Stream("sim:0"), torch.Stream("sim:0")
     numbers = [capture_of(stream)]
     for _ in range(2):
@@ -175,7 +175,7 @@ def test_each_capture_has_a_number_that_no_other_has() -> None:
     assert len(set(numbers)) == 4
 
 
-def test_a_stream_that_joins_a_capture_has_its_number() -> None:
+def test_joining_stream_has_capture_number() -> None:
     stream, joined, elsewhere = torch.Stream("sim:0"), torch.Stream("sim:0"), torch.Stream("sim:1")
     with sim.capture(stream):
         joined.wait_stream(stream)

@@ -33,7 +33,7 @@ def fresh() -> None:
     assert sim.contexts() == []
 
 
-def test_a_device_has_a_context_from_its_first_use_on() -> None:
+def test_first_use_makes_context() -> None:
     torch.ones(1, device="sim:1")
     assert sim.contexts() == [torch.device("sim:1")]
     torch.accelerator.set_device_index(2)  # as cudaSetDevice does from CUDA 12 on
@@ -41,7 +41,7 @@ def test_a_device_has_a_context_from_its_first_use_on() -> None:
     torch.accelerator.set_device_index(0)
 
 
-def test_an_event_that_is_used_while_another_device_is_current_makes_a_context_there() -> None:
+def test_event_use_elsewhere_makes_context() -> None:
     event = torch.Event("sim:1")
     with torch.accelerator.device_index(1):
         event.record()
@@ -52,7 +52,7 @@ def test_an_event_that_is_used_while_another_device_is_current_makes_a_context_t
         del event
 
 
-def test_a_stream_that_waits_makes_no_context_on_the_threads_own_device() -> None:
+def test_waiting_stream_makes_no_context() -> None:
     def use() -> None:
         future: CUDAFuture[torch.Tensor] = CUDAFuture.completed(torch.ones(4, device=LAST))
         future.wait(non_blocking=True)
@@ -64,7 +64,7 @@ def test_a_stream_that_waits_makes_no_context_on_the_threads_own_device() -> Non
     assert sim.contexts() == [LAST]
 
 
-def test_a_callback_on_the_callers_streams_that_raises_makes_no_contexts() -> None:
+def test_raising_callback_makes_no_context() -> None:
     def use() -> CUDAFuture[Any]:
         future: CUDAFuture[torch.Tensor] = CUDAFuture()
 
@@ -81,7 +81,7 @@ def test_a_callback_on_the_callers_streams_that_raises_makes_no_contexts() -> No
     assert sim.contexts() == [LAST]
 
 
-def test_a_failure_of_a_bounded_future_makes_no_contexts() -> None:
+def test_bounded_failure_makes_no_context() -> None:
     def use() -> CUDAFuture[Any]:
         torch.ones(4, device=LAST)
         future: CUDAFuture[Any] = CUDAFuture(devices=["sim:0", "sim:1", "sim:2"])
@@ -94,7 +94,7 @@ def test_a_failure_of_a_bounded_future_makes_no_contexts() -> None:
 
 
 @pytest.mark.parametrize("devices", [None, ["sim:0", "sim:1", "sim:2"]], ids=["unbounded", "bounded"])
-def test_torchs_future_of_a_pending_one_makes_no_contexts(devices: list[str] | None) -> None:
+def test_to_torch_of_pending_makes_no_context(devices: list[str] | None) -> None:
     def use() -> float:
         x = torch.ones(4, device=LAST)
         future: CUDAFuture[torch.Tensor] = CUDAFuture(devices=devices)
@@ -109,7 +109,7 @@ def test_torchs_future_of_a_pending_one_makes_no_contexts(devices: list[str] | N
     assert torch.device("sim:1") not in sim.contexts()  # 0 is current, and torch selects it
 
 
-def test_calls_of_another_worker_make_no_contexts_on_mapped_devices_that_they_do_not_use() -> None:
+def test_unused_mapped_devices_get_no_context() -> None:
     order = DeviceOrder()
     order.set_devices([torch.device("sim", i) for i in range(3)])
     order.call(0, int, (), {})
@@ -119,7 +119,7 @@ def test_calls_of_another_worker_make_no_contexts_on_mapped_devices_that_they_do
     order.close()
 
 
-def test_torchs_future_takes_a_value_on_a_device_that_was_first_used_later() -> None:
+def test_torch_future_takes_later_device() -> None:
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     target = future.to_torch()
     x = torch.ones(4, device=LAST) * 3

@@ -92,7 +92,7 @@ WAYS_TO_WAIT: dict[str, Callable[[CUDAFuture[Any]], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS_TO_WAIT.values(), ids=WAYS_TO_WAIT.keys())
-def test_a_thread_that_waits_for_a_future_joins_the_time_of_its_completion(
+def test_waiting_thread_joins_completion_time(
     way: Callable[[CUDAFuture[Any]], object],
 ) -> None:
     future = complete_at(3)
@@ -101,7 +101,7 @@ def test_a_thread_that_waits_for_a_future_joins_the_time_of_its_completion(
     assert now() == pytest.approx(3)
 
 
-def test_a_thread_that_is_blocked_in_wait_joins_too() -> None:
+def test_blocked_thread_joins_completion_time() -> None:
     future: CUDAFuture[None] = CUDAFuture()
     times: list[float] = []
     thread = threading.Thread(target=lambda: (future.wait(), times.append(now())))  # type: ignore[func-returns-value]
@@ -112,7 +112,7 @@ def test_a_thread_that_is_blocked_in_wait_joins_too() -> None:
     assert times == [pytest.approx(4)]
 
 
-def test_a_coroutine_that_waits_for_a_pending_future_joins_too() -> None:
+def test_waiting_coroutine_joins_completion_time() -> None:
     future: CUDAFuture[None] = CUDAFuture()
 
     async def wait_for_thread() -> float:
@@ -125,7 +125,7 @@ def test_a_coroutine_that_waits_for_a_pending_future_joins_too() -> None:
     assert asyncio.run(wait_for_thread()) == pytest.approx(5)
 
 
-def test_a_failure_is_handed_over_as_a_value_is() -> None:
+def test_failure_hands_time_over() -> None:
     future: CUDAFuture[None] = CUDAFuture()
 
     def fail() -> None:
@@ -138,14 +138,14 @@ def test_a_failure_is_handed_over_as_a_value_is() -> None:
     assert now() == pytest.approx(3)
 
 
-def test_a_thread_that_is_ahead_stays_where_it_is() -> None:
+def test_thread_ahead_keeps_its_time() -> None:
     future = complete_at(3)
     sim.spend(ms=8)
     future.wait()
     assert now() == pytest.approx(8)
 
 
-def test_done_and_a_wait_that_times_out_do_not_move_the_clock() -> None:
+def test_done_and_timed_out_wait_keep_clock() -> None:
     future = complete_at(3)
     assert future.done()
     with pytest.raises(TimeoutError):
@@ -153,14 +153,14 @@ def test_done_and_a_wait_that_times_out_do_not_move_the_clock() -> None:
     assert now() == 0
 
 
-def test_making_a_gather_of_futures_that_are_done_does_not_move_the_clock() -> None:
+def test_gather_of_done_futures_keeps_clock() -> None:
     parts = [complete_at(3), complete_at(5)]
     for whole in (gather(*parts), collect_all(parts), collect_any(parts)):
         assert whole.done()
     assert now() == 0
 
 
-def test_a_gather_is_as_late_as_its_latest_part_whichever_ends_last() -> None:
+def test_gather_takes_latest_part_time() -> None:
     late, early = CUDAFuture[None](), CUDAFuture[None]()
     whole = gather(late, early)
     complete_at(5, late)
@@ -169,14 +169,14 @@ def test_a_gather_is_as_late_as_its_latest_part_whichever_ends_last() -> None:
     assert now() == pytest.approx(5)
 
 
-def test_a_future_is_completed_no_earlier_than_it_was_made() -> None:
+def test_completion_never_precedes_creation() -> None:
     sim.spend(ms=6)
     made_here: CUDAFuture[None] = CUDAFuture()
     in_thread(lambda: made_here.set_result(None))
     assert in_thread(lambda: (made_here.wait(), now())[1]) == pytest.approx(6)
 
 
-def test_submit_hands_the_callers_time_to_the_worker_and_the_workers_back(worker: ThreadPoolExecutor) -> None:
+def test_submit_hands_time_both_ways(worker: ThreadPoolExecutor) -> None:
     def work() -> float:
         began = now()
         sim.spend(ms=3)
@@ -189,13 +189,13 @@ def test_submit_hands_the_callers_time_to_the_worker_and_the_workers_back(worker
     assert now() == pytest.approx(5)
 
 
-def test_a_worker_that_is_ahead_begins_later(worker: ThreadPoolExecutor) -> None:
+def test_worker_ahead_begins_later(worker: ThreadPoolExecutor) -> None:
     submit(sim.spend, ms=4, executor=worker)
     assert submit(now, executor=worker).wait() == pytest.approx(4)
 
 
 @pytest.mark.parametrize("kind", ["callback_thread", "serial", "pool"])
-def test_a_callback_runs_no_earlier_than_its_parent_and_its_attachment(kind: str, worker: ThreadPoolExecutor) -> None:
+def test_callback_follows_parent_and_attachment(kind: str, worker: ThreadPoolExecutor) -> None:
     ways: dict[str, Any]
     ways = {"callback_thread": executors.callback_thread, "serial": executors.serial("clock"), "pool": worker}
     executor = ways[kind]
@@ -207,13 +207,13 @@ def test_a_callback_runs_no_earlier_than_its_parent_and_its_attachment(kind: str
     assert parent.then(lambda done: now(), executor=executor).wait() == pytest.approx(6)
 
 
-def test_a_callback_moves_the_clock_of_the_thread_that_it_runs_in() -> None:
+def test_callback_moves_clock_of_its_thread() -> None:
     parent = complete_at(3)
     parent.then(lambda done: sim.spend(ms=2), executor=executors.inline)
     assert now() == pytest.approx(5)
 
 
-def test_device_work_is_joined_by_each_thread_that_waits_for_it() -> None:
+def test_each_waiter_joins_device_time() -> None:
     def copy() -> CUDAFuture[torch.Tensor]:
         future: CUDAFuture[torch.Tensor] = CUDAFuture()
         sim.sleep(ms=4)
@@ -228,7 +228,7 @@ def test_device_work_is_joined_by_each_thread_that_waits_for_it() -> None:
     assert future.then(lambda done: now(), executor=executors.callback_thread).wait(timeout=60) == pytest.approx(0)
 
 
-def test_a_callback_that_follows_the_devices_runs_after_their_work() -> None:
+def test_blocking_callback_follows_device_time() -> None:
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     held = sim.hold()
     sim.sleep(ms=4)
@@ -251,7 +251,7 @@ def test_threads_enqueue_work_side_by_side() -> None:
     assert now() == 0
 
 
-def test_a_synchronization_of_one_thread_does_not_delay_the_streams_of_others() -> None:
+def test_synchronization_spares_streams_of_others() -> None:
     stream = torch.Stream("sim")
 
     def synchronize_late() -> None:
@@ -264,7 +264,7 @@ def test_a_synchronization_of_one_thread_does_not_delay_the_streams_of_others() 
     assert now() == pytest.approx(1)
 
 
-def test_autograds_threads_use_the_clock_of_the_thread_that_called_backward() -> None:
+def test_autograd_threads_use_backward_clock() -> None:
     def train() -> float:
         leaf = torch.ones(2, device="sim", requires_grad=True)
         leaf.register_hook(lambda gradient: sim.spend(ms=2))
@@ -277,7 +277,7 @@ def test_autograds_threads_use_the_clock_of_the_thread_that_called_backward() ->
     assert now() == 0
 
 
-def test_backward_enqueues_its_work_no_earlier_than_it_was_called() -> None:
+def test_backward_work_never_precedes_call() -> None:
     leaf = torch.ones(2, device="sim", requires_grad=True)
     loss = (3 * leaf).sum()
     sim.spend(ms=5)
@@ -287,7 +287,7 @@ def test_backward_enqueues_its_work_no_earlier_than_it_was_called() -> None:
     assert now() == pytest.approx(6)
 
 
-def test_enable_sets_the_clocks_of_all_threads_to_zero(worker: ThreadPoolExecutor) -> None:
+def test_enable_resets_all_clocks(worker: ThreadPoolExecutor) -> None:
     sim.spend(ms=2)
     submit(sim.spend, ms=4, executor=worker).wait()
     assert now() == pytest.approx(6)
@@ -296,7 +296,7 @@ def test_enable_sets_the_clocks_of_all_threads_to_zero(worker: ThreadPoolExecuto
     assert worker.submit(now).result() == 0
 
 
-def test_a_future_of_before_enable_hands_no_time_over() -> None:
+def test_future_before_enable_has_no_time() -> None:
     old = complete_at(5)
     pending: CUDAFuture[None] = CUDAFuture()
     sim.enable()
@@ -307,7 +307,7 @@ def test_a_future_of_before_enable_hands_no_time_over() -> None:
     assert now() == pytest.approx(1)
 
 
-def test_code_with_its_own_queue_hands_time_over_itself() -> None:
+def test_custom_queue_hands_time_over_itself() -> None:
     sim.spend(ms=2)
     put = _C.host_time()
     assert put == sim.clock()
@@ -320,7 +320,7 @@ def test_code_with_its_own_queue_hands_time_over_itself() -> None:
     assert in_thread(take) == pytest.approx(2)
 
 
-def test_without_an_accelerator_there_is_no_host_time() -> None:
+def test_host_time_needs_accelerator() -> None:
     sim.spend(ms=2)
     future = CUDAFuture.completed(None)
     sim.disable()
@@ -336,7 +336,7 @@ DEPTH = 2
 
 
 @pytest.mark.parametrize(("load", "compute"), [(3, 1), (1, 3), (2, 2)])
-def test_a_loader_beside_a_trainer_takes_as_long_as_the_slower_of_the_two(load: float, compute: float) -> None:
+def test_loader_and_trainer_take_slower_time(load: float, compute: float) -> None:
     loaded = [CUDAFuture[int]() for _ in range(BATCHES)]
     used = [CUDAFuture[None]() for _ in range(BATCHES)]
 

@@ -105,7 +105,7 @@ def test_ctrl_c_ends_a_wait(waiting: Child) -> None:
     assert waiting.hear() == "found 4.0"
 
 
-def test_what_a_handler_raises_comes_out_of_the_wait_as_it_is(waiting: Child) -> None:
+def test_handler_error_leaves_wait_unchanged(waiting: Child) -> None:
     waiting.send(signal.SIGALRM)
     assert waiting.hear() == "TimeoutError"
     waiting.say("go on")
@@ -119,7 +119,7 @@ def test_a_handler_may_open_the_hold(waiting: Child) -> None:
     assert waiting.hear() == "found 4.0"
 
 
-def test_a_handler_that_returns_lets_the_wait_go_on(waiting: Child) -> None:
+def test_returning_handler_continues_wait(waiting: Child) -> None:
     for _ in range(3):
         waiting.send(signal.SIGUSR2)
         assert waiting.hear() == "handled"

@@ -39,7 +39,7 @@ def test_a_process_exits_with_work_queued(how: str) -> None:
         assert (done.returncode, done.stderr) == (0, ""), code
 
 
-def test_it_is_too_late_after_a_backward() -> None:
+def test_backward_forbids_later_enable() -> None:
     done = run_script("""if True:
         import torch
         from cudafuture.testing import sim
@@ -71,7 +71,7 @@ def test_another_backend_has_the_place() -> None:
 
 
 @pytest.mark.sim(schedule="lazy")
-def test_a_forked_child_is_refused_and_may_exit() -> None:
+def test_forked_child_is_refused_and_exits() -> None:
     x = torch.ones(4, device="sim")
     child = os.fork()
     if child == 0:

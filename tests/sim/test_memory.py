@@ -16,7 +16,7 @@ def test_fresh_memory_is_poisoned(dtype: torch.dtype) -> None:
     assert torch.empty(1000, dtype=dtype, device="sim").isnan().all().item()
 
 
-def test_memory_that_is_used_again_is_poisoned_again() -> None:
+def test_reused_memory_is_poisoned_again() -> None:
     x = torch.ones(1000, device="sim")
     address = x.data_ptr()
     del x
@@ -47,7 +47,7 @@ def test_too_much_is_refused_with_numbers() -> None:
     assert torch.ones(4, device="sim").sum().item() == 4
 
 
-def test_memory_that_waits_for_other_streams_is_waited_for_before_giving_up() -> None:
+def test_allocation_waits_for_streams_before_failing() -> None:
     sim.enable(schedule="lazy", memory=4 << 20)
     side = torch.Stream("sim")
     addresses = set()
@@ -78,7 +78,7 @@ def test_an_empty_tensor_has_no_memory() -> None:
     assert x.sum().item() == 0
 
 
-def test_storage_can_grow_and_keeps_what_it_has() -> None:
+def test_storage_grows_and_keeps_content() -> None:
     x = torch.arange(4.0, device="sim")
     x.resize_(8)
     assert x[:4].tolist() == [0, 1, 2, 3]
@@ -92,7 +92,7 @@ def test_pinned_memory_says_so() -> None:
     assert torch.empty(4, pin_memory=True).is_pinned()
 
 
-def test_pinned_memory_in_flight_is_not_handed_out_again() -> None:
+def test_pinned_memory_in_flight_is_kept() -> None:
     pinned = torch.ones(1000).pin_memory()
     address = pinned.data_ptr()
     x = pinned.to("sim", non_blocking=True)
@@ -103,14 +103,14 @@ def test_pinned_memory_in_flight_is_not_handed_out_again() -> None:
     del other
 
 
-def test_a_copy_from_ordinary_memory_has_read_it_when_it_returns() -> None:
+def test_copy_from_pageable_memory_reads_immediately() -> None:
     host = torch.ones(1000)
     x = host.to("sim", non_blocking=True)
     host.fill_(5)
     assert x.sum().item() == 1000
 
 
-def test_a_copy_into_ordinary_memory_has_written_it_when_it_returns() -> None:
+def test_copy_into_pageable_memory_writes_immediately() -> None:
     x = torch.ones(1000, device="sim")
     host = torch.zeros(1000)
     host.copy_(x, non_blocking=True)
@@ -118,7 +118,7 @@ def test_a_copy_into_ordinary_memory_has_written_it_when_it_returns() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["free", "lazy"])
-def test_a_copy_between_devices_is_ordered_on_both(schedule: sim.Schedule) -> None:
+def test_device_copy_is_ordered_on_both(schedule: sim.Schedule) -> None:
     sim.enable(devices=2, schedule=schedule)
     x = torch.arange(1000.0, device="sim:0")
     y = torch.zeros(1000, device="sim:1")
@@ -128,7 +128,7 @@ def test_a_copy_between_devices_is_ordered_on_both(schedule: sim.Schedule) -> No
     assert y.sum().item() == 999 * 500 + 1000
 
 
-def test_the_same_program_gets_the_same_addresses() -> None:
+def test_same_program_gets_same_addresses() -> None:
     def addresses() -> list[int]:
         base = torch.empty(1, device="sim").data_ptr()
         kept = [torch.empty(n, device="sim") for n in (10, 1000, 100000, 10)]
@@ -137,7 +137,7 @@ def test_the_same_program_gets_the_same_addresses() -> None:
     assert addresses() == addresses()
 
 
-def test_a_host_that_reads_device_memory_by_its_address_is_told() -> None:
+def test_host_read_of_device_address_is_reported() -> None:
     code = """if True:
         import ctypes, torch
         from cudafuture.testing import sim

@@ -49,17 +49,17 @@ def test_a_missing_edge_is_found(edge: str) -> None:
     assert any(shows(report, scenario) for report in found), [error, *map(str, reports)]
 
 
-def test_there_is_no_scenario_without_its_edge() -> None:
+def test_every_scenario_has_edge() -> None:
     assert set(SCENARIOS) == set(_C.sync_edges())
 
 
-def test_an_edge_that_is_not_there_cannot_be_cut() -> None:
+def test_absent_edge_cannot_be_cut() -> None:
     for call in (_C.cut_sync_edge, _C.has_sync_edge):
         with pytest.raises(ValueError, match="no sync edge is named 'wait'"):
             call("wait")
 
 
-def test_nothing_is_cut_unless_a_test_does_it() -> None:
+def test_only_tests_cut_edges() -> None:
     assert all(map(_C.has_sync_edge, _C.sync_edges()))
     with cut("wait.stream"):
         assert [edge for edge in _C.sync_edges() if not _C.has_sync_edge(edge)] == ["wait.stream"]

@@ -52,14 +52,14 @@ ASYNCHRONOUS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
-def test_an_operation_returns_before_it_has_run(name: str) -> None:
+def test_operation_returns_before_it_runs(name: str) -> None:
     x = X.to("sim")
     assert runs_later(lambda: ASYNCHRONOUS[name](x))
     assert runs_later(lambda: ASYNCHRONOUS[name](x))
 
 
 @pytest.mark.parametrize("operation", [torch.nonzero, torch.unique, lambda x: x[x > 0], lambda x: x[0, 0].item()])
-def test_a_result_of_unknown_size_is_waited_for(operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_unknown_result_size_is_waited_for(operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = X.to("sim").add_(1)
     assert not runs_later(lambda: operation(x))
     torch.testing.assert_close(operation(x), operation(X + 1), check_device=False)
@@ -86,7 +86,7 @@ def test_views_are_no_work() -> None:
     assert torch.equal(views[2].cpu(), X[1:, ::2])
 
 
-def test_a_number_is_read_when_the_operation_is_called() -> None:
+def test_number_is_read_at_call() -> None:
     x = X.to("sim")
     number = torch.tensor(2.0)
     y = x * number
@@ -94,7 +94,7 @@ def test_a_number_is_read_when_the_operation_is_called() -> None:
     assert torch.equal(y.cpu(), X * 2)
 
 
-def test_indices_of_the_hosts_are_read_when_the_operation_is_called() -> None:
+def test_host_indices_are_read_at_call() -> None:
     x = X.to("sim")
     rows = torch.tensor([2, 0])
     y = x[rows]
@@ -125,7 +125,7 @@ def test_tensors_of_two_devices_are_refused(other: str) -> None:
         lambda x: torch.nn.functional.conv2d(x, x),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused_at_once(operation: Callable[[torch.Tensor], object]) -> None:
+def test_mismatched_shapes_are_refused_immediately(operation: Callable[[torch.Tensor], object]) -> None:
     x = X.to("sim")
     with pytest.raises(RuntimeError):
         operation(x)
@@ -133,7 +133,7 @@ def test_shapes_that_do_not_fit_are_refused_at_once(operation: Callable[[torch.T
     assert torch.equal(x.cpu(), X)
 
 
-def test_an_index_out_of_range_breaks_the_device() -> None:
+def test_index_out_of_range_breaks_device() -> None:
     x = X.to("sim")
     y = torch.take(x, torch.tensor([100], device="sim"))
     with pytest.raises(Exception, match="out of range"):
@@ -142,7 +142,7 @@ def test_an_index_out_of_range_breaks_the_device() -> None:
     sim.clear_error()
 
 
-def test_what_there_is_no_kernel_for_says_so() -> None:
+def test_missing_kernel_is_named() -> None:
     with pytest.raises(NotImplementedError, match="Sparse"):
         X.to("sim").to_sparse()
     with pytest.raises(IndexError, match="there is no sim:2"):
@@ -154,7 +154,7 @@ def test_what_there_is_no_kernel_for_says_so() -> None:
 # ---- results that are given
 
 
-def test_an_empty_out_takes_the_size_of_the_result() -> None:
+def test_empty_out_takes_result_size() -> None:
     x = X.to("sim")
     out = torch.empty(0, device="sim")
     assert runs_later(lambda: torch.add(x, 1, out=out))
@@ -165,7 +165,7 @@ def test_an_empty_out_takes_the_size_of_the_result() -> None:
     assert indices.tolist() == [3, 3, 3]
 
 
-def test_an_out_of_another_size_is_resized_with_a_warning_each_time() -> None:
+def test_other_out_size_warns_each_time() -> None:
     x = X.to("sim")
     for _ in range(2):
         out = torch.ones(2, device="sim")
@@ -175,7 +175,7 @@ def test_an_out_of_another_size_is_resized_with_a_warning_each_time() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_an_out_of_unknown_size_is_resized(size: int) -> None:
+def test_out_of_unknown_size_is_resized(size: int) -> None:
     x = X.to("sim")
     out = torch.empty(0, 2, dtype=torch.long, device="sim")
     assert torch.nonzero(x > 5, out=out) is out
@@ -189,7 +189,7 @@ def test_an_out_of_unknown_size_is_resized(size: int) -> None:
     assert out.tolist() == [4.0, 5.0, 6.0]
 
 
-def test_an_out_that_is_a_part_of_another_tensor() -> None:
+def test_out_may_be_part_of_tensor() -> None:
     x = X.to("sim")
     whole = torch.zeros(3, 8, device="sim")
     torch.neg(x, out=whole[:, ::2])
@@ -204,7 +204,7 @@ def test_an_out_that_is_a_part_of_another_tensor() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int16, torch.bool, torch.complex64])
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("non_blocking", [False, True])
-def test_copies_convert_and_broadcast_as_on_the_cpu(dtype: torch.dtype, pinned: bool, non_blocking: bool) -> None:
+def test_copies_convert_and_broadcast_like_cpu(dtype: torch.dtype, pinned: bool, non_blocking: bool) -> None:
     source = X[0].pin_memory() if pinned else X[0]
     target = torch.empty(4, 3, device="sim", dtype=dtype).t()
     target.copy_(source, non_blocking=non_blocking)
@@ -215,7 +215,7 @@ def test_copies_convert_and_broadcast_as_on_the_cpu(dtype: torch.dtype, pinned: 
     assert torch.equal(back, X[0].to(dtype).to(torch.float32).expand(3, 4))
 
 
-def test_a_copy_from_pinned_memory_reads_it_when_it_runs() -> None:
+def test_pinned_source_is_read_at_run() -> None:
     pinned = X.clone().pin_memory()
     x = torch.empty(3, 4, device="sim")
     assert runs_later(lambda: x.copy_(pinned, non_blocking=True))
@@ -236,7 +236,7 @@ NOT_BYTE_FOR_BYTE: dict[str, tuple[torch.Tensor, torch.Tensor]] = {  # the sourc
 
 
 @pytest.mark.parametrize("name", NOT_BYTE_FOR_BYTE)
-def test_a_copy_from_pinned_memory_that_converts_or_rearranges_reads_it_when_it_runs(name: str) -> None:
+def test_converting_copy_reads_pinned_memory_late(name: str) -> None:
     source, like = NOT_BYTE_FOR_BYTE[name]
     pinned = source.contiguous().resolve_conj().pin_memory()
     expected = like.clone().copy_(pinned)
@@ -252,7 +252,7 @@ def test_a_copy_from_pinned_memory_that_converts_or_rearranges_reads_it_when_it_
 
 
 @pytest.mark.parametrize("name", NOT_BYTE_FOR_BYTE)
-def test_a_copy_to_pinned_memory_that_converts_or_rearranges_writes_it_when_it_runs(name: str) -> None:
+def test_converting_copy_writes_pinned_memory_late(name: str) -> None:
     source, like = NOT_BYTE_FOR_BYTE[name]
     x = source.to("sim")
     pinned = torch.zeros(like.shape, dtype=like.dtype).pin_memory()
@@ -265,7 +265,7 @@ def test_a_copy_to_pinned_memory_that_converts_or_rearranges_writes_it_when_it_r
     assert torch.equal(pinned, torch.zeros_like(pinned).copy_(source))
 
 
-def test_a_new_tensor_of_another_type_is_filled_when_the_copy_runs() -> None:
+def test_new_tensor_of_other_type_fills_late() -> None:
     pinned = torch.arange(5, dtype=torch.uint8).pin_memory()
     x = pinned.to("sim", torch.float32, non_blocking=True)
     pinned.fill_(9)
@@ -273,7 +273,7 @@ def test_a_new_tensor_of_another_type_is_filled_when_the_copy_runs() -> None:
     assert x.tolist() == [9.0] * 5
 
 
-def test_a_part_of_a_tensor_is_written_when_the_copy_runs() -> None:
+def test_part_is_written_at_run() -> None:
     x = torch.zeros(2, 5, device="sim")
     pinned = torch.ones(2, 3).pin_memory()
     x[:, :3].copy_(pinned, non_blocking=True)
@@ -282,7 +282,7 @@ def test_a_part_of_a_tensor_is_written_when_the_copy_runs() -> None:
     assert x.cpu().sum() == 18
 
 
-def test_what_is_not_contiguous_in_pinned_memory_the_host_copies() -> None:
+def test_host_copies_noncontiguous_pinned_memory() -> None:
     pinned = torch.zeros(4, 3).pin_memory().t()
     x = torch.empty(3, 4, device="sim")
     x.copy_(pinned, non_blocking=True)
@@ -294,7 +294,7 @@ def test_what_is_not_contiguous_in_pinned_memory_the_host_copies() -> None:
     assert sim.races() == []
 
 
-def test_a_blocking_copy_that_converts_leaves_pinned_memory_to_the_host() -> None:
+def test_blocking_conversion_leaves_pinned_memory() -> None:
     pinned = X.clone().pin_memory()
     x = torch.empty(3, 4, device="sim", dtype=torch.float64)
     x.copy_(pinned)
@@ -305,7 +305,7 @@ def test_a_blocking_copy_that_converts_leaves_pinned_memory_to_the_host() -> Non
     assert sim.races() == []
 
 
-def test_a_copy_to_pinned_memory_writes_it_when_it_runs() -> None:
+def test_pinned_target_is_written_at_run() -> None:
     x = X.to("sim")
     pinned = torch.zeros(3, 4).pin_memory()
     assert runs_later(lambda: pinned.copy_(x, non_blocking=True))
@@ -315,14 +315,14 @@ def test_a_copy_to_pinned_memory_writes_it_when_it_runs() -> None:
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_blocking_copy_waits_for_its_stream(pinned: bool) -> None:
+def test_blocking_copy_waits_for_stream(pinned: bool) -> None:
     source = X.pin_memory() if pinned else X
     x = torch.empty(3, 4, device="sim")
     assert not runs_later(lambda: x.copy_(source))
     assert not runs_later(lambda: source.copy_(x))
 
 
-def test_conjugates_and_negatives_are_copied_as_what_they_stand_for() -> None:
+def test_conjugates_and_negatives_copy_by_value() -> None:
     z = torch.complex(X, X + 1)
     on_device = z.to("sim")
     assert torch.equal(on_device.conj().cpu(), z.conj())
@@ -332,7 +332,7 @@ def test_conjugates_and_negatives_are_copied_as_what_they_stand_for() -> None:
     assert torch.equal(on_device.conj().to("sim:1").cpu(), z.conj())
 
 
-def test_a_copy_between_devices_runs_in_the_stream_of_the_source() -> None:
+def test_device_copy_uses_source_stream() -> None:
     x = torch.zeros(4, device="sim:0")
     y = torch.ones(4, device="sim:1")
     sim.synchronize()
@@ -348,7 +348,7 @@ def test_a_copy_between_devices_runs_in_the_stream_of_the_source() -> None:
 # ---- shapes and storages
 
 
-def test_a_tensor_can_be_resized_and_keeps_what_it_has() -> None:
+def test_resized_tensor_keeps_content() -> None:
     x = torch.arange(4.0).to("sim")
     x.resize_(6)
     assert x[:4].tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -394,7 +394,7 @@ def test_printing_and_comparing() -> None:
         lambda: torch.multinomial(torch.ones(9, device="sim"), 5),
     ],
 )
-def test_a_seed_gives_the_same_numbers_again(draw: Callable[[], torch.Tensor]) -> None:
+def test_seed_repeats_numbers(draw: Callable[[], torch.Tensor]) -> None:
     drawn = []
     for schedule in ("free", "lazy"):
         sim.enable(schedule=schedule)
@@ -417,7 +417,7 @@ def test_a_generator_of_ones_own() -> None:
 # ---- what the detector is told
 
 
-def test_statistics_that_batch_norm_writes_behind_its_schemas_back() -> None:
+def test_batch_norm_statistics_are_written() -> None:
     norm = nn.BatchNorm1d(4).to("sim")
     sim.races()
     assert norm.running_mean is not None
@@ -427,7 +427,7 @@ def test_statistics_that_batch_norm_writes_behind_its_schemas_back() -> None:
     assert any("batch_norm" in report.later.operation for report in sim.races() if report.later is not None)
 
 
-def test_the_host_may_look_at_the_shape_of_pinned_memory_in_flight() -> None:
+def test_host_may_inspect_shape_in_flight() -> None:
     pinned = X.clone().pin_memory()
     x = torch.empty(3, 4, device="sim")
     pinned.copy_(x, non_blocking=True)
@@ -451,9 +451,7 @@ def test_the_host_may_look_at_the_shape_of_pinned_memory_in_flight() -> None:
         (lambda pinned: pinned.to("sim", torch.float64), "aten::copy_"),
     ],
 )
-def test_an_operation_of_the_hosts_on_pinned_memory_in_flight(
-    touch: Callable[[torch.Tensor], object], name: str
-) -> None:
+def test_host_operation_in_flight_is_race(touch: Callable[[torch.Tensor], object], name: str) -> None:
     pinned = X.clone().pin_memory()
     pinned.copy_(torch.empty(3, 4, device="sim"), non_blocking=True)
     touch(pinned)
@@ -472,7 +470,7 @@ def test_an_operation_of_the_hosts_on_pinned_memory_in_flight(
         (lambda x, number: x.masked_fill_(x > 0, number), "aten::masked_fill_"),
     ],
 )
-def test_a_number_in_pinned_memory_in_flight(use: Callable[..., object], name: str) -> None:
+def test_number_in_flight_is_race(use: Callable[..., object], name: str) -> None:
     x = X.to("sim")
     number = torch.empty((), pin_memory=True)
     number.copy_(torch.ones((), device="sim"), non_blocking=True)
@@ -483,7 +481,7 @@ def test_a_number_in_pinned_memory_in_flight(use: Callable[..., object], name: s
     assert report.later.operation == name
 
 
-def test_indices_in_pinned_memory_in_flight_are_copied_in_the_stream() -> None:
+def test_pinned_indices_copy_in_stream() -> None:
     x = X.to("sim")
     rows = torch.zeros(2, dtype=torch.long).pin_memory()
     rows.copy_(torch.ones(2, dtype=torch.long, device="sim"), non_blocking=True)
@@ -491,7 +489,7 @@ def test_indices_in_pinned_memory_in_flight_are_copied_in_the_stream() -> None:
     assert sim.races() == []
 
 
-def test_a_number_in_pinned_memory_is_the_hosts_again_after_waiting() -> None:
+def test_waiting_returns_number_to_host() -> None:
     x = X.to("sim")
     number = torch.empty((), pin_memory=True)
     number.copy_(torch.full((), 2.0, device="sim"), non_blocking=True)
@@ -502,7 +500,7 @@ def test_a_number_in_pinned_memory_is_the_hosts_again_after_waiting() -> None:
     assert sim.races() == []
 
 
-def test_a_copy_from_pinned_memory_is_no_access_of_the_hosts() -> None:
+def test_pinned_copy_is_no_host_access() -> None:
     pinned = X.clone().pin_memory()
     x, y = torch.empty(3, 4, device="sim"), torch.empty(3, 4, device="sim")
     x.copy_(pinned, non_blocking=True)
@@ -532,7 +530,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_and_their_gradients_agree_with_the_cpu(name: str) -> None:
+def test_modules_and_gradients_match_cpu(name: str) -> None:
     make, size = MODULES[name]
     torch.manual_seed(0)
     ours = make()
@@ -549,7 +547,7 @@ def test_modules_and_their_gradients_agree_with_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_steps_of_adam_agree_with_the_cpu(fused: bool) -> None:
+def test_adam_steps_match_cpu(fused: bool) -> None:
     weights = []
     for device in ("cpu", "sim"):
         weight = X.clone().to(device).requires_grad_()
@@ -594,7 +592,7 @@ def layer_norm(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated")
 @pytest.mark.parametrize("schedule", ["free", "lazy"])
-def test_a_thread_that_python_does_not_know(schedule: sim.Schedule) -> None:
+def test_torchscript_threads_run_operators(schedule: sim.Schedule) -> None:
     sim.enable(schedule=schedule)
     scripted = torch.jit.script(layer_norm)
     inputs = [(X + i).to("sim") for i in range(8)]
@@ -604,7 +602,7 @@ def test_a_thread_that_python_does_not_know(schedule: sim.Schedule) -> None:
         torch.testing.assert_close(result.cpu(), layer_norm(X + i))
 
 
-def test_modes_of_the_caller_do_not_reach_what_runs() -> None:
+def test_caller_modes_do_not_reach_kernels() -> None:
     x = X.to("sim")
     with torch.inference_mode():
         y = x * 2
@@ -624,7 +622,7 @@ def test_autocast_changes_nothing() -> None:
     assert torch.equal(y, nn.functional.softmax(layer(x @ x.t() @ x), dim=1))
 
 
-def test_an_operator_from_outside_that_knows_the_cpu() -> None:
+def test_external_cpu_operator_works() -> None:
     @torch.library.custom_op("sim_test::twice", mutates_args=(), device_types="cpu")
     def twice(x: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(x.numpy() * 2)
@@ -639,7 +637,7 @@ def test_an_operator_from_outside_that_knows_the_cpu() -> None:
     assert torch.equal(results[0].cpu(), X * 2)
 
 
-def test_ctrl_c_in_a_meta_kernel_of_python_is_not_taken_for_an_answer() -> None:
+def test_ctrl_c_in_meta_kernel_is_raised() -> None:
     @torch.library.custom_op("sim_test::interrupt", mutates_args=(), device_types="cpu")
     def interrupt(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -660,7 +658,7 @@ def test_ctrl_c_in_a_meta_kernel_of_python_is_not_taken_for_an_answer() -> None:
     assert torch.equal(results[0].cpu(), X)
 
 
-def test_the_host_is_watched_again_after_a_long_time_without_copies() -> None:
+def test_host_is_watched_after_long_pause() -> None:
     for _ in range(2):
         pinned = X.clone().pin_memory()
         pinned.copy_(torch.empty(3, 4, device="sim"), non_blocking=True)

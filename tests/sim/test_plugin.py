@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def test_a_marked_test_has_devices_and_the_next_has_none(run: Run) -> None:
+def test_only_marked_test_has_devices(run: Run) -> None:
     out = run("""
 @pytest.mark.sim(devices=3, schedule="lazy", seed=7)
 def test_with():
@@ -59,7 +59,7 @@ def test_fixture(sim):
     assert "3 passed" in out
 
 
-def test_a_race_fails_a_test_that_passed(run: Run) -> None:
+def test_race_fails_passed_test(run: Run) -> None:
     out = run("""
 @pytest.mark.sim
 def test_races():
@@ -70,7 +70,7 @@ def test_races():
     assert "in race" in out
 
 
-def test_failed_device_work_fails_a_test_that_passed(run: Run) -> None:
+def test_failed_device_work_fails_passed_test(run: Run) -> None:
     out = run("""
 @pytest.mark.sim(schedule="lazy")
 def test_fails():
@@ -94,7 +94,7 @@ def test_races():
     assert "1 passed" in out
 
 
-def test_a_test_that_fails_of_something_else_shows_its_races_too(run: Run) -> None:
+def test_failing_test_shows_its_races(run: Run) -> None:
     out = run("""
 @pytest.mark.sim
 def test_races():
@@ -105,7 +105,7 @@ def test_races():
     assert "in race" in out
 
 
-def test_a_hold_that_a_test_leaves_closed_does_not_hang_the_run(run: Run) -> None:
+def test_closed_hold_does_not_hang_run(run: Run) -> None:
     out = run("""
 @pytest.mark.sim
 def test_holds():
@@ -116,7 +116,7 @@ def test_holds():
     assert "1 passed" in out
 
 
-def test_a_race_in_the_teardown_of_a_fixture_is_an_error(run: Run) -> None:
+def test_race_in_fixture_teardown_is_error(run: Run) -> None:
     out = run("""
 @pytest.fixture
 def late(sim):
@@ -130,7 +130,7 @@ def test_it(late):
     assert "in race" in out
 
 
-def test_a_test_that_fails_with_a_hold_does_not_hang_what_waits_after_it(run: Run) -> None:
+def test_failed_test_with_hold_does_not_hang(run: Run) -> None:
     out = run("""
 @pytest.fixture
 def waits(sim):
@@ -164,7 +164,7 @@ def test_races():
     assert "_pytest/python.py" not in out[out.index("RaceError: race") :]
 
 
-def test_a_failing_seed_is_shown_and_fails_again(run: Run) -> None:
+def test_failing_seed_is_shown_and_repeats(run: Run) -> None:
     tests = """
 @pytest.mark.sim(schedule="jitter")
 def test_sometimes():
@@ -190,7 +190,7 @@ def test_settings():
     assert "1 passed" in out
 
 
-def test_everywhere_means_that_tests_that_know_nothing_of_it_run_on_it(run: Run) -> None:
+def test_everywhere_covers_unaware_tests(run: Run) -> None:
     tests = """
 @pytest.fixture
 def one():

@@ -43,7 +43,7 @@ def test_a_read_that_waits_for_nobody() -> None:
     assert "sim:0" in report.summary
 
 
-def test_a_write_over_what_another_stream_reads() -> None:
+def test_write_over_read_is_race() -> None:
     x = torch.zeros(256, device="sim:0")
     side = torch.Stream("sim:0")
     side.wait_stream(current())
@@ -75,7 +75,7 @@ def test_a_stream_that_waits_is_ordered() -> None:
     assert x.sum().item() == 256
 
 
-def test_an_event_orders_what_came_before_it_and_nothing_later() -> None:
+def test_event_orders_only_earlier_work() -> None:
     side = torch.Stream("sim:0")
     with side:
         x = torch.zeros(256, device="sim:0")
@@ -89,7 +89,7 @@ def test_an_event_orders_what_came_before_it_and_nothing_later() -> None:
     assert report.earlier.operation == "aten::add"
 
 
-def test_an_event_that_was_recorded_again_counts_as_it_was_when_somebody_waited() -> None:
+def test_rerecorded_event_counts_as_waited() -> None:
     side = torch.Stream("sim:0")
     event = torch.Event("sim:0")
     x = fill(side)
@@ -104,7 +104,7 @@ def test_an_event_that_was_recorded_again_counts_as_it_was_when_somebody_waited(
     assert kinds() == ["race"]
 
 
-def test_order_is_passed_on_through_a_third_stream() -> None:
+def test_order_passes_through_third_stream() -> None:
     first, second = torch.Stream("sim:0"), torch.Stream("sim:0")
     x = fill(first)
     second.wait_stream(first)
@@ -119,7 +119,7 @@ def test_the_host_orders_streams_by_waiting() -> None:
     assert x.sum().item() == 256
 
 
-def test_a_query_that_says_yes_orders_too() -> None:
+def test_positive_query_orders() -> None:
     side = torch.Stream("sim:0")
     x = fill(side)
     event = torch.Event("sim:0")
@@ -129,7 +129,7 @@ def test_a_query_that_says_yes_orders_too() -> None:
     assert x.sum().item() == 256
 
 
-def test_a_query_that_says_no_orders_nothing() -> None:
+def test_negative_query_orders_nothing() -> None:
     side = torch.Stream("sim:0")
     x = fill(side)
     event = torch.Event("sim:0")
@@ -139,7 +139,7 @@ def test_a_query_that_says_no_orders_nothing() -> None:
     assert kinds() == ["race"]
 
 
-def test_parts_of_a_tensor_are_told_apart() -> None:
+def test_tensor_parts_are_distinguished() -> None:
     x = torch.zeros(256, device="sim:0")
     side = torch.Stream("sim:0")
     side.wait_stream(current())
@@ -150,7 +150,7 @@ def test_parts_of_a_tensor_are_told_apart() -> None:
     assert x.sum().item() == 128 * 3
 
 
-def test_memory_that_is_handed_out_again_too_early() -> None:
+def test_early_memory_reuse_is_race() -> None:
     side = torch.Stream("sim:0")
     x = torch.zeros(256, device="sim:0")
     side.wait_stream(current())
@@ -162,7 +162,7 @@ def test_memory_that_is_handed_out_again_too_early() -> None:
     assert report.kind == "reuse"
     assert "record_stream" in report.summary
     assert report.later is not None
-    assert "test_memory_that_is_handed_out_again_too_early" in report.later.stack[-1]
+    assert "test_early_memory_reuse_is_race" in report.later.stack[-1]
     del y
 
 
@@ -183,7 +183,7 @@ def test_record_stream_holds_memory_back() -> None:
     assert total.item() == 0
 
 
-def test_memory_is_used_again_at_once_on_its_own_stream() -> None:
+def test_own_stream_reuses_memory_immediately() -> None:
     x = torch.zeros(256, device="sim:0")
     address = x.data_ptr()
     total = x.sum()
@@ -193,7 +193,7 @@ def test_memory_is_used_again_at_once_on_its_own_stream() -> None:
     assert total.item() == 0
 
 
-def test_filling_pinned_memory_that_a_copy_still_reads() -> None:
+def test_filling_pinned_source_is_race() -> None:
     pinned = torch.ones(256).pin_memory()
     x = pinned.to("sim:0", non_blocking=True)
     pinned.fill_(2)
@@ -204,7 +204,7 @@ def test_filling_pinned_memory_that_a_copy_still_reads() -> None:
     assert x.sum().item() == 512  # the effect of the bug
 
 
-def test_reading_pinned_memory_that_a_copy_still_writes() -> None:
+def test_reading_pinned_target_is_race() -> None:
     x = torch.ones(256, device="sim:0")
     pinned = torch.empty(256, pin_memory=True)
     pinned.copy_(x, non_blocking=True)
@@ -212,7 +212,7 @@ def test_reading_pinned_memory_that_a_copy_still_writes() -> None:
     assert kinds() == ["host_race"]
 
 
-def test_pinned_memory_is_the_hosts_again_after_waiting() -> None:
+def test_waiting_returns_pinned_memory_to_host() -> None:
     pinned = torch.ones(256).pin_memory()
     x = pinned.to("sim:0", non_blocking=True)
     current().synchronize()
@@ -220,7 +220,7 @@ def test_pinned_memory_is_the_hosts_again_after_waiting() -> None:
     assert x.sum().item() == 256
 
 
-def test_reading_what_a_copy_reads_too_is_no_race() -> None:
+def test_reading_source_of_copy_is_no_race() -> None:
     pinned = torch.ones(256).pin_memory()
     x = pinned.to("sim:0", non_blocking=True)
     assert pinned.sum().item() == 256
@@ -241,7 +241,7 @@ def test_a_race_is_reported_once() -> None:
     assert kinds() == ["race"]
 
 
-def test_an_operation_that_names_a_tensor_twice_races_once() -> None:
+def test_repeated_tensor_races_once() -> None:
     x = fill(torch.Stream("sim:0"))
     x.add_(x)
     assert kinds() == ["race"]
@@ -254,7 +254,7 @@ def test_the_error_shows_both_places() -> None:
     assert "in fill" in str(caught.value)
 
 
-def test_what_was_found_before_the_block_is_not_raised_in_it() -> None:
+def test_earlier_races_are_not_raised() -> None:
     fill(torch.Stream("sim:0")).sum()
     with sim.detect_races():
         pass
@@ -268,7 +268,7 @@ def test_every_schedule_finds_it(schedule: sim.Schedule) -> None:
     assert kinds() == ["race"]
 
 
-def test_nothing_is_looked_for_when_told_so() -> None:
+def test_disabled_detection_finds_nothing() -> None:
     sim.enable(detect=False)
     fill(torch.Stream("sim:0")).sum()
     assert reports() == []
@@ -281,7 +281,7 @@ def test_operations_on_two_devices_are_refused() -> None:
         torch.zeros(4, device="sim:0") + torch.zeros(4, device="sim:1")
 
 
-def test_an_event_that_is_asked_on_another_device() -> None:
+def test_event_query_on_other_device_is_reported() -> None:
     sim.enable(devices=2, strict_devices=True)
     event = torch.Event("sim:1")
     with torch.accelerator.device_index(1):
@@ -296,7 +296,7 @@ def test_an_event_that_is_asked_on_another_device() -> None:
 
 
 @pytest.mark.sim(devices=1, schedule="free")
-def test_the_choice_of_a_pool_stream_hides_no_race_of_the_program() -> None:
+def test_pool_stream_choice_hides_no_race() -> None:
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     future.set_result(torch.zeros(256, device="sim:0"))
     child = future.then(lambda done: done.value().add_(1))

@@ -35,7 +35,7 @@ def test_lazy_runs_nothing_until_somebody_waits() -> None:
     assert count_executed() > before
 
 
-def test_lazy_runs_only_what_is_waited_for() -> None:
+def test_lazy_runs_only_awaited_work() -> None:
     sim.enable(schedule="lazy")
     first, second = torch.Stream("sim"), torch.Stream("sim")
     sim.sleep(1, first)
@@ -60,7 +60,7 @@ def test_lazy_runs_what_that_depends_on() -> None:
     assert count_executed() == before + 2
 
 
-def test_who_does_not_wait_reads_nan_under_lazy() -> None:
+def test_lazy_reader_without_wait_sees_nan() -> None:
     sim.enable(schedule="lazy", detect=False)
     side = torch.Stream("sim")
     with side:
@@ -99,7 +99,7 @@ def racy_program(seed: int) -> list[float]:
     return pinned.tolist()
 
 
-def test_a_seed_gives_the_same_run_again() -> None:
+def test_seed_repeats_run() -> None:
     for seed in range(5):
         assert racy_program(seed) == racy_program(seed)
 
@@ -122,7 +122,7 @@ def ordered_program() -> list[float]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_program_without_races_does_not_depend_on_schedule_or_seed(schedule: sim.Schedule) -> None:
+def test_raceless_program_ignores_schedule_and_seed(schedule: sim.Schedule) -> None:
     sim.enable(schedule="free")
     expected = ordered_program()
     for seed in range(10):
@@ -131,7 +131,7 @@ def test_a_program_without_races_does_not_depend_on_schedule_or_seed(schedule: s
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_random_numbers_depend_on_the_program_alone(schedule: sim.Schedule) -> None:
+def test_random_numbers_depend_on_program_alone(schedule: sim.Schedule) -> None:
     def numbers() -> list[float]:
         torch.manual_seed(5)
         first = torch.rand(4, device="sim")

@@ -27,14 +27,14 @@ def test_torch_knows_the_devices() -> None:
         torch.accelerator.set_device_index(2)
 
 
-def test_the_pool_has_32_streams_for_each_priority() -> None:
+def test_pool_has_32_streams_per_priority() -> None:
     for priority in (0, -1, -2):
         streams = {torch.Stream("sim", priority=priority).stream_id for _ in range(100)}
         assert len(streams) == 32
         assert 0 not in streams
 
 
-def test_a_block_makes_a_stream_current_and_puts_the_old_one_back() -> None:
+def test_block_restores_current_stream() -> None:
     before = current()
     side = torch.Stream("sim:0")
     with side:
@@ -52,14 +52,14 @@ def test_current_streams_belong_to_their_thread() -> None:
     assert seen == [0]
 
 
-def test_an_event_that_was_never_recorded_is_reached() -> None:
+def test_unrecorded_event_is_reached() -> None:
     event = torch.Event("sim")
     assert event.query()
     event.synchronize()
     event.wait()
 
 
-def test_a_held_stream_waits_and_others_do_not() -> None:
+def test_held_stream_waits_alone() -> None:
     side = torch.Stream("sim:0")
     with sim.hold(side):
         sim.sleep(1, side)
@@ -73,7 +73,7 @@ def test_a_held_stream_waits_and_others_do_not() -> None:
     assert side.query()
 
 
-def test_a_host_that_waits_behind_a_hold_is_woken_by_another_thread() -> None:
+def test_other_thread_wakes_held_host() -> None:
     held = sim.hold()
     x = torch.ones(4, device="sim")
     about_to_wait = threading.Event()
@@ -91,7 +91,7 @@ def test_a_host_that_waits_behind_a_hold_is_woken_by_another_thread() -> None:
     assert got == [4]
 
 
-def test_a_hold_that_is_dropped_is_opened() -> None:
+def test_dropped_hold_opens() -> None:
     held = sim.hold()
     sim.sleep(1)
     del held
@@ -120,7 +120,7 @@ def test_work_that_fails_breaks_its_device() -> None:
     assert torch.ones(4, device="sim:0").sum().item() == 4
 
 
-def test_what_waits_for_a_broken_device_hears_of_it() -> None:
+def test_waiters_see_broken_device() -> None:
     event = torch.Event("sim:0")
     sim.fail("gone")
     event.record()
@@ -129,7 +129,7 @@ def test_what_waits_for_a_broken_device_hears_of_it() -> None:
     sim.clear_error("sim:0")
 
 
-def test_the_kernel_of_an_operation_can_fail() -> None:
+def test_operation_kernel_can_fail() -> None:
     index = torch.tensor([5], device="sim")
     torch.zeros(3, device="sim").index_select(0, index)
     with pytest.raises(sim.DeviceError, match="index out of range"):

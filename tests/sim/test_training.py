@@ -50,7 +50,7 @@ def losses(device: str, optimizer: type[torch.optim.Optimizer], steps: int = 5) 
 @pytest.mark.sim
 @pytest.mark.parametrize("schedule", ["free", "jitter", "lazy"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_the_losses_are_those_of_the_cpu(schedule: sim.Schedule, optimizer: type[torch.optim.Optimizer]) -> None:
+def test_losses_match_cpu(schedule: sim.Schedule, optimizer: type[torch.optim.Optimizer]) -> None:
     sim.enable(schedule=schedule, seed=2)
     assert losses("sim", optimizer) == pytest.approx(losses("cpu", optimizer), rel=1e-4)
 

@@ -28,7 +28,7 @@ def measure(work: Callable[[], object]) -> float:
     return (sim.clock() - begin) * 1e3
 
 
-def test_a_delay_takes_as_long_as_it_says() -> None:
+def test_delay_takes_its_duration() -> None:
     assert measure(lambda: sim.sleep(ms=2.5)) == pytest.approx(2.5)
 
 
@@ -58,12 +58,12 @@ def test_a_stream_that_waits_begins_later() -> None:
     assert measure(work) == pytest.approx(3)
 
 
-def test_a_copy_takes_what_its_bytes_take() -> None:
+def test_copy_time_depends_on_bytes() -> None:
     pinned = torch.zeros(MB).pin_memory()
     assert measure(lambda: pinned.to("sim:0", non_blocking=True)) == pytest.approx(1)
 
 
-def test_copies_in_one_direction_share_an_engine() -> None:
+def test_copies_in_one_direction_share_engine() -> None:
     pinned = torch.zeros(MB).pin_memory()
 
     def work() -> None:
@@ -99,7 +99,7 @@ def test_copy_and_kernel_overlap() -> None:
     assert measure(work) == pytest.approx(3)
 
 
-def test_the_host_goes_on_while_the_device_works() -> None:
+def test_host_continues_during_device_work() -> None:
     begin = sim.clock()
     sim.sleep(ms=2)
     assert sim.clock() == begin
@@ -109,7 +109,7 @@ def test_the_host_goes_on_while_the_device_works() -> None:
     assert sim.clock() == pytest.approx(begin + 2e-3)
 
 
-def test_work_begins_when_the_host_enqueues_it() -> None:
+def test_work_begins_at_enqueue() -> None:
     def work() -> None:
         sim.spend(ms=1)
         sim.sleep(ms=1)
@@ -117,7 +117,7 @@ def test_work_begins_when_the_host_enqueues_it() -> None:
     assert measure(work) == pytest.approx(2)
 
 
-def test_a_stream_can_be_slower_than_the_others() -> None:
+def test_one_stream_can_be_slower() -> None:
     slow = torch.Stream("sim:0")
     sim.set_speeds(sim.Speeds(compute=1e9, copy=5e8, launch=0), slow)
     pinned = torch.zeros(MB).pin_memory()
@@ -139,7 +139,7 @@ def test_events_measure_time() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["free", "jitter", "lazy"])
-def test_time_does_not_depend_on_the_schedule(schedule: sim.Schedule) -> None:
+def test_time_ignores_schedule(schedule: sim.Schedule) -> None:
     sim.enable(devices=2, schedule=schedule, seed=5, speeds=SPEEDS)
 
     def work() -> None:
