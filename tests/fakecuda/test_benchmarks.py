@@ -20,7 +20,7 @@ MAY_BE_SKIPPED = {"io_uring", "direct"}  # where the kernel or the file system h
 
 
 @pytest.mark.parametrize("schedule", ["jitter", pytest.param("lazy", marks=in_soak_alone)])
-def test_each_row_of_the_gpu_benchmark_runs_on_fake_devices(tmp_path: Path, schedule: str) -> None:
+def test_gpu_benchmark_rows_run(tmp_path: Path, schedule: str) -> None:
     report = tmp_path / "gpu.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--check", "--json", str(report)]
     variables = {"FAKECUDA_SCHEDULE": schedule, "FAKECUDA_RACES": "0", "CUDAFUTURE_BENCH_DIR": str(tmp_path)}

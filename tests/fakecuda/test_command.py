@@ -39,7 +39,7 @@ def test_options_reach_the_devices() -> None:
     assert output(program, "--devices", "5", "--memory", "64") == "5 64"
 
 
-def test_processes_that_the_command_starts_run_on_fake_devices_too() -> None:
+def test_child_processes_use_fake_devices() -> None:
     program = """
         import subprocess, sys
         print(subprocess.check_output([sys.executable, "-c", '''
@@ -50,11 +50,11 @@ def test_processes_that_the_command_starts_run_on_fake_devices_too() -> None:
     assert output(program) == "6.0"
 
 
-def test_the_exit_status_is_that_of_the_command() -> None:
+def test_exit_status_is_that_of_command() -> None:
     assert run("--", sys.executable, "-c", "raise SystemExit(7)").returncode == 7
 
 
-def test_a_command_that_does_not_exist_is_named() -> None:
+def test_missing_command_is_named() -> None:
     done = run("--", "no-such-command-here")
     assert done.returncode == 1
     assert "no-such-command-here cannot be run" in done.stderr
@@ -79,7 +79,7 @@ def test_a_wrong_option_is_refused(options: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("FAKECUDA_SCHEDULE", "soon"), ("FAKECUDA_DEVICES", "many"), ("FAKECUDA_DELAY_MS", "-1")]
 )
-def test_a_wrong_variable_of_the_environment_ends_the_process(name: str, value: str) -> None:
+def test_wrong_environment_variable_ends_process(name: str, value: str) -> None:
     variables = fakecuda.environment() | {name: value}
     command = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda')"]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100, check=False)
@@ -92,7 +92,7 @@ def test_the_libraries_are_built_once() -> None:
     assert built == [], "the process that runs this test has built them"
 
 
-def test_processes_that_build_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_concurrent_builds_do_not_interfere(tmp_path: Path) -> None:
     fast = tmp_path / "fast-compiler"
     fast.write_text('#!/bin/sh\nexec g++ "$@" -O0 -g0\n')
     fast.chmod(0o755)
@@ -114,7 +114,7 @@ def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
     assert "a C++ compiler is missing; install g++" in done.stderr
 
 
-def test_a_compiler_that_fails_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
+def test_failing_compiler_leaves_cache_clean(tmp_path: Path) -> None:
     broken = tmp_path / "broken-compiler"
     broken.write_text("#!/bin/sh\necho it is broken >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -124,7 +124,7 @@ def test_a_compiler_that_fails_leaves_nothing_in_the_cache(tmp_path: Path) -> No
     assert list((tmp_path / "cache" / "cudafuture" / "fakecuda").iterdir()) == []
 
 
-def test_torch_without_its_operators_is_refused_at_the_first_kernel() -> None:
+def test_torch_without_operators_refuses_first_kernel() -> None:
     done = run(
         "--", sys.executable, "-c", "import torch; torch.ones(1, device='cuda')", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
     )
@@ -144,13 +144,13 @@ def with_a_driver(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_the_command_refuses_to_run_beside_a_real_driver() -> None:
+def test_command_refuses_real_driver() -> None:
     done = with_a_driver(*COMMAND, "--", "true")
     assert done.returncode == 1
     assert "this machine has a CUDA driver; run on the real devices instead" in done.stderr
 
 
-def test_the_libraries_refuse_to_load_beside_a_real_driver() -> None:
+def test_libraries_refuse_real_driver() -> None:
     libraries = fakecuda.environment()["LD_PRELOAD"]
     done = with_a_driver("sh", "-c", f"LD_PRELOAD={libraries} {shutil.which('true')}")
     assert done.returncode == 3

@@ -24,7 +24,7 @@ def _nothing_is_held_afterwards() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-def test_work_behind_a_hold_is_pending_until_it_opens() -> None:
+def test_hold_keeps_work_pending() -> None:
     x = torch.zeros(4, device="cuda")
     with fakecuda.hold():
         x.fill_(1.0)
@@ -37,7 +37,7 @@ def test_work_behind_a_hold_is_pending_until_it_opens() -> None:
     assert x.tolist() == [1.0] * 4
 
 
-def test_a_hold_stops_one_stream_and_what_waits_for_it() -> None:
+def test_hold_stops_only_dependent_streams() -> None:
     held, other, third = (torch.cuda.Stream() for _ in range(3))
     x = torch.zeros(4, device="cuda")
     torch.cuda.synchronize()
@@ -53,7 +53,7 @@ def test_a_hold_stops_one_stream_and_what_waits_for_it() -> None:
     third.synchronize()
 
 
-def test_a_thread_that_synchronises_with_a_held_stream_goes_on_when_it_opens() -> None:
+def test_opened_hold_wakes_synchronizing_thread() -> None:
     held = fakecuda.hold()
     x = torch.ones(4, device="cuda")
     seen: list[float] = []
@@ -86,7 +86,7 @@ def test_counters_count() -> None:
     assert fakecuda.statistics().events_alive == before.events_alive
 
 
-def test_pinned_bytes_are_those_of_pinned_memory(alone: Callable[..., str]) -> None:
+def test_pinned_bytes_match_pinned_memory(alone: Callable[..., str]) -> None:
     alone("""
     before = fakecuda.statistics().pinned_bytes
     x = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
@@ -94,7 +94,7 @@ def test_pinned_bytes_are_those_of_pinned_memory(alone: Callable[..., str]) -> N
     """)
 
 
-def test_a_kernel_that_is_no_operator_of_torch_is_skipped_and_named(alone: Callable[..., str]) -> None:
+def test_foreign_kernel_is_skipped_and_named(alone: Callable[..., str]) -> None:
     alone("""
     sparse = torch.eye(3).to_sparse().cuda()
     sparse.to_dense()
@@ -139,7 +139,7 @@ def test_an_unknown_error_is_refused() -> None:
         fakecuda.fail("flood")
 
 
-def test_allocations_fail_as_often_as_a_test_says(alone: Callable[..., str]) -> None:
+def test_allocations_fail_as_often_as_set(alone: Callable[..., str]) -> None:
     alone("""
     torch.ones(1, device="cuda")
     fakecuda.fail_allocations(2)
@@ -149,7 +149,7 @@ def test_allocations_fail_as_often_as_a_test_says(alone: Callable[..., str]) -> 
     """)
 
 
-def test_more_memory_than_a_device_has_is_refused(alone: Callable[..., str]) -> None:
+def test_exceeding_device_memory_is_refused(alone: Callable[..., str]) -> None:
     alone("""
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
@@ -168,7 +168,7 @@ def test_the_host_cannot_read_device_memory(alone: Callable[..., str]) -> None:
     """)
 
 
-def test_a_kernel_is_not_launched_on_a_stream_of_another_device() -> None:
+def test_kernel_refuses_stream_of_other_device() -> None:
     class Dimensions(ctypes.Structure):
         _fields_ = [(name, ctypes.c_uint) for name in ("x", "y", "z")]
 
@@ -181,14 +181,14 @@ def test_a_kernel_is_not_launched_on_a_stream_of_another_device() -> None:
     runtime.cudaGetLastError()
 
 
-def test_an_event_is_recorded_on_its_own_device_alone() -> None:
+def test_event_records_only_on_own_device() -> None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream("cuda:0"))
     with pytest.raises(RuntimeError, match=r"invalid resource handle|device"):
         event.record(torch.cuda.current_stream("cuda:1"))
 
 
-def test_the_legacy_default_stream_waits_for_blocking_streams() -> None:
+def test_legacy_stream_waits_for_blocking_streams() -> None:
     """CUDA runtime API, "Stream synchronization behavior"."""
     runtime, handle = ctypes.CDLL(None), ctypes.c_void_p()
     x = torch.zeros(4, device="cuda")
@@ -203,7 +203,7 @@ def test_the_legacy_default_stream_waits_for_blocking_streams() -> None:
     assert x.tolist() == [1.0] * 4
 
 
-def test_a_host_function_that_blocks_holds_up_its_own_stream_alone() -> None:
+def test_blocking_host_function_delays_own_stream() -> None:
     runtime, opened = ctypes.CDLL(None), threading.Event()
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: opened.wait(SECONDS) and None)
     blocked, free = torch.cuda.Stream(), torch.cuda.Stream()
@@ -217,13 +217,13 @@ def test_a_host_function_that_blocks_holds_up_its_own_stream_alone() -> None:
     assert x.tolist() == [1.0] * 4
 
 
-def test_a_stream_that_joins_a_capture_and_is_not_joined_back_ends_it_with_an_error() -> None:
+def test_unjoined_stream_ends_capture_with_error() -> None:
     side = torch.cuda.Stream()
     with pytest.raises(RuntimeError, match="unjoined work"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         side.wait_stream(torch.cuda.current_stream())
 
 
-def test_after_fork_cuda_is_refused_while_an_operation_of_the_parent_runs(alone: Callable[..., str]) -> None:
+def test_forked_child_refuses_cuda(alone: Callable[..., str]) -> None:
     alone("""
     import os, threading
     cudart = ctypes.CDLL(None)
@@ -263,7 +263,7 @@ def test_a_process_ends_with_work_queued(alone: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-def test_waiting_for_a_device_with_a_capture_ends_the_capture_in_every_mode(mode: str) -> None:
+def test_device_wait_ends_capture_in_every_mode(mode: str) -> None:
     errors: list[str] = []
 
     def wait() -> None:
@@ -284,7 +284,7 @@ def test_waiting_for_a_device_with_a_capture_ends_the_capture_in_every_mode(mode
     assert "not permitted when stream is capturing" in errors[0]
 
 
-def test_each_capture_has_an_id_that_no_other_has() -> None:
+def test_each_capture_has_unique_id() -> None:
     runtime, ids = ctypes.CDLL(None), []
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     stream = torch.cuda.Stream()

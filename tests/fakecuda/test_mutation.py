@@ -140,7 +140,7 @@ def contexts_of_a_thread(call: Call, edge: str | None) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("edge", REPORTED)
-def test_a_missing_edge_is_reported_as_a_race_with_both_sides(cuda: Cuda, edge: str) -> None:
+def test_missing_edge_is_reported_as_race(cuda: Cuda, edge: str) -> None:
     scenario = SCENARIOS[edge]
     assert findings(scenario, None, cuda) == ([], None)
     reports, error = findings(scenario, edge, cuda)
@@ -149,7 +149,7 @@ def test_a_missing_edge_is_reported_as_a_race_with_both_sides(cuda: Cuda, edge: 
 
 
 @pytest.mark.parametrize("edge", FAILED)
-def test_a_missing_edge_that_no_stream_sees_fails_its_test(cuda: Cuda, edge: str) -> None:
+def test_invisible_missing_edge_fails_its_test(cuda: Cuda, edge: str) -> None:
     scenario = SCENARIOS[edge]
     assert findings(scenario, None, cuda) == ([], None)
     reports, error = findings(scenario, edge, cuda)
@@ -158,7 +158,7 @@ def test_a_missing_edge_that_no_stream_sees_fails_its_test(cuda: Cuda, edge: str
 
 
 @pytest.mark.parametrize("edge", WITH_CONTEXT)
-def test_a_missing_guard_makes_a_context_on_a_device_that_is_not_used(cuda: Cuda, edge: str) -> None:
+def test_missing_guard_makes_context(cuda: Cuda, edge: str) -> None:
     cuda.rest()
     assert UNUSED not in contexts_of_a_thread(GUARDED[edge](cuda), None)
     assert UNUSED in contexts_of_a_thread(GUARDED[edge](cuda), edge)
@@ -167,11 +167,11 @@ def test_a_missing_guard_makes_a_context_on_a_device_that_is_not_used(cuda: Cuda
 
 
 @pytest.mark.parametrize("edge", INVISIBLE)
-def test_an_edge_that_is_listed_as_invisible_is_not_seen(cuda: Cuda, edge: str) -> None:
+def test_listed_invisible_edge_is_not_seen(cuda: Cuda, edge: str) -> None:
     assert findings(SCENARIOS[edge], edge, cuda) == ([], None)
     assert UNUSED not in contexts_of_a_thread(GUARDED[edge](cuda), edge)
     cuda.finish()
 
 
-def test_each_edge_is_noticed_in_one_way_or_listed_as_invisible() -> None:
+def test_each_edge_is_noticed_or_listed() -> None:
     assert sorted([*REPORTED, *FAILED, *WITH_CONTEXT, *INVISIBLE]) == sorted(_C.sync_edges())

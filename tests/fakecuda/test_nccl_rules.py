@@ -62,7 +62,7 @@ def run(program: str, folder: Path, **environment: str) -> str:
     return run_ranks(BINDINGS + textwrap.dedent(program), 1, folder, **environment)[0]
 
 
-def test_version_is_that_of_the_header_that_torch_was_built_with(tmp_path: Path) -> None:
+def test_version_matches_torch_header(tmp_path: Path) -> None:
     run(
         """
         version = ctypes.c_int()
@@ -74,7 +74,7 @@ def test_version_is_that_of_the_header_that_torch_was_built_with(tmp_path: Path)
     )
 
 
-def test_collective_occupies_its_stream_until_all_ranks_are_there(tmp_path: Path) -> None:
+def test_collective_occupies_stream_until_all_arrive(tmp_path: Path) -> None:
     run(
         """
         comms, s, x = init_all(2), streams(2), tensors(2)
@@ -92,7 +92,7 @@ def test_collective_occupies_its_stream_until_all_ranks_are_there(tmp_path: Path
     )
 
 
-def test_nested_groups_launch_when_the_outermost_ends(tmp_path: Path) -> None:
+def test_nested_groups_launch_with_outermost(tmp_path: Path) -> None:
     run(
         """
         comms, s, x = init_all(2), streams(2), tensors(2)
@@ -108,7 +108,7 @@ def test_nested_groups_launch_when_the_outermost_ends(tmp_path: Path) -> None:
     )
 
 
-def test_group_of_one_communicator_on_two_streams_comes_after_and_before_the_work_of_both(tmp_path: Path) -> None:
+def test_group_on_two_streams_orders_both(tmp_path: Path) -> None:
     run(
         """
         comms = init_all(1)
@@ -130,7 +130,7 @@ def test_group_of_one_communicator_on_two_streams_comes_after_and_before_the_wor
     )
 
 
-def test_messages_of_a_group_pass_each_other(tmp_path: Path) -> None:
+def test_messages_of_group_pass_each_other(tmp_path: Path) -> None:
     run(
         """
         comms, s = init_all(3), streams(3)
@@ -149,7 +149,7 @@ def test_messages_of_a_group_pass_each_other(tmp_path: Path) -> None:
     )
 
 
-def test_message_to_oneself_needs_both_ends_in_one_group(tmp_path: Path) -> None:
+def test_message_to_self_needs_one_group(tmp_path: Path) -> None:
     run(
         """
         comms, s, x, y = init_all(1), streams(1), tensors(1), tensors(1, 0.0)
@@ -195,9 +195,7 @@ def test_send_waits_for_its_receiver(tmp_path: Path) -> None:
     ],
     ids=["count", "type", "reduction", "operation", "message"],
 )
-def test_mismatch_is_an_error_of_both_ranks_that_never_completes(
-    first: str, second: str, words: list[str], tmp_path: Path
-) -> None:
+def test_mismatch_fails_both_ranks(first: str, second: str, words: list[str], tmp_path: Path) -> None:
     output = run(
         f"""
         comms, s, x = init_all(2), streams(2), tensors(2)
@@ -219,7 +217,7 @@ def test_mismatch_is_an_error_of_both_ranks_that_never_completes(
 
 
 @pytest.mark.parametrize("channels", [0, 1])
-def test_communicators_in_different_orders_deadlock_where_channels_are_exhausted(channels: int, tmp_path: Path) -> None:
+def test_different_communicator_orders_deadlock(channels: int, tmp_path: Path) -> None:
     run(
         f"""
         one, two, s, t = init_all(2), init_all(2), streams(2), streams(2)
@@ -246,7 +244,7 @@ def test_communicators_in_different_orders_deadlock_where_channels_are_exhausted
     )
 
 
-def test_abort_ends_pending_kernels_and_is_seen_by_the_peer(tmp_path: Path) -> None:
+def test_abort_ends_kernels_for_peer_too(tmp_path: Path) -> None:
     run(
         """
         comms, s, x = init_all(2), streams(2), tensors(2)
@@ -265,7 +263,7 @@ def test_abort_ends_pending_kernels_and_is_seen_by_the_peer(tmp_path: Path) -> N
     )
 
 
-def test_split_orders_ranks_by_key_and_leaves_out_those_without_color(tmp_path: Path) -> None:
+def test_split_orders_ranks_by_key(tmp_path: Path) -> None:
     run(
         """
         comms, s, x = init_all(4), streams(4), tensors(4)
@@ -288,7 +286,7 @@ def test_split_orders_ranks_by_key_and_leaves_out_those_without_color(tmp_path: 
     )
 
 
-def test_shrunk_communicator_works_without_the_excluded_rank(tmp_path: Path) -> None:
+def test_shrunk_communicator_works_without_excluded_rank(tmp_path: Path) -> None:
     run(
         """
         comms, s, x = init_all(3), streams(3), tensors(3)
@@ -308,7 +306,7 @@ def test_shrunk_communicator_works_without_the_excluded_rank(tmp_path: Path) -> 
     )
 
 
-def test_device_that_two_ranks_share_is_refused(tmp_path: Path) -> None:
+def test_shared_device_is_refused(tmp_path: Path) -> None:
     run(
         """
         comms = (ctypes.c_void_p * 2)()
@@ -333,7 +331,7 @@ def test_forked_child_gets_errors(tmp_path: Path) -> None:
     )
 
 
-def test_forked_child_of_a_process_that_has_used_cuda_gets_errors(tmp_path: Path) -> None:
+def test_forked_child_after_cuda_gets_errors(tmp_path: Path) -> None:
     run(
         """
         torch.ones(1, device="cuda")
@@ -359,7 +357,7 @@ def test_empty_collectives_wait_for_no_rank(tmp_path: Path) -> None:
     )
 
 
-def test_function_for_device_code_is_refused_with_a_message(tmp_path: Path) -> None:
+def test_device_code_function_is_refused(tmp_path: Path) -> None:
     run(
         """
         assert nccl.ncclCommWindowRegister(None, None, ctypes.c_size_t(0), None, 0) == INVALID_USAGE

@@ -47,7 +47,7 @@ def fill(stream: Stream, value: float = 1.0, device: str = "cuda:0") -> torch.Te
 # ---- reports
 
 
-def test_a_missing_wait_is_reported_with_both_operations_and_both_stacks() -> None:
+def test_missing_wait_reports_both_operations() -> None:
     x = fill(Stream())
     x.sum()
     (report,) = races()
@@ -57,12 +57,12 @@ def test_a_missing_wait_is_reported_with_both_operations_and_both_stacks() -> No
     assert (report.earlier.operation, report.later.operation) == ("aten::fill_", "aten::sum")
     assert "test_races.py" in report.earlier.stack[-1]
     assert report.earlier.stack[-1].endswith("in filled")
-    assert report.later.stack[-1].endswith("in test_a_missing_wait_is_reported_with_both_operations_and_both_stacks")
+    assert report.later.stack[-1].endswith("in test_missing_wait_reports_both_operations")
     assert f"{SIZE * 4} bytes" in report.summary
     assert "the default stream of cuda:0" in report.summary
 
 
-def test_a_write_over_what_another_stream_reads_is_reported() -> None:
+def test_write_over_read_is_reported() -> None:
     x = torch.ones(SIZE, device="cuda")
     side = Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -86,7 +86,7 @@ def test_two_reads_are_no_race() -> None:
     del here, there
 
 
-def test_two_halves_of_a_tensor_are_told_apart() -> None:
+def test_tensor_halves_are_distinguished() -> None:
     x, side = torch.ones(SIZE, device="cuda"), Stream()
     side.wait_stream(torch.cuda.current_stream())
     with on(side):
@@ -98,7 +98,7 @@ def test_two_halves_of_a_tensor_are_told_apart() -> None:
     assert "writes 4 bytes that aten::add_ on" in report.summary
 
 
-def test_a_race_is_reported_once_however_often_it_occurs() -> None:
+def test_repeated_race_is_reported_once() -> None:
     x = fill(Stream())
     for _ in range(5):
         x.sum()
@@ -106,7 +106,7 @@ def test_a_race_is_reported_once_however_often_it_occurs() -> None:
     assert races() == []
 
 
-def test_a_loop_and_another_line_are_two_races() -> None:
+def test_loop_and_other_line_are_two_races() -> None:
     x = fill(Stream())
     for _ in range(3):
         x.sum()
@@ -114,7 +114,7 @@ def test_a_loop_and_another_line_are_two_races() -> None:
     assert len(races()) == 2
 
 
-def test_detect_races_raises_at_the_end_of_the_block_and_drops_what_was_before() -> None:
+def test_detect_races_drops_earlier_ones() -> None:
     fill(Stream()).sum()
     with fakecuda.detect_races():
         torch.ones(SIZE, device="cuda").sum()
@@ -192,7 +192,7 @@ def test_this_orders_two_streams(order: Callable[[Stream], None]) -> None:
     assert races() == []
 
 
-def test_an_event_orders_what_came_before_it_and_nothing_later() -> None:
+def test_event_orders_only_earlier_work() -> None:
     side = Stream()
     x = fill(side)
     event = side.record_event()
@@ -205,7 +205,7 @@ def test_an_event_orders_what_came_before_it_and_nothing_later() -> None:
     assert report.earlier.operation == "aten::add_"
 
 
-def test_a_query_that_returns_false_orders_nothing() -> None:
+def test_negative_query_orders_nothing() -> None:
     side = Stream()
     with fakecuda.hold(side):
         x = fill(side)
@@ -214,7 +214,7 @@ def test_a_query_that_returns_false_orders_nothing() -> None:
         assert len(races()) == 1
 
 
-def test_an_event_that_is_recorded_again_counts_as_it_was_at_the_wait() -> None:
+def test_rerecorded_event_counts_as_waited() -> None:
     side, event = Stream(), torch.cuda.Event()
     x = fill(side)
     event.record(side)
@@ -237,7 +237,7 @@ def blocking_stream() -> Iterator[Stream]:
     assert driver.cuStreamDestroy_v2(handle) == 0
 
 
-def test_the_legacy_default_stream_is_ordered_after_blocking_streams_and_before_them(blocking_stream: Stream) -> None:
+def test_legacy_stream_orders_blocking_streams(blocking_stream: Stream) -> None:
     x = fill(blocking_stream)
     for _ in range(3):
         x.add_(1)
@@ -250,7 +250,7 @@ def test_the_legacy_default_stream_is_ordered_after_blocking_streams_and_before_
 # ---- pinned memory and other devices
 
 
-def test_a_copy_to_pinned_memory_is_seen() -> None:
+def test_copy_to_pinned_memory_is_seen() -> None:
     host, side = torch.zeros(SIZE, pin_memory=True), Stream()
     x = fill(side)
     with on(side):
@@ -264,7 +264,7 @@ def test_a_copy_to_pinned_memory_is_seen() -> None:
     del y
 
 
-def test_a_copy_from_pinned_memory_is_seen() -> None:
+def test_copy_from_pinned_memory_is_seen() -> None:
     host, side, x = torch.zeros(SIZE, pin_memory=True), Stream(), torch.ones(SIZE, device="cuda")
     with on(side):
         y = torch.empty(SIZE, device="cuda").copy_(host, non_blocking=True)
@@ -275,7 +275,7 @@ def test_a_copy_from_pinned_memory_is_seen() -> None:
     del y
 
 
-def test_pinned_memory_that_is_handed_out_again_is_no_race() -> None:
+def test_reused_pinned_memory_is_no_race() -> None:
     x = torch.ones(SIZE, device="cuda")
     torch.cuda.synchronize()
     for _ in range(4):
@@ -288,7 +288,7 @@ def test_pinned_memory_that_is_handed_out_again_is_no_race() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_copy_between_devices_is_ordered_on_the_sources_stream_only(waits: bool) -> None:
+def test_device_copy_is_ordered_on_source_stream(waits: bool) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     there = Stream("cuda:1")
@@ -305,7 +305,7 @@ def test_a_copy_between_devices_is_ordered_on_the_sources_stream_only(waits: boo
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_memory_that_is_used_again_without_record_stream_is_a_race(recorded: bool) -> None:
+def test_reuse_without_record_stream_is_race(recorded: bool) -> None:
     producer, consumer = Stream(), Stream()
     x = fill(producer)
     address = x.data_ptr()
@@ -329,7 +329,7 @@ def test_memory_that_is_used_again_without_record_stream_is_a_race(recorded: boo
     del total
 
 
-def test_memory_that_the_driver_hands_out_again_is_no_race() -> None:
+def test_memory_reused_by_driver_is_no_race() -> None:
     for _ in range(3):
         x = fill(Stream())
         del x
@@ -340,7 +340,7 @@ def test_memory_that_the_driver_hands_out_again_is_no_race() -> None:
 # ---- graphs
 
 
-def test_the_operations_of_a_graph_race_where_the_graph_is_replayed() -> None:
+def test_graph_operations_race_at_replay() -> None:
     x = torch.zeros(SIZE, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -354,14 +354,14 @@ def test_the_operations_of_a_graph_race_where_the_graph_is_replayed() -> None:
     (report,) = races()
     assert report.earlier is not None
     assert report.earlier.operation == "aten::add_"
-    assert report.earlier.stack[-1].endswith("in test_the_operations_of_a_graph_race_where_the_graph_is_replayed")
+    assert report.earlier.stack[-1].endswith("in test_graph_operations_race_at_replay")
     torch.cuda.current_stream().wait_stream(side)
     graph.replay()
     assert x.sum().item() == 2 * SIZE
     assert races() == []
 
 
-def test_streams_that_join_in_a_capture_are_ordered_in_its_replay() -> None:
+def test_joined_capture_streams_order_replay() -> None:
     x, graph = torch.zeros(SIZE, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         side = Stream()
@@ -378,7 +378,7 @@ def test_streams_that_join_in_a_capture_are_ordered_in_its_replay() -> None:
 # ---- without race detection
 
 
-def test_a_process_without_race_detection_refuses_to_say_that_there_are_no_races() -> None:
+def test_races_needs_race_detection() -> None:
     program = """
         import torch
         from cudafuture.testing import fakecuda
