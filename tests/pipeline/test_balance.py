@@ -21,7 +21,7 @@ def blocks(cost: list[int], balance: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_other_balance_has_a_smaller_largest_partition(seed: int) -> None:
+def test_largest_partition_is_minimal(seed: int) -> None:
     choose = random.Random(seed)
     cost = [choose.choice((0, 1, 1, 2, 5, choose.randrange(50))) for _ in range(choose.randint(1, 8))]
     partitions = choose.randint(1, len(cost))
@@ -39,7 +39,7 @@ def test_no_other_balance_has_a_smaller_largest_partition(seed: int) -> None:
 
 
 @pytest.mark.parametrize("partitions", [0, 3, -1])
-def test_a_number_of_partitions_that_does_not_fit_is_refused(partitions: int) -> None:
+def test_impossible_partition_count_is_refused(partitions: int) -> None:
     with pytest.raises(ValueError, match="2 layers cannot be split"):
         balance_cost([1, 1], partitions)
 
@@ -94,7 +94,7 @@ def test_the_median_of_repeated_measurements_counts(clock: Clock) -> None:
     assert balance_by_time(2, model, torch.ones(1), timeout=112, device="cpu") == [3, 1]
 
 
-def test_measuring_leaves_the_model_as_it_is() -> None:
+def test_measuring_leaves_model_unchanged() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout()).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     x = torch.ones(3, 4, requires_grad=True)
@@ -105,7 +105,7 @@ def test_measuring_leaves_the_model_as_it_is() -> None:
     assert not model[0].training
 
 
-def test_a_parameter_with_a_gradient_is_refused() -> None:
+def test_parameter_with_gradient_is_refused() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     model(torch.ones(1, 1)).sum().backward()
     with pytest.raises(ValueError, match="has a gradient"):
@@ -113,12 +113,12 @@ def test_a_parameter_with_a_gradient_is_refused() -> None:
 
 
 @pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
-def test_too_many_partitions_are_refused_before_anything_is_measured(balance: Any) -> None:
+def test_too_many_partitions_are_refused_early(balance: Any) -> None:
     with pytest.raises(ValueError, match="1 layers cannot be split into 2"):
         balance(2, nn.Sequential(nn.Module()), torch.ones(1), device="cpu")
 
 
-def test_parameters_count_as_often_as_param_scale_says() -> None:
+def test_param_scale_multiplies_parameters() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Tanh(), nn.Tanh())
     x = torch.ones(64, 32)
     assert balance_by_size(2, model, x, param_scale=10, device="cpu") == [1, 3]
@@ -132,7 +132,7 @@ def test_micro_batches_have_smaller_activations() -> None:
     assert balance_by_size(2, model, x, chunks=8, param_scale=1, device="cpu") == [1, 3]
 
 
-def test_a_layer_that_saves_more_is_larger() -> None:
+def test_layer_saving_more_is_larger() -> None:
     class Chain(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.exp().exp().exp().exp()
@@ -140,7 +140,7 @@ def test_a_layer_that_saves_more_is_larger() -> None:
     assert balance_by_size(2, nn.Sequential(nn.ReLU(), nn.ReLU(), Chain()), torch.zeros(4, 4), device="cpu") == [2, 1]
 
 
-def test_integers_tuples_and_skips_can_be_measured() -> None:
+def test_integers_tuples_and_skips_are_measured() -> None:
     class Pair(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return x, 2 * x
@@ -163,7 +163,7 @@ def test_integers_tuples_and_skips_can_be_measured() -> None:
 
 
 @pytest.mark.sim
-def test_the_current_accelerator_is_where_layers_are_measured() -> None:
+def test_layers_are_measured_on_current_accelerator() -> None:
     devices = set()
 
     class Look(nn.Module):

@@ -23,7 +23,7 @@ def input_of(layer: nn.Module, rows: int = 8) -> Tensor:
 
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
-def test_running_statistics_are_those_of_the_whole_mini_batch(kind: Any, momentum: float | None) -> None:
+def test_running_statistics_cover_mini_batch(kind: Any, momentum: float | None) -> None:
     plain = kind(5, momentum=momentum)
     deferred = convert_deferred_batch_norm(copy.deepcopy(plain), chunks=3)
     for step in range(3):
@@ -38,7 +38,7 @@ def test_running_statistics_are_those_of_the_whole_mini_batch(kind: Any, momentu
     assert_close(deferred(x), plain(x), rtol=1e-3, atol=1e-3)
 
 
-def test_a_micro_batch_is_normalised_as_by_the_plain_layer() -> None:
+def test_micro_batch_is_normalised_like_plain_layer() -> None:
     plain = nn.BatchNorm2d(5)
     deferred = convert_deferred_batch_norm(copy.deepcopy(plain), chunks=4)
     x, y = (input_of(plain).requires_grad_() for _ in range(2))
@@ -54,7 +54,7 @@ def test_a_micro_batch_is_normalised_as_by_the_plain_layer() -> None:
     assert torch.equal(deferred.weight.grad, plain.weight.grad)
 
 
-def test_statistics_change_only_with_the_last_micro_batch() -> None:
+def test_statistics_change_with_last_micro_batch() -> None:
     norm = DeferredBatchNorm(5, chunks=2)
     norm(input_of(nn.BatchNorm1d(5)))
     assert norm.running_mean is not None
@@ -63,7 +63,7 @@ def test_statistics_change_only_with_the_last_micro_batch() -> None:
     assert norm.running_mean.count_nonzero() == 5
 
 
-def test_a_recomputed_micro_batch_does_not_count() -> None:
+def test_recomputed_micro_batch_does_not_count() -> None:
     norm, x = DeferredBatchNorm(5, chunks=2), input_of(nn.BatchNorm1d(5))
     norm(x)
     with recomputing(RandomState.capture(torch.device("cpu"))):
@@ -72,7 +72,7 @@ def test_a_recomputed_micro_batch_does_not_count() -> None:
     assert norm.num_batches_tracked == 0
 
 
-def test_an_unfinished_mini_batch_is_forgotten_when_the_next_one_begins() -> None:
+def test_unfinished_mini_batch_is_forgotten() -> None:
     norm, reference = (DeferredBatchNorm(5, chunks=2) for _ in range(2))
     x = input_of(nn.BatchNorm1d(5))
     norm(1000 * x)
@@ -93,7 +93,7 @@ def test_evaluation_counts_nothing() -> None:
     assert norm.num_batches_tracked == 0
 
 
-def test_half_precision_is_summed_in_single_precision() -> None:
+def test_half_precision_sums_in_single() -> None:
     norm = DeferredBatchNorm(2, momentum=1.0, chunks=2).half()
     for _ in range(2):
         norm(torch.full((4096, 2), 30.0, dtype=torch.float16))  # the sum is more than a float16 can be
@@ -101,7 +101,7 @@ def test_half_precision_is_summed_in_single_precision() -> None:
     assert norm.running_mean.tolist() == [30.0, 30.0]
 
 
-def test_a_converted_model_has_the_parameters_buffers_and_hooks_of_the_original() -> None:
+def test_converted_model_keeps_parameters_and_hooks() -> None:
     model: Any = nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.BatchNorm1d(5, eps=0.5)), nn.BatchNorm1d(5))
     model[1][0].register_parameter("bias", None)  # as bias=False does, where torch has it
     state, parameters, calls = model.state_dict(), list(model.parameters()), []
@@ -118,7 +118,7 @@ def test_a_converted_model_has_the_parameters_buffers_and_hooks_of_the_original(
     assert calls == [1]
 
 
-def test_a_pipeline_converts_the_containers_of_the_given_model() -> None:
+def test_pipeline_converts_containers_of_model() -> None:
     for make in (
         lambda model: GPipe(model, [1], ["cpu"], deferred_batch_norm=True),
         lambda model: Pipeline(model, ["cpu"], balance=[1], microbatches=1, deferred_batch_norm=True),
@@ -128,19 +128,19 @@ def test_a_pipeline_converts_the_containers_of_the_given_model() -> None:
         assert isinstance(model[0][0], DeferredBatchNorm)
 
 
-def test_a_layer_in_two_places_stays_one_layer() -> None:
+def test_repeated_layer_stays_one_layer() -> None:
     norm = nn.BatchNorm1d(5)
     model: Any = convert_deferred_batch_norm(nn.Sequential(norm, nn.Sequential(norm)), chunks=2)
     assert isinstance(model[0], DeferredBatchNorm)
     assert model[0] is model[1][0]
 
 
-def test_layers_without_running_statistics_are_not_converted() -> None:
+def test_layers_without_statistics_stay_unconverted() -> None:
     model = convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm1d(5, track_running_stats=False)), chunks=2)
     assert type(model[0]) is nn.BatchNorm1d
 
 
-def test_a_second_conversion_changes_the_number_of_micro_batches() -> None:
+def test_second_conversion_changes_micro_batches() -> None:
     given: Any = convert_deferred_batch_norm(nn.BatchNorm1d(5), 2)
     norm: Any = DeferredBatchNorm.convert_deferred_batch_norm(given, 3)
     assert (given.chunks, norm.chunks) == (2, 3)
@@ -149,7 +149,7 @@ def test_a_second_conversion_changes_the_number_of_micro_batches() -> None:
     assert convert_deferred_batch_norm(norm, 3) is norm
 
 
-def test_a_sync_batch_norm_is_refused_by_name() -> None:
+def test_sync_batch_norm_is_refused() -> None:
     with pytest.raises(TypeError, match=r"1\.0 is a SyncBatchNorm"):
         convert_deferred_batch_norm(nn.Sequential(nn.ReLU(), nn.Sequential(nn.SyncBatchNorm(5))), chunks=2)
 
@@ -160,7 +160,7 @@ def test_a_lazy_layer_is_refused() -> None:
         convert_deferred_batch_norm(nn.Sequential(nn.LazyBatchNorm1d()), chunks=2)
 
 
-def test_a_state_that_torchgpipe_has_saved_can_be_loaded() -> None:
+def test_torchgpipe_state_can_be_loaded() -> None:
     state = {**nn.BatchNorm1d(5).state_dict(), "sum": torch.zeros(5), "sum_squares": torch.zeros(5)}
     state["running_mean"] = torch.full((5,), 3.0)
     alone, inside = DeferredBatchNorm(5), nn.Sequential(DeferredBatchNorm(5))

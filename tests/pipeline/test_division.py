@@ -19,7 +19,7 @@ from cudafuture.pipeline.skip import skippable, stash
 # ---- a layer in several places
 
 
-def test_a_layer_in_several_places_is_in_each_of_them() -> None:
+def test_repeated_layer_is_in_each_place() -> None:
     relu = nn.ReLU()
     model = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)
     layers, parts = divide(model, [2, 2])
@@ -30,14 +30,14 @@ def test_a_layer_in_several_places_is_in_each_of_them() -> None:
     assert torch.equal(parts[1](parts[0](x)), model(x))
 
 
-def test_a_layer_that_is_twice_in_a_list_is_two_stages() -> None:
+def test_layer_repeated_in_list_is_two_stages() -> None:
     relu = nn.ReLU()
     layers, parts = divide([relu, nn.Linear(2, 2), relu], None)
     assert [name for name, _ in layers] == ["0", "1", "2"]
     assert [layers_of(part) for part in parts] == [[layer] for layer in layers]
 
 
-def test_a_layer_that_is_twice_in_a_stage_is_named_twice() -> None:
+def test_layer_repeated_in_stage_is_named_twice() -> None:
     tied = nn.Linear(2, 2)
     _, (part,) = divide(nn.Sequential(tied, nn.ReLU(), tied), [3])
     assert layers_of(part) == [("0", tied), ("1", part[1]), ("2", tied)]
@@ -45,7 +45,7 @@ def test_a_layer_that_is_twice_in_a_stage_is_named_twice() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_pipeline_with_a_shared_activation_has_the_gradients_of_the_plain_model(checkpoint: Any) -> None:
+def test_shared_activation_has_plain_gradients(checkpoint: Any) -> None:
     torch.manual_seed(0)
     tanh = nn.Tanh()
     model = nn.Sequential(nn.Linear(2, 2), tanh, nn.Linear(2, 2), tanh)
@@ -67,7 +67,7 @@ def test_a_pipeline_with_a_shared_activation_has_the_gradients_of_the_plain_mode
         (nn.BatchNorm1d(2, affine=False), "buffer", "running_mean"),
     ],
 )
-def test_a_layer_with_parameters_or_buffers_is_in_one_stage(layer: nn.Module, kind: str, name: str) -> None:
+def test_layer_with_state_is_in_one_stage(layer: nn.Module, kind: str, name: str) -> None:
     _, parts = divide(nn.Sequential(layer, nn.ReLU(), layer), [2, 1])
     with pytest.raises(ValueError, match=rf"stage 0 and stage 1 share a {kind}, 0\.{name} and 2\.{name}"):
         refuse_shared(parts)
@@ -76,7 +76,7 @@ def test_a_layer_with_parameters_or_buffers_is_in_one_stage(layer: nn.Module, ki
 
 
 @pytest.mark.sim(devices=2)
-def test_layers_that_share_tensors_still_share_them_on_their_device() -> None:
+def test_shared_tensors_stay_shared_on_device() -> None:
     layers: Any = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.ReLU())
     layers[1].weight, layers[1].running_mean = layers[0].weight, layers[0].running_mean
     for made in (GPipe(copy.deepcopy(layers), [2, 1]), Pipeline(layers, balance=[2, 1], microbatches=1)):
@@ -86,7 +86,7 @@ def test_layers_that_share_tensors_still_share_them_on_their_device() -> None:
         assert second.running_mean.device == torch.device("sim", 0)
 
 
-def test_a_module_that_stashes_is_not_in_two_places() -> None:
+def test_stashing_module_has_one_place() -> None:
     @skippable(stash=["skip"])
     class Stash(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -107,7 +107,7 @@ class Doubled(nn.Sequential):
         return 2 * super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def test_a_sequential_with_a_forward_of_its_own_is_refused_but_may_be_a_stage() -> None:
+def test_sequential_with_own_forward_is_one_stage() -> None:
     with pytest.raises(TypeError, match="Doubled has a forward of its own"):
         divide(Doubled(nn.ReLU()), [1])
     patched = nn.Sequential(nn.ReLU())
@@ -118,7 +118,7 @@ def test_a_sequential_with_a_forward_of_its_own_is_refused_but_may_be_a_stage() 
     assert part(torch.ones(1)) == 2
 
 
-def test_a_sequential_of_another_class_with_the_plain_forward_is_divided() -> None:
+def test_plain_sequential_subclass_is_divided() -> None:
     class Named(nn.Sequential):
         pass
 
@@ -136,7 +136,7 @@ def test_a_sequential_of_another_class_with_the_plain_forward_is_divided() -> No
     ],
     ids=["forward", "before forward", "backward", "before backward"],
 )
-def test_a_sequential_with_hooks_on_itself_is_refused_and_those_of_a_layer_stay(
+def test_sequential_with_hooks_is_refused(
     register: Callable[[nn.Module], Any],
 ) -> None:
     model = nn.Sequential(nn.ReLU())
@@ -149,7 +149,7 @@ def test_a_sequential_with_hooks_on_itself_is_refused_and_those_of_a_layer_stay(
     divide(model, [1])
 
 
-def test_a_reserved_name_is_refused_with_the_layer() -> None:
+def test_reserved_name_is_refused_with_layer() -> None:
     model = nn.Sequential(OrderedDict(first=nn.ReLU(), devices=nn.ReLU()))
     assert [name for name, _ in divide(model, [1, 1])[0]] == ["first", "devices"]
     with pytest.raises(ValueError, match="a layer is named 'devices'"):
@@ -161,14 +161,14 @@ def test_a_reserved_name_is_refused_with_the_layer() -> None:
 
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_a_target_is_divided_where_the_mini_batch_is(count: int, times: int) -> None:
+def test_target_is_divided_with_mini_batch(count: int, times: int) -> None:
     batch = torch.arange(7)
     parts = split_target(batch.repeat_interleave(times), 7, count)
     expected = [part.repeat_interleave(times) for part in split(batch, count)]
     assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
 
 
-def test_tensors_of_a_target_may_have_different_multiples_and_other_leaves_go_everywhere() -> None:
+def test_target_tensors_may_have_different_multiples() -> None:
     scale, tokens, weights = torch.tensor(2.0), torch.arange(6), torch.arange(3)
     first, last = split_target({"tokens": tokens, "rest": (weights, scale, "mean", None)}, 3, 2)
     assert first["tokens"].tolist() == [0, 1, 2, 3]
@@ -178,10 +178,10 @@ def test_tensors_of_a_target_may_have_different_multiples_and_other_leaves_go_ev
 
 
 @pytest.mark.parametrize("rows", [0, 2, 3, 5, 7])
-def test_a_target_whose_rows_are_no_multiple_of_the_mini_batch_is_refused_with_both_numbers(rows: int) -> None:
+def test_mismatched_target_rows_are_refused(rows: int) -> None:
     with pytest.raises(ValueError, match=f"a target has {rows} rows for a mini-batch of 4"):
         split_target((torch.ones(4), torch.ones(rows, 2)), 4, 2)
 
 
-def test_no_target_is_none_for_any_micro_batch() -> None:
+def test_no_target_is_none_everywhere() -> None:
     assert split_target(None, 4, 2) == []

@@ -139,9 +139,7 @@ SETTINGS = list(itertools.product(MODES, [1, 2, 3, 4], [1, 2, 3]))
 
 @pytest.mark.parametrize("make", [with_nothing_but_layers, with_skips, with_tuples])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_on_the_cpu_are_those_of_the_plain_model_bit_for_bit(
-    make: Callable[[], nn.Sequential], dtype: torch.dtype
-) -> None:
+def test_cpu_gradients_equal_plain_model_bitwise(make: Callable[[], nn.Sequential], dtype: torch.dtype) -> None:
     for number, (checkpoint, chunks, partitions) in enumerate(SETTINGS):
         compare_with_plain(
             make,
@@ -157,9 +155,7 @@ def test_gradients_on_the_cpu_are_those_of_the_plain_model_bit_for_bit(
 @pytest.mark.parametrize("make", [with_nothing_but_layers, with_skips, with_tuples])
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.sim(devices=3, seed=0)
-def test_gradients_on_accelerators_are_those_of_the_plain_model_bit_for_bit(
-    make: Callable[[], nn.Sequential], turn: int
-) -> None:
+def test_accelerator_gradients_equal_plain_model_bitwise(make: Callable[[], nn.Sequential], turn: int) -> None:
     for number, (checkpoint, chunks, partitions) in enumerate(SETTINGS):
         sim.enable(devices=3, seed=number, schedule="lazy" if (number + turn) % 2 else "jitter", detect=True)
         compare_with_plain(
@@ -179,7 +175,7 @@ def test_gradients_on_accelerators_are_those_of_the_plain_model_bit_for_bit(
 @pytest.mark.parametrize("devices", [["sim:0", "sim:0", "sim:1"], ["sim:0", "sim:1", "sim:0"], ["cpu", "sim:1", "cpu"]])
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.sim(devices=2, schedule="lazy", seed=1)
-def test_partitions_may_share_a_device_and_may_be_on_the_cpu(devices: list[str], checkpoint: str) -> None:
+def test_partitions_may_share_device_or_cpu(devices: list[str], checkpoint: str) -> None:
     compare_with_plain(
         with_skips,
         devices,
@@ -229,7 +225,7 @@ def test_partitions_work_side_by_side(checkpoint: str) -> None:
 
 
 @pytest.mark.sim(devices=2, schedule="lazy")
-def test_work_of_the_caller_before_and_after_is_ordered_on_the_callers_stream() -> None:
+def test_work_of_caller_is_ordered() -> None:
     model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], ["sim:0", "sim:1"], chunks=2)
     side = [torch.Stream(device="sim:0"), torch.Stream(device="sim:1")]
     for index, stream in enumerate(side):
@@ -246,7 +242,7 @@ def test_work_of_the_caller_before_and_after_is_ordered_on_the_callers_stream() 
 
 
 @pytest.mark.sim
-def test_an_input_on_another_device_is_copied_to_the_first_partition(sim: Any) -> None:
+def test_input_is_copied_to_first_partition(sim: Any) -> None:
     model = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], ["sim:0"], chunks=2)
     x = torch.ones(4, 2, requires_grad=True)
     model(x).sum().backward()
@@ -290,9 +286,7 @@ class _Fails(torch.autograd.Function):
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.sim(devices=3, schedule="jitter")
-def test_an_error_comes_out_with_its_traceback_and_the_next_step_works(
-    device: str, place: int, in_backward: bool, checkpoint: str
-) -> None:
+def test_error_keeps_traceback_and_next_step_works(device: str, place: int, in_backward: bool, checkpoint: str) -> None:
     layers: list[Any] = [nn.Linear(4, 4) for _ in range(3)]
     layers.insert(place + 1, Fails(in_backward=in_backward))
     balance = [2 if j == place else 1 for j in range(3)]
@@ -316,7 +310,7 @@ def test_an_error_comes_out_with_its_traceback_and_the_next_step_works(
 
 
 @pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes are of Python 3.11")
-def test_errors_of_other_partitions_in_the_same_cycle_are_notes() -> None:
+def test_further_errors_of_cycle_are_notes() -> None:
     layers = nn.Sequential(Fails("one"), Fails("two"))
     layers[0].is_on = False  # type: ignore[assignment]
     turn_on = layers[0].register_forward_hook(lambda *_: setattr(layers[0], "is_on", True))
@@ -327,7 +321,7 @@ def test_errors_of_other_partitions_in_the_same_cycle_are_notes() -> None:
     turn_on.remove()
 
 
-def test_a_base_exception_in_a_partition_comes_out() -> None:
+def test_base_exception_in_partition_is_raised() -> None:
     class Exits(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise SystemExit(3)
@@ -336,7 +330,7 @@ def test_a_base_exception_in_a_partition_comes_out() -> None:
         GPipe(nn.Sequential(Exits()), [1], ["cpu"])(torch.ones(1))
 
 
-def test_an_interrupt_of_the_caller_ends_the_step_and_the_next_one_works() -> None:
+def test_interrupt_ends_step_only() -> None:
     main = threading.main_thread()
     assert main.ident is not None
 
@@ -356,7 +350,7 @@ def test_an_interrupt_of_the_caller_ends_the_step_and_the_next_one_works() -> No
     assert model(torch.ones(3)).tolist() == [1, 1, 1]
 
 
-def test_a_partition_that_returns_no_tensors_raises_a_type_error() -> None:
+def test_partition_without_tensors_is_type_error() -> None:
     class Lists(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return [x]
@@ -371,7 +365,7 @@ def test_a_partition_that_returns_no_tensors_raises_a_type_error() -> None:
         GPipe(nn.Sequential(Nothing()), [1], ["cpu"])(torch.ones(1))
 
 
-def test_a_failed_step_leaves_no_activations_behind() -> None:
+def test_failed_step_leaves_no_activations() -> None:
     seen: list[weakref.ref[Tensor]] = []
 
     class Look(nn.Module):
@@ -401,7 +395,7 @@ class Record(nn.Module):
 
 
 @pytest.mark.parametrize(("checkpoint", "computed_again"), [("always", 3), ("except_last", 2), ("never", 0)])
-def test_the_mode_says_which_micro_batches_are_computed_again(checkpoint: str, computed_again: int) -> None:
+def test_mode_selects_recomputed_micro_batches(checkpoint: str, computed_again: int) -> None:
     record = Record()
     model = GPipe(nn.Sequential(nn.Linear(1, 1), record), [1, 1], ["cpu"] * 2, chunks=3, checkpoint=checkpoint)
     output = model(torch.ones(3, 1))
@@ -410,7 +404,7 @@ def test_the_mode_says_which_micro_batches_are_computed_again(checkpoint: str, c
     assert record.calls[3:] == [(False, True)] * computed_again
 
 
-def test_except_last_spares_the_last_micro_batch_of_fewer_than_chunks() -> None:
+def test_except_last_spares_last_of_fewer_chunks() -> None:
     record = Record()
     model = GPipe(nn.Sequential(nn.Linear(1, 1), record), [2], ["cpu"], chunks=4)
     model(torch.ones(5, 1)).sum().backward()  # three micro-batches
@@ -418,7 +412,7 @@ def test_except_last_spares_the_last_micro_batch_of_fewer_than_chunks() -> None:
 
 
 @pytest.mark.parametrize("without", ["eval", "no_grad", "frozen"])
-def test_nothing_is_checkpointed_that_needs_no_backward_pass(without: str) -> None:
+def test_forward_without_backward_skips_checkpoints(without: str) -> None:
     record = Record()
     model = GPipe(nn.Sequential(nn.Linear(1, 1), record), [2], ["cpu"], chunks=2, checkpoint="always")
     model.train(without != "eval")
@@ -429,7 +423,7 @@ def test_nothing_is_checkpointed_that_needs_no_backward_pass(without: str) -> No
     assert output.requires_grad == (without == "eval")
 
 
-def test_backward_of_a_micro_batch_ends_before_the_one_before_is_computed_again() -> None:
+def test_backward_ends_before_next_recomputation() -> None:
     events: list[str] = []
 
     class Log(nn.Module):
@@ -450,7 +444,7 @@ def test_backward_of_a_micro_batch_ends_before_the_one_before_is_computed_again(
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.sim(devices=2)
-def test_the_backward_passes_of_each_partition_run_in_the_reverse_order(device: str, checkpoint: str) -> None:
+def test_partitions_run_backward_in_reverse(device: str, checkpoint: str) -> None:
     devices = ["sim:0", "sim:1"] if device == "sim" else ["cpu", "cpu"]
     events: list[tuple[str, int]] = []
 
@@ -487,7 +481,7 @@ class Masks(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.sim(devices=2, schedule="jitter")
-def test_dropout_has_the_same_mask_when_it_is_computed_again(device: str) -> None:
+def test_recomputed_dropout_has_same_mask(device: str) -> None:
     devices = ["sim:0", "sim:1"] if device == "sim" else ["cpu", "cpu"]
     masks = [Masks(), Masks()]
     model = GPipe(nn.Sequential(*masks), [1, 1], devices, chunks=4, checkpoint="always")
@@ -501,7 +495,7 @@ def test_dropout_has_the_same_mask_when_it_is_computed_again(device: str) -> Non
     assert torch.equal(x.grad.cpu() != 0, output.cpu() != 0)
 
 
-def test_autocast_is_in_force_when_a_partition_is_computed_again() -> None:
+def test_recomputation_keeps_autocast() -> None:
     seen = []
 
     class Look(nn.Module):
@@ -517,7 +511,7 @@ def test_autocast_is_in_force_when_a_partition_is_computed_again() -> None:
     assert seen == [(True, torch.bfloat16)] * 2
 
 
-def test_a_partition_that_changes_its_input_in_place_can_be_checkpointed() -> None:
+def test_in_place_partition_can_be_checkpointed() -> None:
     for checkpoint in MODES:
         layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
         plain = copy.deepcopy(layers)
@@ -531,7 +525,7 @@ def test_a_partition_that_changes_its_input_in_place_can_be_checkpointed() -> No
             expect_equal_gradients(model, plain)
 
 
-def test_a_graph_that_is_retained_can_be_run_twice() -> None:
+def test_retained_graph_runs_twice() -> None:
     for checkpoint in MODES:
         model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], ["cpu"] * 2, chunks=2, checkpoint=checkpoint)
         loss = model(torch.ones(4, 2)).sum()
@@ -546,7 +540,7 @@ def test_a_graph_that_is_retained_can_be_run_twice() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_deferred_batch_norm_has_the_statistics_of_the_mini_batch_whatever_its_number_of_rows(checkpoint: str) -> None:
+def test_deferred_batch_norm_covers_mini_batch(checkpoint: str) -> None:
     plain = nn.Sequential(nn.BatchNorm1d(3), nn.ReLU())
     model = GPipe(copy.deepcopy(plain), [1, 1], ["cpu"] * 2, chunks=4, checkpoint=checkpoint, deferred_batch_norm=True)
     assert isinstance(model[0], DeferredBatchNorm)
@@ -559,7 +553,7 @@ def test_deferred_batch_norm_has_the_statistics_of_the_mini_batch_whatever_its_n
     assert model[0].num_batches_tracked == 3
 
 
-def test_a_failed_mini_batch_does_not_count_in_the_statistics() -> None:
+def test_failed_mini_batch_spares_statistics() -> None:
     fails = Fails()
     model = GPipe(nn.Sequential(nn.BatchNorm1d(3), fails), [1, 1], ["cpu"] * 2, chunks=4, deferred_batch_norm=True)
     with pytest.raises(FailError):
@@ -573,7 +567,7 @@ def test_a_failed_mini_batch_does_not_count_in_the_statistics() -> None:
 # ---- what programs rely on
 
 
-def test_a_model_behaves_as_a_sequence_of_its_layers() -> None:
+def test_model_behaves_like_sequence() -> None:
     layers = [nn.Linear(1, 1), nn.ReLU(), nn.Tanh()]
     model = GPipe(nn.Sequential(*layers), [1, 2], ["cpu", "cpu", "cpu"])
     assert len(model) == 3
@@ -593,7 +587,7 @@ def test_an_empty_model_returns_its_input() -> None:
     assert GPipe(nn.Sequential(), [])(x) is x
 
 
-def test_names_in_the_state_are_those_of_torchgpipe() -> None:
+def test_state_names_match_torchgpipe() -> None:
     names = {"a": nn.Linear(1, 1, bias=False), "b": nn.ReLU(), "c": nn.Linear(1, 1, bias=False)}
     layers = nn.Sequential()
     for name, layer in names.items():
@@ -637,12 +631,12 @@ def test_names_in_the_state_are_those_of_torchgpipe() -> None:
         ("stream", "as_cuda", "stream"),
     ],
 )
-def test_names_and_arguments_are_those_of_torchgpipe_and_fairscale(module: str, name: str, arguments: str) -> None:
+def test_names_and_arguments_match_peers(module: str, name: str, arguments: str) -> None:
     found = getattr(importlib.import_module(f"cudafuture.pipeline.{module}"), name)
     assert list(inspect.signature(found).parameters) == arguments.split()
 
 
-def test_a_model_can_be_copied_and_pickled_after_a_step() -> None:
+def test_model_copies_and_pickles_after_step() -> None:
     model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], ["cpu"] * 2, chunks=2)
     x = torch.ones(2, 2)
     expected = model(x)
@@ -654,7 +648,7 @@ def test_a_model_can_be_copied_and_pickled_after_a_step() -> None:
 
 
 @pytest.mark.sim(devices=2)
-def test_a_model_on_accelerators_can_be_copied_after_a_step() -> None:
+def test_accelerator_model_copies_after_step() -> None:
     model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
     assert model.devices == [torch.device("sim", 0), torch.device("sim", 1)]
     x = torch.ones(2, 2, device="sim:0")
@@ -668,7 +662,7 @@ def test_devices_may_be_numbers(sim: Any) -> None:
     assert GPipe(nn.Sequential(nn.ReLU()), [1], ["sim"]).devices == [torch.device("sim", 0)]
 
 
-def test_the_cpu_is_the_device_where_there_is_no_accelerator() -> None:
+def test_cpu_is_default_without_accelerator() -> None:
     assert GPipe(nn.Sequential(nn.ReLU()), [1]).devices == [torch.device("cpu")]
 
 
@@ -689,7 +683,7 @@ def test_a_wrong_argument_is_refused(arguments: dict[str, Any], error: type[Exce
         GPipe(nn.Sequential(nn.ReLU()), **arguments)
 
 
-def test_a_model_that_cannot_be_split_is_refused() -> None:
+def test_unsplittable_model_is_refused() -> None:
     shared = nn.Linear(1, 1)
     tied = nn.Linear(1, 1)
     tied.weight = shared.weight
@@ -705,7 +699,7 @@ def test_a_model_that_cannot_be_split_is_refused() -> None:
 
 @pytest.mark.parametrize("balance", [[4], [1, 3], [2, 2]])
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_layers_on_one_device_may_share_a_parameter(balance: list[int], checkpoint: str) -> None:
+def test_layers_on_device_may_share_parameter(balance: list[int], checkpoint: str) -> None:
     torch.manual_seed(0)
     plain: Any = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh()).double()
     plain[2].weight = plain[0].weight
@@ -717,7 +711,7 @@ def test_layers_on_one_device_may_share_a_parameter(balance: list[int], checkpoi
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
-def test_a_model_is_not_moved_but_its_dtype_may_change() -> None:
+def test_model_refuses_move_but_changes_dtype() -> None:
     model = GPipe(nn.Sequential(nn.Linear(1, 1)), [1], ["cpu"])
     moves: list[Callable[[], object]] = [
         model.cuda,
@@ -737,12 +731,12 @@ def test_a_model_is_not_moved_but_its_dtype_may_change() -> None:
 
 
 @pytest.mark.parametrize("input", [[torch.ones(1)], {"a": torch.ones(1)}, (torch.ones(1), 2)])
-def test_an_input_that_is_no_tensor_is_refused(input: Any) -> None:
+def test_non_tensor_input_is_refused(input: Any) -> None:
     with pytest.raises(TypeError, match="expected Tensor"):
         GPipe(nn.Sequential(nn.ReLU()), [1], ["cpu"])(input)
 
 
-def test_an_empty_tuple_and_tensors_of_different_lengths_are_refused() -> None:
+def test_empty_or_uneven_input_is_refused() -> None:
     model = GPipe(nn.Sequential(nn.Identity()), [1], ["cpu"], chunks=2)
     with pytest.raises(ValueError, match="at least one tensor"):
         model(())
@@ -750,7 +744,7 @@ def test_an_empty_tuple_and_tensors_of_different_lengths_are_refused() -> None:
         model((torch.ones(2), torch.ones(1)))
 
 
-def test_chunks_and_checkpoint_may_change_between_two_steps() -> None:
+def test_chunks_and_checkpoint_may_change() -> None:
     record = Record()
     model = GPipe(nn.Sequential(nn.Linear(1, 1), record), [1, 1], ["cpu"] * 2)
     model.chunks, model.checkpoint = 4, "always"
@@ -779,7 +773,7 @@ def test_inference_mode_runs() -> None:
 
 @pytest.mark.parametrize("outer", MODES)
 @pytest.mark.parametrize("inner", MODES)
-def test_a_pipeline_may_be_a_layer_of_another_one(outer: str, inner: str) -> None:
+def test_pipeline_may_be_layer_of_another(outer: str, inner: str) -> None:
     torch.manual_seed(0)
     parts = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4))
     plain: Any = nn.Sequential(nn.Linear(4, 4), copy.deepcopy(parts), nn.Tanh()).double()
@@ -816,7 +810,7 @@ def test_two_pipelines_run_at_once() -> None:
 
 
 @pytest.mark.sim(devices=2, schedule="jitter")
-def test_two_pipelines_on_the_same_devices_can_be_in_flight() -> None:
+def test_two_pipelines_share_devices() -> None:
     models = [GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], chunks=2) for _ in range(2)]
     x = torch.ones(4, 4, device="sim:0")
     loss = models[0](x).sum() + models[1](x).sum()
@@ -826,7 +820,7 @@ def test_two_pipelines_on_the_same_devices_can_be_in_flight() -> None:
     assert all(torch.isfinite(p.grad).all().item() for model in models for p in model.parameters())  # type: ignore[arg-type]
 
 
-def test_a_step_is_freed_with_its_output() -> None:
+def test_step_is_freed_with_output() -> None:
     seen: list[weakref.ref[Tensor]] = []
 
     class Look(nn.Module):

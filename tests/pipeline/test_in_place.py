@@ -58,7 +58,7 @@ def gradients(module: nn.Module) -> list[Tensor | None]:
 @pytest.mark.parametrize("make", [gpipe, pipeline])
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_call_has_the_gradients_of_the_undivided_model(
+def test_call_has_undivided_gradients(
     make: Make, first: Callable[[], nn.Module], checkpoint: str, parts: int, requires_grad: bool
 ) -> None:
     found: list[list[Tensor | None]] = []
@@ -76,9 +76,7 @@ def test_a_call_has_the_gradients_of_the_undivided_model(
 @pytest.mark.parametrize("first", FIRSTS)
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("table", ["gpipe", "1f1b", "interleaved_1f1b", "zb1p"])
-def test_a_step_has_the_gradients_of_the_undivided_model(
-    first: Callable[[], nn.Module], table: str, checkpoint: Any
-) -> None:
+def test_step_has_undivided_gradients(first: Callable[[], nn.Module], table: str, checkpoint: Any) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return (output * target.sub_(1)).square().mean()
 
@@ -93,7 +91,7 @@ def test_a_step_has_the_gradients_of_the_undivided_model(
 
 
 @pytest.mark.parametrize("make", [gpipe, pipeline])
-def test_a_leaf_that_requires_a_gradient_is_not_changed(make: Make) -> None:
+def test_leaf_requiring_gradient_is_unchanged(make: Make) -> None:
     batch = minibatch().requires_grad_()
     with pytest.raises(RuntimeError, match="modified inplace"):
         make(model_of(Shift), 2, "never")(batch)
@@ -102,7 +100,7 @@ def test_a_leaf_that_requires_a_gradient_is_not_changed(make: Make) -> None:
 
 @pytest.mark.parametrize("make", [gpipe, pipeline])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_change_of_the_minibatch_before_backward_is_an_error(make: Make, requires_grad: bool) -> None:
+def test_change_of_minibatch_is_error(make: Make, requires_grad: bool) -> None:
     batch = minibatch().requires_grad_(requires_grad) * 1
     output = make(model_of(nn.Identity), 3, "never")(batch)
     with torch.no_grad():
@@ -112,7 +110,7 @@ def test_a_change_of_the_minibatch_before_backward_is_an_error(make: Make, requi
 
 
 @pytest.mark.parametrize("make", [gpipe, pipeline])
-def test_the_base_of_a_changed_view_keeps_its_gradient(make: Make) -> None:
+def test_base_of_changed_view_keeps_gradient(make: Make) -> None:
     found: list[list[Tensor | None]] = []
     for model in (model_of(Scale), model_of(Scale)):
         source = minibatch().requires_grad_()
@@ -133,9 +131,7 @@ class ScaleLater(Scale):
 
 @pytest.mark.parametrize("run", ["gpipe", "pipeline", "no_grad", "inference_mode", "step"])
 @pytest.mark.parametrize(("first", "checkpoint"), [(Scale, "never"), (Scale, "except_last"), (ScaleLater, "never")])
-def test_a_change_of_any_micro_batch_is_a_change_of_the_minibatch(
-    run: str, first: Callable[[], nn.Module], checkpoint: Any
-) -> None:
+def test_changed_micro_batch_changes_minibatch(run: str, first: Callable[[], nn.Module], checkpoint: Any) -> None:
     weight, batch = torch.ones(4, requires_grad=True), torch.arange(16.0).view(4, 4)
     earlier = (batch * weight).sum()
     model = model_of(first).float()
@@ -151,7 +147,7 @@ def test_a_change_of_any_micro_batch_is_a_change_of_the_minibatch(
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
-def test_a_change_of_any_part_of_the_target_is_a_change_of_the_target(checkpoint: Any) -> None:
+def test_changed_part_changes_target(checkpoint: Any) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return (output * target.sub_(1)).mean()
 
@@ -163,7 +159,7 @@ def test_a_change_of_any_part_of_the_target_is_a_change_of_the_target(checkpoint
 
 
 @pytest.mark.parametrize("changed", ["input", "target"])
-def test_the_error_of_a_change_that_did_not_happen_before_names_what_changed(changed: str) -> None:
+def test_error_of_new_change_names_tensor(changed: str) -> None:
     class ShiftLater(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.add_(1) if changed == "input" and x[0, 0] > 1 else x)
@@ -211,9 +207,7 @@ def results(model: nn.Module, divided: nn.Module, value: Any, source: Tensor) ->
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("make", [gpipe, pipeline])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_tensor_in_two_places_of_a_minibatch_stays_one_tensor(
-    make: Make, checkpoint: str, requires_grad: bool
-) -> None:
+def test_repeated_tensor_of_minibatch_stays_one(make: Make, checkpoint: str, requires_grad: bool) -> None:
     found: list[list[Tensor | None]] = []
     for _ in range(2):
         model, source = model_of(ScaleSecond), minibatch().requires_grad_(requires_grad)
@@ -226,7 +220,7 @@ def test_a_tensor_in_two_places_of_a_minibatch_stays_one_tensor(
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("make", [GPipe, Pipeline])
-def test_a_tensor_in_two_places_between_two_stages_stays_one_tensor(make: Any, device: str, checkpoint: str) -> None:
+def test_repeated_tensor_between_stages_stays_one(make: Any, device: str, checkpoint: str) -> None:
     devices = ["cpu", "cpu"] if device == "cpu" else ["sim:0", "sim:1"]
     found: list[list[Tensor | None]] = []
     for _ in range(2):
@@ -245,7 +239,7 @@ def test_a_tensor_in_two_places_between_two_stages_stays_one_tensor(make: Any, d
 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("table", ["1f1b", "zb1p"])
-def test_a_step_keeps_a_tensor_in_two_places_as_one(table: str, checkpoint: Any) -> None:
+def test_step_keeps_repeated_tensor_as_one(table: str, checkpoint: Any) -> None:
     def loss(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         targets[0].sub_(1)
         return (output * targets[1]).mean()
@@ -264,7 +258,7 @@ def test_a_step_keeps_a_tensor_in_two_places_as_one(table: str, checkpoint: Any)
 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("run", ["gpipe", "pipeline", "step"])
-def test_a_change_of_memory_that_two_tensors_share_is_an_error(run: str, checkpoint: Any) -> None:
+def test_change_of_shared_memory_is_error(run: str, checkpoint: Any) -> None:
     def call(stages: nn.Sequential, value: Any) -> None:
         if run == "gpipe":
             GPipe(stages, [1] * len(stages), ["cpu"] * len(stages), chunks=2, checkpoint=checkpoint)(value)
@@ -292,7 +286,7 @@ class ShiftBoth(nn.Module):
         return pair[0].add_(1) * pair[1].add_(1)
 
 
-def test_micro_batches_that_share_memory_are_changed_once() -> None:
+def test_micro_batches_sharing_memory_change_once() -> None:
     expanded, scalar = torch.ones(1, 2).expand(4, 2), torch.ones(())
     made = Pipeline([ShiftBoth()], microbatches=4)
     with torch.no_grad():
@@ -304,9 +298,7 @@ def test_micro_batches_that_share_memory_are_changed_once() -> None:
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("make", [gpipe, pipeline])
 @pytest.mark.parametrize("first", [*FIRSTS, nn.Tanh])
-def test_inference_tensors_are_taken_as_by_the_undivided_model(
-    make: Make, checkpoint: str, first: Callable[[], nn.Module]
-) -> None:
+def test_inference_tensors_work_as_undivided(make: Make, checkpoint: str, first: Callable[[], nn.Module]) -> None:
     made, plain = make(model_of(first), 4, checkpoint), model_of(first)
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():

@@ -84,7 +84,7 @@ TABLES = ["gpipe", "1f1b", "interleaved_1f1b", "zb1p"]
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
-def test_gradients_are_those_of_the_plain_model(devices: int, table: str, checkpoint: Any) -> None:
+def test_gradients_equal_plain_model(devices: int, table: str, checkpoint: Any) -> None:
     stages = 2 * devices if table == "interleaved_1f1b" else devices
     balance = [1] * stages
     balance[-1] += 1
@@ -136,7 +136,7 @@ def test_tables_of_torch_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(soak_count(500)))
-def test_random_tables_give_the_gradients_of_the_plain_model(seed: int) -> None:
+def test_random_tables_have_plain_gradients(seed: int) -> None:
     stages, microbatches, devices = 1 + seed % 4, 1 + seed // 4 % 5, 1 + seed // 20 % 3
     devices = min(devices, stages)
     schedule = random_table(seed, stages, microbatches, devices)
@@ -164,7 +164,7 @@ def test_random_tables_give_the_gradients_of_the_plain_model(seed: int) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-def test_calling_it_fills_and_loss_backward_drains(schedule: str, checkpoint: Any) -> None:
+def test_call_fills_and_backward_drains(schedule: str, checkpoint: Any) -> None:
     model = model_of(4)
     pipeline = Pipeline(
         copy.deepcopy(model), [f"sim:{i}" for i in range(4)], balance=[1] * 4, microbatches=4, checkpoint=checkpoint
@@ -203,7 +203,7 @@ class Merge(nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_values_between_stages_are_of_any_nesting(checkpoint: Any) -> None:
+def test_values_between_stages_may_nest(checkpoint: Any) -> None:
     layers = [nn.Linear(WIDTH, WIDTH), Split(), Merge(), nn.Linear(WIDTH, WIDTH)]
     model = nn.Sequential(*layers)
     pipeline = Pipeline(
@@ -214,7 +214,7 @@ def test_values_between_stages_are_of_any_nesting(checkpoint: Any) -> None:
         expect_plain(pipeline, model, [1] * 4, rows)
 
 
-def test_batches_are_of_any_nesting_and_outputs_are_put_together() -> None:
+def test_batches_and_outputs_may_nest() -> None:
     class First(nn.Module):
         def forward(self, batch: Any) -> Any:
             return batch["x"] * batch["factor"] + batch["more"][0]
@@ -226,7 +226,7 @@ def test_batches_are_of_any_nesting_and_outputs_are_put_together() -> None:
     assert loss.item() == pytest.approx(sum(part * len(r) / 7 for part, r in ((9, "012"), (16, "34"), (24, "56"))))
 
 
-def test_calling_it_without_gradients_takes_any_nesting() -> None:
+def test_call_without_gradients_may_nest() -> None:
     pipeline = Pipeline([nn.Linear(WIDTH, WIDTH), Split(), Merge()], microbatches=2, loss=loss_of)
     batch, _ = batch_of(5)
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_a_pipeline_stays_on_its_devices() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_a_mini_batch_with_fewer_rows_has_fewer_micro_batches(rows: int) -> None:
+def test_fewer_rows_make_fewer_micro_batches(rows: int) -> None:
     model = model_of(2)
     pipeline = Pipeline(copy.deepcopy(model), balance=[1, 1], microbatches=4, loss=loss_of)
     batch, target = batch_of(rows)
@@ -267,7 +267,7 @@ def test_a_sum_is_not_weighted() -> None:
     assert pipeline.get_parameter("0.bias").grad.tolist() == [3]  # type: ignore[union-attr]
 
 
-def test_autocast_of_the_program_holds_in_the_cells() -> None:
+def test_autocast_reaches_cells() -> None:
     seen = []
 
     class Look(nn.Module):
@@ -355,7 +355,7 @@ def test_an_undefined_gradient_stays_undefined() -> None:
     assert pipeline.get_parameter("2.weight").grad is not None
 
 
-def test_backward_has_the_dtypes_of_its_forward_under_autocast() -> None:
+def test_backward_has_autocast_dtypes_of_forward() -> None:
     class Island(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -384,7 +384,7 @@ def test_a_step_without_gradients_is_refused() -> None:
             pipeline.step(torch.ones(1, 1))
 
 
-def test_an_object_with_tensors_that_cannot_cross_is_refused() -> None:
+def test_opaque_object_with_tensors_is_refused() -> None:
     @dataclasses.dataclass
     class Output:
         x: Tensor
@@ -509,7 +509,7 @@ def test_dropout_draws_the_same_numbers_again(table: str, checkpoint: Any) -> No
             assert (parameter.grad * 2).item() == pytest.approx(loss.item())
 
 
-def test_deferred_batch_norm_has_the_statistics_of_the_mini_batch() -> None:
+def test_deferred_batch_norm_covers_mini_batch() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
     plain = copy.deepcopy(model)
     pipeline = Pipeline(
@@ -527,7 +527,7 @@ def test_deferred_batch_norm_has_the_statistics_of_the_mini_batch() -> None:
 # ---- a module
 
 
-def test_the_state_is_that_of_the_model_that_is_not_divided() -> None:
+def test_state_equals_undivided_model() -> None:
     model = model_of(4)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     pipeline = Pipeline(copy.deepcopy(model), balance=[1, 2, 1], microbatches=1, loss=loss_of)
@@ -577,7 +577,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("table", ["1f1b", "zb1p"])
-def test_a_stage_may_change_its_input_in_place(table: str, checkpoint: Any) -> None:
+def test_stage_may_change_input_in_place(table: str, checkpoint: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
     pipeline = Pipeline(
@@ -588,7 +588,7 @@ def test_a_stage_may_change_its_input_in_place(table: str, checkpoint: Any) -> N
         expect_plain(pipeline, model, [1] * 3, rows=7)
 
 
-def test_a_link_of_ones_own_carries_what_crosses() -> None:
+def test_custom_link_carries_values() -> None:
     class Written(LocalLink):
         """Tensors cross as bytes, as they would between processes."""
 
@@ -653,9 +653,7 @@ class Shift(nn.Module):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_the_first_error_comes_out_and_the_pipeline_runs_again(
-    table: str, where: str, stage: int, checkpoint: Any
-) -> None:
+def test_first_error_is_raised_and_pipeline_recovers(table: str, where: str, stage: int, checkpoint: Any) -> None:
     stages: list[nn.Module] = [Shift() for _ in range(3)]
     stages[stage] = nn.Sequential(Shift(), Breaking(where))
     pipeline = Pipeline(stages, microbatches=4, schedule=table, checkpoint=checkpoint, loss=torch.sum)
@@ -672,7 +670,7 @@ def test_the_first_error_comes_out_and_the_pipeline_runs_again(
     assert all(parameter.grad is not None for parameter in pipeline.parameters())
 
 
-def test_errors_that_follow_are_notes_on_the_first() -> None:
+def test_later_errors_are_notes() -> None:
     together = threading.Barrier(2)
 
     class Both(nn.Module):
@@ -754,7 +752,7 @@ def test_no_cell_begins_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended == ["W"]
 
 
-def test_an_error_that_cannot_be_printed_does_not_hide_the_first() -> None:
+def test_unprintable_error_keeps_first() -> None:
     class Unprintable(Exception):
         def __str__(self) -> str:
             raise ValueError("no text")
@@ -793,7 +791,7 @@ def test_a_cell_cannot_close_its_pipeline() -> None:
         pipelines[0].step(torch.zeros(1, 2))
 
 
-def test_a_link_that_closes_by_itself_is_an_error() -> None:
+def test_self_closing_link_is_error() -> None:
     class Half(LocalLink):
         def receive(self, key: Any) -> Any:
             if key == ("F", 1, 1):
@@ -805,7 +803,7 @@ def test_a_link_that_closes_by_itself_is_an_error() -> None:
         pipeline.step(torch.zeros(2, 2))
 
 
-def test_a_pipeline_inside_a_checkpointed_stage_is_refused() -> None:
+def test_checkpointed_stage_refuses_pipeline() -> None:
     inner = Pipeline([Shift()], microbatches=1, loss=torch.sum)
 
     class Outer(nn.Module):
@@ -836,7 +834,7 @@ def test_threads_end_with_the_pipeline() -> None:
         assert not thread.is_alive()
 
 
-def test_ctrl_c_ends_the_step_and_the_pipeline_runs_again() -> None:
+def test_ctrl_c_ends_step_and_pipeline_recovers() -> None:
     waiting, go_on = threading.Event(), threading.Event()
 
     class Slow(nn.Module):
@@ -862,7 +860,7 @@ def test_ctrl_c_ends_the_step_and_the_pipeline_runs_again() -> None:
     assert pipeline.get_parameter("0.by").grad is not None
 
 
-def test_a_step_that_is_too_slow_shows_its_cells() -> None:
+def test_slow_step_shows_its_cells() -> None:
     go_on = threading.Event()
 
     class Slow(nn.Module):
@@ -886,7 +884,7 @@ def test_a_step_that_is_too_slow_shows_its_cells() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("table", ["1f1b", "zb1p"])
-def test_ctrl_c_at_any_line_of_a_step_leaves_the_pipeline_usable(table: str) -> None:
+def test_ctrl_c_anywhere_leaves_pipeline_usable(table: str) -> None:
     model = model_of(2)
     line = 1
     while True:
@@ -901,7 +899,7 @@ def test_ctrl_c_at_any_line_of_a_step_leaves_the_pipeline_usable(table: str) -> 
     assert line > 100
 
 
-def test_two_pipelines_beside_each_other_and_inside_a_worker() -> None:
+def test_two_pipelines_run_beside_and_inside() -> None:
     models = [model_of(3, seed=seed) for seed in range(2)]
     pipelines = [Pipeline(copy.deepcopy(m), balance=[1] * 3, microbatches=3, loss=loss_of) for m in models]
     with Workers(["cpu"]) as workers:
@@ -910,7 +908,7 @@ def test_two_pipelines_beside_each_other_and_inside_a_worker() -> None:
         inside.wait()
 
 
-def test_a_step_inside_a_step_is_refused() -> None:
+def test_nested_step_is_refused() -> None:
     pipelines: list[Pipeline] = []
 
     class Nested(nn.Module):
@@ -923,7 +921,7 @@ def test_a_step_inside_a_step_is_refused() -> None:
         pipelines[0].step(torch.ones(1, 1))
 
 
-def test_a_process_may_end_in_the_middle_of_a_step() -> None:
+def test_process_may_end_during_step() -> None:
     script = """
 import threading, torch
 from cudafuture.pipeline import Pipeline

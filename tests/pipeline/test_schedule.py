@@ -23,19 +23,19 @@ def cells_of(row: tuple[Cell | None, ...]) -> list[str]:
     return [str(cell) for cell in row if cell is not None]
 
 
-def test_a_cell_is_written_and_read_as_torch_does() -> None:
+def test_cell_text_matches_torch() -> None:
     assert str(Cell(12, "W", 3)) == "12W3"
     assert Cell.parse("12W3") == Cell(12, "W", 3)
     assert len({Cell(0, "F", 0), Cell.parse("0F0")}) == 1
 
 
 @pytest.mark.parametrize("text", ["", "F0", "0F", "0X0", "0F0F1", "-1F0", "0f0", "0 F0", "\u0661F0"])
-def test_a_text_that_is_no_cell_is_refused(text: str) -> None:
+def test_malformed_cell_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no cell"):
         Cell.parse(text)
 
 
-def test_a_table_knows_its_stages_microbatches_and_devices() -> None:
+def test_table_knows_stages_microbatches_devices() -> None:
     schedule = Schedule([["1F0", None, "1B0"], [], ["0F0", "", Cell(0, "B", 0)]])
     assert (schedule.stages, schedule.microbatches, schedule.device_of) == (2, 1, (2, 0))
     assert schedule.rows[1] == ()
@@ -43,7 +43,7 @@ def test_a_table_knows_its_stages_microbatches_and_devices() -> None:
     assert schedule.name == "table"
 
 
-def test_tables_with_equal_rows_are_equal_and_cannot_be_changed() -> None:
+def test_equal_tables_are_equal_and_immutable() -> None:
     one, other = Schedule.gpipe(2, 3), Schedule(Schedule.gpipe(2, 3).rows, "mine")
     assert (one == other, len({one, other})) == (True, 1)
     assert one != Schedule.one_f_one_b(2, 3)
@@ -68,12 +68,12 @@ def test_tables_with_equal_rows_are_equal_and_cannot_be_changed() -> None:
         ("0F0", "one sequence of cells per device"),
     ],
 )
-def test_a_malformed_table_is_refused_with_device_and_position(rows: Any, message: str) -> None:
+def test_malformed_table_names_device_and_position(rows: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule(rows)
 
 
-def test_a_printed_table_has_a_column_for_each_slot_and_dots_for_idle_ones() -> None:
+def test_printed_table_shows_slots_and_idle() -> None:
     lines = str(Schedule.one_f_one_b(11, 1)).splitlines()
     assert len(lines) == 11
     assert lines[0].split() == ["device", "0", "0F0", *["."] * 20, "0B0"]
@@ -81,7 +81,7 @@ def test_a_printed_table_has_a_column_for_each_slot_and_dots_for_idle_ones() -> 
     assert repr(Schedule.gpipe(2, 3)) == "Schedule(name='gpipe', devices=2, stages=2, microbatches=3)"
 
 
-def test_a_cell_of_a_built_in_table_is_to_the_right_of_all_that_it_needs() -> None:
+def test_built_in_cells_follow_their_needs() -> None:
     for schedule in (Schedule.one_f_one_b(4, 6), Schedule.zb1p(4, 6), Schedule.interleaved_1f1b(2, 3, 5)):
         slots = {cell: i for row in schedule.rows for i, cell in enumerate(row) if cell is not None}
         for cell, slot in slots.items():
@@ -92,7 +92,7 @@ def test_a_cell_of_a_built_in_table_is_to_the_right_of_all_that_it_needs() -> No
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_gpipe_and_1f1b_take_the_time_of_the_formula_and_1f1b_has_less_open(stages: int, microbatches: int) -> None:
+def test_gpipe_and_1f1b_match_formulas(stages: int, microbatches: int) -> None:
     costs = Costs(forward=1.5, backward=2.5)
     fill_drain = Schedule.gpipe(stages, microbatches).check(costs)
     alternating = Schedule.one_f_one_b(stages, microbatches).check(costs)
@@ -105,7 +105,7 @@ def test_gpipe_and_1f1b_take_the_time_of_the_formula_and_1f1b_has_less_open(stag
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_zb1p_without_delayed_weights_has_the_peaks_of_1f1b(stages: int, microbatches: int) -> None:
+def test_undelayed_zb1p_has_1f1b_peaks(stages: int, microbatches: int) -> None:
     split = Schedule.zb1p(stages, microbatches, delay_weights=False).check()
     whole = Schedule.one_f_one_b(stages, microbatches).check()
     assert split.seconds == 3 * microbatches + 2 * (stages - 1)
@@ -115,7 +115,7 @@ def test_zb1p_without_delayed_weights_has_the_peaks_of_1f1b(stages: int, microba
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_zb1p_has_the_bubble_of_the_paper(stages: int, microbatches: int) -> None:
+def test_zb1p_bubble_matches_paper(stages: int, microbatches: int) -> None:
     analysis = Schedule.zb1p(stages, microbatches).check()
     if microbatches >= stages:
         assert analysis.seconds == 3 * microbatches + (stages - 1)  # forward + input - weight per device
@@ -125,7 +125,7 @@ def test_zb1p_has_the_bubble_of_the_paper(stages: int, microbatches: int) -> Non
 
 @pytest.mark.parametrize("per_device", [1, 2, 3, 4])
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
-def test_interleaving_divides_the_bubble_by_the_stages_per_device(devices: int, per_device: int) -> None:
+def test_interleaving_divides_bubble(devices: int, per_device: int) -> None:
     costs = Costs(forward=12 / per_device, backward=24 / per_device)
     for microbatches in range(1, 14):
         schedule = Schedule.interleaved_1f1b(devices, per_device, microbatches)
@@ -155,7 +155,7 @@ def test_a_schedule_is_built_by_name() -> None:
         (("interleaved_1f1b", 2, 2, -1), "devices=-1"),
     ],
 )
-def test_a_schedule_that_cannot_be_built_is_refused(arguments: Any, message: str) -> None:
+def test_impossible_schedule_is_refused(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule.build(*arguments)
 
@@ -190,13 +190,13 @@ def test_a_schedule_that_cannot_be_built_is_refused(arguments: Any, message: str
         ),
     ],
 )
-def test_a_table_that_cannot_run_is_refused_with_its_cells(rows: Any, message: str) -> None:
+def test_stuck_table_names_its_cells(rows: Any, message: str) -> None:
     with pytest.raises(ScheduleError, match=message) as caught:
         Schedule(rows).check()
     assert isinstance(caught.value, ValueError)
 
 
-def test_costs_may_differ_between_stages_and_cells() -> None:
+def test_costs_differ_by_stage_and_cell() -> None:
     rows = [["0F0", "0F1", "0I0", "0W0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
     analysis = Schedule(rows).check(Costs(forward=[1, 2], backward=(4, 3), input=[1, 9], weight=0.5))
     assert analysis.end[Cell(0, "F", 1)] == 2
@@ -209,7 +209,7 @@ def test_costs_may_differ_between_stages_and_cells() -> None:
     assert analysis.peak_activations == (2, 1)
 
 
-def test_copies_of_one_link_run_one_after_another_and_overlap_with_cells() -> None:
+def test_link_copies_queue_and_overlap_cells() -> None:
     rows = [["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"], ["1F0", "1F1", "1F2", "1B0", "1B1", "1B2"]]
     analysis = Schedule(rows).check(Costs(forward=1, backward=1, copy=3))
     assert [analysis.start[Cell(1, "F", m)] for m in range(3)] == [4, 7, 10]
@@ -217,17 +217,17 @@ def test_copies_of_one_link_run_one_after_another_and_overlap_with_cells() -> No
     assert [analysis.start[Cell(0, "B", m)] for m in range(3)] == [15, 18, 21]
 
 
-def test_stages_on_one_device_need_no_copy() -> None:
+def test_stages_on_one_device_skip_copy() -> None:
     assert Schedule([["0F0", "1F0", "1B0", "0B0"]]).check(Costs(copy=100)).seconds == 6
     assert Schedule([["0F0", "0B0"], ["1F0", "1B0"]]).check(Costs(copy=100)).seconds == 206
 
 
-def test_a_device_without_cells_counts_as_idle() -> None:
+def test_device_without_cells_is_idle() -> None:
     analysis = Schedule([["0F0", "0B0"], []]).check()
     assert (analysis.busy, analysis.bubble, analysis.peak_activations) == ((3, 0), 0.5, (1, 0))
 
 
-def test_a_table_whose_cells_take_no_time_has_an_order_and_no_bubble() -> None:
+def test_free_table_has_order_without_bubble() -> None:
     analysis = Schedule.zb1p(3, 2).check(Costs(0, 0))
     assert (analysis.seconds, analysis.bubble) == (0, 0)
     assert analysis.order.index(Cell(2, "F", 1)) < analysis.order.index(Cell(2, "I", 1))
@@ -243,18 +243,18 @@ def test_a_table_whose_cells_take_no_time_has_an_order_and_no_bubble() -> None:
         ({"backward": None}, "backward=None"),
     ],
 )
-def test_costs_that_are_no_times_are_refused(arguments: Any, message: str) -> None:
+def test_invalid_costs_are_refused(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Costs(**arguments)
 
 
-def test_costs_for_another_number_of_stages_are_refused() -> None:
+def test_costs_of_other_stage_count_are_refused() -> None:
     with pytest.raises(ValueError, match="backward has seconds for 3 stages, but the schedule has 2"):
         Schedule.gpipe(2, 2).check(Costs(backward=[1, 2, 3]))
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_a_random_table_takes_what_a_simulation_by_events_finds(seed: int) -> None:
+def test_random_table_matches_event_simulation(seed: int) -> None:
     rng = random.Random(seed)
     stages, microbatches, devices = rng.randint(1, 6), rng.randint(1, 6), rng.randint(1, 4)
     schedule, costs = random_table(seed, stages, microbatches, devices), random_costs(seed, stages)
@@ -272,7 +272,7 @@ def test_a_random_table_takes_what_a_simulation_by_events_finds(seed: int) -> No
         assert ranks == sorted(ranks)
 
 
-def test_a_shuffled_table_is_refused_exactly_where_a_simulation_by_events_is_stuck() -> None:
+def test_shuffled_table_sticks_like_event_simulation() -> None:
     stuck = 0
     for seed in range(300):
         rng = random.Random(seed)
@@ -292,7 +292,7 @@ def test_a_shuffled_table_is_refused_exactly_where_a_simulation_by_events_is_stu
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_table_written_as_csv_is_read_as_the_same_table(seed: int, tmp_path: Path) -> None:
+def test_csv_round_trip_keeps_table(seed: int, tmp_path: Path) -> None:
     schedule = random_table(seed, stages=4, microbatches=3, devices=5)  # one device or more may have no cell
     text = schedule.to_csv(tmp_path / "mine.csv")
     file = io.StringIO()
@@ -304,24 +304,24 @@ def test_a_table_written_as_csv_is_read_as_the_same_table(seed: int, tmp_path: P
 
 
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n", "\n\n \n\t\n"])
-def test_blank_lines_at_the_end_of_a_file_are_no_devices(end: str) -> None:
+def test_trailing_blank_lines_are_no_devices(end: str) -> None:
     assert Schedule.from_csv(io.StringIO("0F0,0B0" + end)) == Schedule([["0F0", "0B0"]])
 
 
 @pytest.mark.parametrize("line", ["", " ", ",,", '""'])
-def test_a_line_without_cells_before_others_is_a_device(line: str) -> None:
+def test_inner_empty_line_is_device(line: str) -> None:
     for text in (f"{line}\n0F0,0B0\n1F0,1B0\n", f"0F0,0B0\n{line}\n1F0,1B0\n"):
         assert [len(row) for row in Schedule.from_csv(io.StringIO(text)).rows].count(0) == 1
 
 
 @pytest.mark.parametrize("row", [[], [None], [None, None]])
-def test_a_last_device_without_cells_stays_one_in_a_file(row: list[None]) -> None:
+def test_trailing_empty_device_survives_file(row: list[None]) -> None:
     schedule = Schedule([["0F0", "0B0"], row])
     assert schedule.rows[1] == ()
     assert Schedule.from_csv(io.StringIO(schedule.to_csv())) == schedule
 
 
-def test_a_byte_order_mark_at_the_beginning_of_a_file_is_skipped(tmp_path: Path) -> None:
+def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text('"0F0",0B0\n', encoding="utf-8-sig")
     expected = Schedule([["0F0", "0B0"]])
     assert Schedule.from_csv(tmp_path / "mine.csv") == expected
@@ -330,7 +330,7 @@ def test_a_byte_order_mark_at_the_beginning_of_a_file_is_skipped(tmp_path: Path)
         Schedule.from_csv(io.StringIO("0F0,0B0\n\ufeff1F0,1B0\n"))
 
 
-def test_communication_is_skipped_and_an_overlap_becomes_its_parts() -> None:
+def test_communication_is_skipped_and_overlap_split() -> None:
     text = "0UNSHARD, 0F0 ,0SEND_F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0RECV_B0,0B2,0RESHARD,0REDUCE_GRAD,\r\n"
     (row,) = Schedule.from_csv(io.StringIO(text)).rows
     assert cells_of(row) == ["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"]
@@ -347,7 +347,7 @@ def test_communication_is_skipped_and_an_overlap_becomes_its_parts() -> None:
         ("0F0,0F\n", "line 1, column 2: '0F'"),
     ],
 )
-def test_an_unknown_field_of_a_file_is_refused_with_line_and_column(text: str, message: str) -> None:
+def test_unknown_field_names_line_and_column(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule.from_csv(io.StringIO(text))
 
@@ -364,7 +364,7 @@ TORCH = [
 
 
 @pytest.mark.parametrize(("name", "devices", "per_device", "microbatches"), TORCH)
-def test_a_table_of_torch_is_read_and_checked(name: str, devices: int, per_device: int, microbatches: int) -> None:
+def test_torch_table_is_read_and_checked(name: str, devices: int, per_device: int, microbatches: int) -> None:
     schedule = torch_table(name, devices, per_device, microbatches)
     stages = devices * per_device
     assert (schedule.stages, schedule.microbatches, len(schedule.rows)) == (stages, microbatches, devices)
@@ -376,7 +376,7 @@ def test_a_table_of_torch_is_read_and_checked(name: str, devices: int, per_devic
     assert analysis.end == EventSimulation(schedule, Costs()).end
 
 
-def test_built_in_tables_have_the_order_of_torch() -> None:
+def test_built_in_tables_match_torch_order() -> None:
     pairs = [
         (Schedule.gpipe(4, 6), torch_table("GPipe", 4, 1, 6)),
         (Schedule.interleaved_1f1b(4, 3, 8), torch_table("Interleaved1F1B", 4, 3, 8)),
@@ -387,7 +387,7 @@ def test_built_in_tables_have_the_order_of_torch() -> None:
         assert [cells_of(row) for row in ours.rows] == [cells_of(row) for row in theirs.rows]
 
 
-def test_torchs_1f1b_is_read_and_its_last_row_is_refused_if_it_lacks_micro_batch_0() -> None:
+def test_torch_1f1b_with_short_row_is_refused() -> None:
     # torch 2.13 numbers the forward passes of the last rank from 1.
     theirs, ours = torch_table("1F1B", 4, 1, 6), Schedule.one_f_one_b(4, 6)
     assert [cells_of(row) for row in theirs.rows[:3]] == [cells_of(row) for row in ours.rows[:3]]
@@ -401,7 +401,7 @@ OURS.append(random_table(6, stages=8, microbatches=3, devices=4))  # torch needs
 
 
 @pytest.mark.parametrize("schedule", OURS, ids=lambda schedule: schedule.name)
-def test_torchs_loader_reads_our_file_and_we_read_what_it_writes(schedule: Schedule, tmp_path: Path) -> None:
+def test_tables_exchange_with_torch_loader(schedule: Schedule, tmp_path: Path) -> None:
     schedule.to_csv(tmp_path / "ours.csv")
     theirs = torch_schedule("Runtime", len(schedule.rows), schedule.stages // 4, schedule.microbatches)
     theirs._load_csv(tmp_path / "ours.csv")
@@ -414,7 +414,7 @@ def test_torchs_loader_reads_our_file_and_we_read_what_it_writes(schedule: Sched
     assert [sorted(cells_of(row)) for row in lowered.rows] == [sorted(cells_of(row)) for row in schedule.rows]
 
 
-def test_a_picture_without_matplotlib_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_without_matplotlib_suggests_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
@@ -422,7 +422,7 @@ def test_a_picture_without_matplotlib_says_how_to_install_it(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("name", ["picture.svg", "picture.png"])
-def test_a_picture_is_drawn_in_the_format_of_its_name(name: str, tmp_path: Path) -> None:
+def test_picture_format_follows_name(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     Schedule.zb1p(3, 4).picture(tmp_path / name, Costs(forward=[1, 2, 3], copy=0.5))
     start = (tmp_path / name).read_bytes()[:600]

@@ -38,7 +38,7 @@ class Pop(nn.Module):
         return x + skip
 
 
-def test_a_sequential_model_with_skips_runs_without_a_pipeline() -> None:
+def test_skips_work_without_pipeline() -> None:
     model = nn.Sequential(Stash(), nn.ReLU(), Pop())
     x = torch.tensor([-1.0, 2.0], requires_grad=True)
     y = model(x)
@@ -64,7 +64,7 @@ def test_a_skip_can_be_none() -> None:
     assert nn.Sequential(StashNone(), PopNone())(torch.ones(1)).item() == 1
 
 
-def test_a_module_may_use_several_names_in_any_order() -> None:
+def test_module_uses_names_in_any_order() -> None:
     @skippable(stash=["a", "b"])
     class Two(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -82,7 +82,7 @@ def test_a_module_may_use_several_names_in_any_order() -> None:
     assert nn.Sequential(Two(), Difference())(torch.zeros(1)).item() == 120
 
 
-def test_namespaces_keep_pairs_of_the_same_name_apart() -> None:
+def test_namespaces_separate_equal_names() -> None:
     one, two = Namespace(), Namespace()
     model = nn.Sequential(Stash().isolate(one), Stash().isolate(two), Pop().isolate(two), Pop().isolate(one))  # type: ignore[operator]
     verify_skippables(model)
@@ -90,14 +90,14 @@ def test_namespaces_keep_pairs_of_the_same_name_apart() -> None:
     assert copy.deepcopy(model)(torch.ones(1)).item() == 7
 
 
-def test_isolate_moves_only_the_names_that_it_is_given() -> None:
+def test_isolate_moves_only_given_names() -> None:
     ns = Namespace()
     layer = skippable(stash=["a"], pop=["b"])(nn.Identity)().isolate(ns, only=["b"])
     assert list(layer.stashable()) == [(None, "a")]
     assert list(layer.poppable()) == [(ns, "b")]
 
 
-def test_namespaces_are_equal_only_to_their_copies_and_have_an_order() -> None:
+def test_namespaces_equal_only_their_copies() -> None:
     one, two = Namespace(), Namespace()
     assert one != two
     assert copy.deepcopy(one) == one
@@ -106,14 +106,14 @@ def test_namespaces_are_equal_only_to_their_copies_and_have_an_order() -> None:
     assert one != "one"
 
 
-def test_names_of_parameters_are_those_of_torchgpipe() -> None:
+def test_parameter_names_match_torchgpipe() -> None:
     layer = skippable()(nn.Linear)(1, 1)
     assert list(layer.state_dict()) == ["module.weight", "module.bias"]
     assert repr(layer).startswith("@skippable(Linear(")
     assert type(layer).__name__ == "Linear"
 
 
-def test_one_string_instead_of_a_list_of_names_is_refused() -> None:
+def test_string_instead_of_names_is_refused() -> None:
     with pytest.raises(TypeError, match="lists of names"):
         skippable(stash="skip")
 
@@ -142,19 +142,17 @@ def run_with(commands: list[Any], *, stashes: list[str] = [], pops: list[str] = 
         ([pop("there"), pop("there")], {"pops": ["there"]}, "pops 'there' twice"),
     ],
 )
-def test_a_module_that_does_not_do_what_it_declares_raises(
-    commands: list[Any], names: dict[str, list[str]], message: str
-) -> None:
+def test_undeclared_behaviour_raises(commands: list[Any], names: dict[str, list[str]], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         run_with(commands, **names)
 
 
-def test_a_module_that_yields_something_else_raises() -> None:
+def test_module_yielding_other_objects_raises() -> None:
     with pytest.raises(TypeError, match=r"yields stash\(...\) or pop\(...\), not 5"):
         run_with([5])
 
 
-def test_all_mistakes_of_a_model_are_in_one_error() -> None:
+def test_one_error_lists_all_mistakes() -> None:
     both = skippable(stash=["both"], pop=["both"])(nn.Identity)
     alone = skippable(stash=["alone"])(nn.Identity)
     early = skippable(pop=["early"])(nn.Identity)
@@ -171,7 +169,7 @@ def test_all_mistakes_of_a_model_are_in_one_error() -> None:
         assert words in str(caught.value)
 
 
-def test_a_layout_knows_where_each_skip_goes() -> None:
+def test_layout_knows_target_of_skip() -> None:
     ns = Namespace()
     partitions = [
         nn.Sequential(Stash(), Stash().isolate(ns)),  # type: ignore[operator]
@@ -185,7 +183,7 @@ def test_a_layout_knows_where_each_skip_goes() -> None:
     assert layout.requires_copy(None, "skip")
 
 
-def test_a_skip_within_a_partition_is_not_copied() -> None:
+def test_skip_within_partition_is_not_copied() -> None:
     layout = inspect_skip_layout([nn.Sequential(Stash(), Pop()), nn.Sequential(nn.ReLU())])
     assert layout.by_ns_name == {(None, "skip"): (0, 0)}
     assert list(layout.copy_policy(0)) == []
@@ -194,12 +192,12 @@ def test_a_skip_within_a_partition_is_not_copied() -> None:
     assert isinstance(layout, SkipLayout)
 
 
-def test_skippable_modules_inside_of_others_are_found() -> None:
+def test_nested_skippable_modules_are_found() -> None:
     block = nn.Sequential(nn.Sequential(Stash()))
     assert inspect_skip_layout([block, Pop()]).by_ns_name == {(None, "skip"): (0, 1)}
 
 
-def test_the_same_name_may_be_used_twice_in_one_partition() -> None:
+def test_partition_may_reuse_name() -> None:
     twice = nn.Sequential(Stash(), Pop(), Stash(), Pop())
     assert inspect_skip_layout([twice]).by_ns_name == {(None, "skip"): (0, 0)}
 
@@ -218,7 +216,7 @@ class Spy(SkipTracker):
         return super().load(batch, ns, name)
 
 
-def test_a_tracker_sees_what_a_module_gets_and_gives() -> None:
+def test_tracker_sees_inputs_and_outputs() -> None:
     spy, x = Spy(), torch.ones(1)
     with use_skip_tracker(spy):
         middle = Stash()(x)
@@ -226,7 +224,7 @@ def test_a_tracker_sees_what_a_module_gets_and_gives() -> None:
     assert [batch.tensor for batch in spy.batches] == [2, middle]
 
 
-def test_a_tracker_gets_no_batch_for_what_is_no_tuple_of_tensors() -> None:
+def test_tracker_gets_no_batch_without_tensors() -> None:
     @skippable(stash=["skip"])
     class OfDict(nn.Module):
         def forward(self, x: dict[str, Tensor]) -> Any:
@@ -250,7 +248,7 @@ def test_each_thread_has_its_own_tracker() -> None:
     assert current_skip_tracker() is not mine
 
 
-def test_the_tracker_is_back_after_an_error() -> None:
+def test_error_restores_tracker() -> None:
     before = current_skip_tracker()
     with pytest.raises(RuntimeError), use_skip_tracker(SkipTracker()):
         Pop()(torch.ones(1))

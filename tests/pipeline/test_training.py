@@ -30,7 +30,7 @@ def gradients(module: nn.Module) -> list[Tensor | None]:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("table", ["gpipe", "1f1b", "zb1p"])
-def test_a_sum_over_the_number_of_labels_is_the_loss_of_the_whole_minibatch(table: str, checkpoint: Any) -> None:
+def test_label_sum_is_minibatch_loss(table: str, checkpoint: Any) -> None:
     def loss(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
         return cross_entropy(output, target[0], ignore_index=-100, reduction="sum") / target[1]
 
@@ -55,7 +55,7 @@ def test_a_sum_over_the_number_of_labels_is_the_loss_of_the_whole_minibatch(tabl
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("count", [1, 7])
-def test_an_evaluation_returns_the_output_of_the_whole_minibatch(mode: Callable[[], Any], count: int) -> None:
+def test_evaluation_returns_minibatch_output(mode: Callable[[], Any], count: int) -> None:
     model = model_of()
     made = Pipeline(model, ["cpu"] * 2, balance=[2, 2], microbatches=3, checkpoint="always", loss=cross_entropy)
     made.eval()
@@ -66,7 +66,7 @@ def test_an_evaluation_returns_the_output_of_the_whole_minibatch(mode: Callable[
 
 
 @pytest.mark.world(2)
-def test_ranks_average_the_gradients_of_their_pipelines(world: World) -> None:
+def test_ranks_average_pipeline_gradients(world: World) -> None:
     def train() -> None:
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         plain = model_of().eval()

@@ -76,7 +76,7 @@ def run_one(device: Any, task: Task) -> tuple[bool, Any]:
 # ---- streams
 
 
-def test_the_cpu_has_one_stream_which_changes_nothing() -> None:
+def test_cpu_has_one_inert_stream() -> None:
     assert new_stream(CPU) is current_stream(CPU) is default_stream(CPU) is CPUStream
     assert isinstance(CPUStream, CPUStreamType)
     assert not is_cuda(CPUStream)
@@ -87,14 +87,14 @@ def test_the_cpu_has_one_stream_which_changes_nothing() -> None:
         record_stream(torch.ones(1), CPUStream)
 
 
-def test_an_object_like_a_device_of_an_unknown_type_has_no_streams() -> None:
+def test_unknown_device_type_has_no_streams() -> None:
     assert new_stream(FakeDevice()) is CPUStream
     with use_device(FakeDevice()):
         assert current_stream(FakeDevice()) is CPUStream
 
 
 @pytest.mark.sim(devices=2)
-def test_an_object_like_a_device_of_a_known_type_has_its_streams(sim: ModuleType) -> None:
+def test_known_device_type_has_streams(sim: ModuleType) -> None:
     class Double:
         type = "sim"
         index = 1
@@ -116,13 +116,13 @@ def test_streams_of_an_accelerator(sim: ModuleType) -> None:
 
 
 @pytest.mark.sim
-def test_new_streams_are_not_shared_while_they_live(sim: ModuleType) -> None:
+def test_live_streams_are_not_shared(sim: ModuleType) -> None:
     streams = [as_cuda(new_stream(torch.device("sim:0"))) for _ in range(40)]
     assert len({stream.stream_id for stream in streams}) == 40  # more than a pool has
 
 
 @pytest.mark.sim(devices=2)
-def test_use_stream_makes_stream_and_device_current_also_nested_and_in_two_threads(sim: ModuleType) -> None:
+def test_use_stream_sets_stream_and_device(sim: ModuleType) -> None:
     device = torch.device("sim:1")
     stream = new_stream(device)
     barrier = threading.Barrier(2)
@@ -154,7 +154,7 @@ def collect(errors: list[BaseException], function: Callable[[], object]) -> None
 
 
 @pytest.mark.sim(schedule="lazy")
-def test_wait_stream_orders_streams_and_blocks_the_cpu(sim: ModuleType) -> None:
+def test_wait_stream_orders_streams_or_cpu(sim: ModuleType) -> None:
     device = torch.device("sim:0")
     first, second = as_cuda(new_stream(device)), as_cuda(new_stream(device))
     with use_stream(first):
@@ -174,7 +174,7 @@ def test_wait_stream_orders_streams_and_blocks_the_cpu(sim: ModuleType) -> None:
 @pytest.mark.parametrize(
     "part", [lambda x: x, lambda x: x[2000:], lambda x: torch.view_as_complex(x.view(-1, 2)).conj()]
 )
-def test_record_stream_keeps_the_whole_storage_of_a_view(part: Callable[[Any], Any], sim: ModuleType) -> None:
+def test_record_stream_keeps_storage_of_view(part: Callable[[Any], Any], sim: ModuleType) -> None:
     device = torch.device("sim:0")
     side = new_stream(device)
     x = torch.ones(4096, device=device)
@@ -192,7 +192,7 @@ def test_record_stream_keeps_the_whole_storage_of_a_view(part: Callable[[Any], A
 
 
 @pytest.mark.sim
-def test_record_stream_of_a_tensor_on_the_cpu_does_nothing(sim: ModuleType) -> None:
+def test_record_stream_ignores_cpu_tensor(sim: ModuleType) -> None:
     record_stream(torch.ones(2), new_stream(torch.device("sim:0")))
 
 
@@ -230,7 +230,7 @@ def test_a_batch_of_several_tensors() -> None:
     assert x.call(lambda pair: pair[0] + pair[1]).tensor.item() == 3
 
 
-def test_assigning_to_a_batch_replaces_its_tensors() -> None:
+def test_batch_assignment_replaces_tensors() -> None:
     a, b, c = (torch.tensor([i]) for i in range(3))
     one, two = Batch(a), Batch((a, b))
     one[0] = b
@@ -252,7 +252,7 @@ def test_assigning_to_a_batch_replaces_its_tensors() -> None:
         two[5] = a
 
 
-def test_check_takes_tensors_and_tuples_of_them_only() -> None:
+def test_check_takes_only_tensors_and_tuples() -> None:
     check(torch.ones(1))
     check((torch.ones(1), torch.ones(1)))
     for wrong in (42, "str", [torch.ones(1)], (torch.ones(1), 42)):
@@ -261,7 +261,7 @@ def test_check_takes_tensors_and_tuples_of_them_only() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5, 9])
-def test_gather_puts_together_what_scatter_has_cut(chunks: int) -> None:
+def test_gather_inverts_scatter(chunks: int) -> None:
     x, y = torch.arange(5), torch.arange(10).view(5, 2)
     batches = scatter(x, chunks)
     assert [b.index for b in batches] == list(range(len(x.chunk(chunks))))
@@ -274,7 +274,7 @@ def test_gather_puts_together_what_scatter_has_cut(chunks: int) -> None:
     assert torch.equal(together[1], y)
 
 
-def test_scatter_refuses_tensors_with_different_numbers_of_chunks() -> None:
+def test_scatter_refuses_uneven_chunk_counts() -> None:
     with pytest.raises(ValueError, match=r"\[4, 2\]"):
         scatter((torch.ones(4), torch.ones(2)), 4)
 
@@ -282,7 +282,7 @@ def test_scatter_refuses_tensors_with_different_numbers_of_chunks() -> None:
 # ---- workers
 
 
-def test_computes_run_in_the_worker_threads_and_results_follow_the_protocol() -> None:
+def test_computes_run_in_worker_threads() -> None:
     where: list[int] = []
     task = Task(CPUStream, compute=lambda: where.append(threading.get_ident()) or batch(5), finalize=None)  # type: ignore[func-returns-value]
     with spawn_workers([CPU]) as (in_queues, out_queues):
@@ -297,7 +297,7 @@ def test_computes_run_in_the_worker_threads_and_results_follow_the_protocol() ->
     assert out_queues[0].empty()
 
 
-def test_tasks_of_two_devices_run_at_the_same_time() -> None:
+def test_tasks_of_two_devices_overlap() -> None:
     barrier = threading.Barrier(2)
     with spawn_workers([FakeDevice(), FakeDevice()]) as (in_queues, out_queues):
         for in_queue in in_queues:
@@ -306,7 +306,7 @@ def test_tasks_of_two_devices_run_at_the_same_time() -> None:
 
 
 @pytest.mark.sim(devices=2)
-def test_requests_for_one_device_share_a_pair_of_queues(sim: ModuleType) -> None:
+def test_requests_for_device_share_queues(sim: ModuleType) -> None:
     names = ["cpu", "cpu:0", "sim", "sim:0", "sim:1", "cpu"]
     with spawn_workers([torch.device(name) for name in names]) as (in_queues, out_queues):
         for queues in (in_queues, out_queues):
@@ -317,7 +317,7 @@ def test_requests_for_one_device_share_a_pair_of_queues(sim: ModuleType) -> None
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration])
-def test_whatever_a_compute_raises_comes_out_and_the_worker_lives_on(error: type[BaseException]) -> None:
+def test_compute_error_is_returned_and_worker_lives(error: type[BaseException]) -> None:
     def explode() -> Batch:
         raise error("in compute")
 
@@ -334,7 +334,7 @@ def test_whatever_a_compute_raises_comes_out_and_the_worker_lives_on(error: type
         assert out_queues[0].get()[0] is True
 
 
-def test_an_error_in_the_block_comes_out_behind_the_waiting_tasks() -> None:
+def test_error_in_block_follows_waiting_tasks() -> None:
     ran: list[int] = []
 
     def compute(i: int) -> Batch:
@@ -352,7 +352,7 @@ def test_an_error_in_the_block_comes_out_behind_the_waiting_tasks() -> None:
     assert ran == [0, 1, 2, 3, 4]
 
 
-def test_a_failing_create_workers_raises_its_error_and_leaves_no_thread() -> None:
+def test_failing_create_workers_leaves_no_thread() -> None:
     def devices() -> Iterator[torch.device]:
         yield CPU
         raise OSError("no such device")
@@ -365,13 +365,13 @@ def test_a_failing_create_workers_raises_its_error_and_leaves_no_thread() -> Non
 
 
 @pytest.mark.sim(devices=1)
-def test_a_device_that_is_not_there_is_an_error_of_create_workers(sim: ModuleType) -> None:
+def test_create_workers_refuses_absent_device(sim: ModuleType) -> None:
     with pytest.raises(Exception, match=r".+"):
         create_workers([CPU, torch.device("sim:5")])
     assert not threads()
 
 
-def test_join_workers_joins_the_threads_and_can_be_called_again() -> None:
+def test_join_workers_may_repeat() -> None:
     queues = create_workers([CPU, FakeDevice()])
     assert len(threads()) == 2
     assert all(thread.daemon for thread in threads())
@@ -381,7 +381,7 @@ def test_join_workers_joins_the_threads_and_can_be_called_again() -> None:
     join_workers(*queues)
 
 
-def test_join_workers_ends_a_worker_in_a_thread_of_the_caller() -> None:
+def test_join_workers_ends_caller_worker() -> None:
     in_queue, out_queue = InQueue(), OutQueue()
     thread = threading.Thread(target=worker, args=(in_queue, out_queue, CPU, True))
     thread.start()
@@ -391,7 +391,7 @@ def test_join_workers_ends_a_worker_in_a_thread_of_the_caller() -> None:
 
 
 @pytest.mark.parametrize("grad_mode", [True, False])
-def test_the_grad_mode_of_the_task_holds_in_compute_and_finalize(grad_mode: bool) -> None:
+def test_grad_mode_reaches_compute_and_finalize(grad_mode: bool) -> None:
     seen: list[bool] = []
 
     def compute() -> Batch:
@@ -411,7 +411,7 @@ def test_the_grad_mode_of_the_task_holds_in_compute_and_finalize(grad_mode: bool
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="none")
 
 
-def test_inference_mode_autocast_and_contextvars_hold_in_compute_and_finalize() -> None:
+def test_modes_and_contextvars_reach_both_parts() -> None:
     def settings() -> tuple[object, ...]:
         return (
             torch.is_inference_mode_enabled(),
@@ -445,12 +445,12 @@ def test_inference_mode_autocast_and_contextvars_hold_in_compute_and_finalize() 
     assert settings() == outside
 
 
-def test_a_task_without_a_finalize_has_none_to_run() -> None:
+def test_task_without_finalize_runs() -> None:
     Task(None, compute=batch, finalize=None).finalize(batch())
 
 
 @pytest.mark.sim(devices=2, schedule="lazy")
-def test_stream_and_device_of_a_task_are_current_in_both_parts(sim: ModuleType) -> None:
+def test_stream_and_device_are_current_in_task(sim: ModuleType) -> None:
     device = torch.device("sim:1")
     stream: AbstractStream = new_stream(device)
     seen: list[AbstractStream] = []
@@ -468,7 +468,7 @@ def test_stream_and_device_of_a_task_are_current_in_both_parts(sim: ModuleType) 
     assert seen == [stream, stream, default_stream(device)]
 
 
-def test_a_task_may_be_run_by_several_threads_at_once() -> None:
+def test_several_threads_may_run_task() -> None:
     barrier = threading.Barrier(2)
     task = Task(None, compute=lambda: Batch(torch.tensor([barrier.wait(10)])), finalize=None)
     with spawn_workers([FakeDevice(), FakeDevice()]) as (in_queues, out_queues):
@@ -477,7 +477,7 @@ def test_a_task_may_be_run_by_several_threads_at_once() -> None:
         assert all(out_queue.get()[0] for out_queue in out_queues)
 
 
-def test_a_worker_keeps_no_task_while_it_waits() -> None:
+def test_waiting_worker_keeps_no_task() -> None:
     class Value:
         pass
 
@@ -493,6 +493,6 @@ def test_a_worker_keeps_no_task_while_it_waits() -> None:
         assert kept() is None
 
 
-def test_the_names_of_the_peers_are_there() -> None:
+def test_peer_names_exist() -> None:
     for name in ("ExcInfo", "InQueue", "OutQueue", "Task", "create_workers", "join_workers", "spawn_workers", "worker"):
         assert hasattr(worker_module, name)

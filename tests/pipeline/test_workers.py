@@ -85,7 +85,7 @@ class Blocker:
 # ---- results
 
 
-def test_a_task_runs_in_the_thread_of_its_device() -> None:
+def test_task_runs_in_thread_of_device() -> None:
     devices: list[Any] = [CPU, FakeDevice("fake")]
     with Workers(devices, name="worker-of-test") as workers:
         assert workers.devices == tuple(devices)
@@ -96,14 +96,14 @@ def test_a_task_runs_in_the_thread_of_its_device() -> None:
 
 
 @pytest.mark.sim(devices=2)
-def test_a_device_without_a_number_is_the_current_one(sim: ModuleType) -> None:
+def test_device_without_number_is_current(sim: ModuleType) -> None:
     with torch.accelerator.device_index(1), Workers(["sim", "sim:1", "sim:0"]) as workers:
         assert workers.devices == (torch.device("sim:1"), torch.device("sim:0"))
         threads = [workers.submit(device, threading.get_ident).wait() for device in ("sim", "sim:1", "sim:0")]
     assert threads[0] == threads[1] != threads[2]
 
 
-def test_a_device_without_a_worker_is_refused(workers: Workers) -> None:
+def test_device_without_worker_is_refused(workers: Workers) -> None:
     with pytest.raises(ValueError, match="no worker for meta: there are cpu"):
         workers.submit("meta", int)
 
@@ -127,7 +127,7 @@ def test_a_failing_constructor_leaves_no_thread() -> None:
     assert not threads()
 
 
-def test_finalize_gets_the_value_in_the_same_thread_before_the_future_completes(workers: Workers) -> None:
+def test_finalize_precedes_completion_in_same_thread(workers: Workers) -> None:
     seen: list[object] = []
 
     def finalize(value: int) -> str:
@@ -144,9 +144,7 @@ def test_finalize_gets_the_value_in_the_same_thread_before_the_future_completes(
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration])
 @pytest.mark.parametrize("part", ["compute", "finalize"])
-def test_whatever_a_task_raises_fails_its_future_and_the_thread_lives_on(
-    error: type[BaseException], part: str, workers: Workers
-) -> None:
+def test_task_error_fails_future_only(error: type[BaseException], part: str, workers: Workers) -> None:
     def explode(*value: object) -> None:
         raise error("in the task")
 
@@ -171,7 +169,7 @@ def settings() -> tuple[object, ...]:
     )
 
 
-def test_settings_of_the_caller_hold_in_compute_and_finalize(workers: Workers) -> None:
+def test_caller_settings_reach_compute_and_finalize(workers: Workers) -> None:
     def submit_and_check() -> tuple[object, ...]:
         in_finalize: list[object] = []
         future = workers.submit(CPU, settings, lambda _: in_finalize.append(settings()))
@@ -191,7 +189,7 @@ def test_settings_of_the_caller_hold_in_compute_and_finalize(workers: Workers) -
     assert submit_and_check() in seen
 
 
-def test_a_task_keeps_nothing_alive_once_it_has_ended(workers: Workers) -> None:
+def test_ended_task_keeps_nothing_alive(workers: Workers) -> None:
     class Value:
         pass
 
@@ -210,7 +208,7 @@ def test_a_task_keeps_nothing_alive_once_it_has_ended(workers: Workers) -> None:
 
 
 @pytest.mark.sim(devices=2, schedule="lazy")
-def test_device_and_stream_are_current_and_the_future_is_ordered_behind_the_stream(sim: ModuleType) -> None:
+def test_future_follows_stream_of_task(sim: ModuleType) -> None:
     device = torch.device("sim:1")
     stream = own_stream(device)
 
@@ -230,7 +228,7 @@ def test_device_and_stream_are_current_and_the_future_is_ordered_behind_the_stre
 
 
 @pytest.mark.sim(schedule="lazy")
-def test_a_value_without_tensors_has_the_event_of_the_stream_too(sim: ModuleType) -> None:
+def test_tensorless_value_has_stream_event(sim: ModuleType) -> None:
     stream = own_stream("sim:0")
     x = torch.zeros(8, device="sim")
     stream.wait_stream(torch.accelerator.current_stream())
@@ -247,7 +245,7 @@ def test_a_value_without_tensors_has_the_event_of_the_stream_too(sim: ModuleType
 
 
 @pytest.mark.sim(schedule="lazy")
-def test_without_a_stream_the_task_follows_the_work_on_the_current_stream_of_the_caller(sim: ModuleType) -> None:
+def test_task_without_stream_follows_caller(sim: ModuleType) -> None:
     with Workers(["sim"]) as workers:
         for stream in (own_stream("sim:0"), own_stream("sim:0"), torch.accelerator.current_stream()):
             with stream:
@@ -260,7 +258,7 @@ def test_without_a_stream_the_task_follows_the_work_on_the_current_stream_of_the
 
 
 @pytest.mark.sim(devices=2)
-def test_a_stream_of_another_device_is_refused(sim: ModuleType) -> None:
+def test_stream_of_other_device_is_refused(sim: ModuleType) -> None:
     with Workers(["sim:0", "cpu"]) as workers:
         for device, stream in (("sim:0", own_stream("sim:1")), ("sim:0", CPUStream), ("cpu", own_stream("sim:0"))):
             with pytest.raises(ValueError, match=r"sim:0|cpu"):
@@ -270,7 +268,7 @@ def test_a_stream_of_another_device_is_refused(sim: ModuleType) -> None:
 
 @pytest.mark.sim(devices=2, schedule="jitter")
 @pytest.mark.parametrize("seed", range(soak_count(600)))
-def test_random_tasks_over_two_workers_are_ordered_without_a_race(seed: int, sim: ModuleType) -> None:
+def test_random_tasks_run_without_race(seed: int, sim: ModuleType) -> None:
     choose = random.Random(seed)
     sim.disable()
     sim.enable(devices=2, schedule=choose.choice(("lazy", "jitter", "free")), seed=seed)
@@ -306,7 +304,7 @@ def test_random_tasks_over_two_workers_are_ordered_without_a_race(seed: int, sim
 # ---- order, priorities, back-pressure
 
 
-def test_lower_priorities_come_first_and_equal_ones_in_order(workers: Workers) -> None:
+def test_lower_priorities_run_first(workers: Workers) -> None:
     ran: list[tuple[int, int]] = []
     blocker = Blocker(workers)
     priorities = [0, 5, -1, 0, -3, 5, -1, 0, 2, -3]
@@ -319,7 +317,7 @@ def test_lower_priorities_come_first_and_equal_ones_in_order(workers: Workers) -
 
 
 @pytest.mark.parametrize("priority", ["a", None, True, 1.5])
-def test_a_priority_that_is_no_int_is_refused(priority: Any, workers: Workers) -> None:
+def test_non_integer_priority_is_refused(priority: Any, workers: Workers) -> None:
     for _ in range(2):
         with pytest.raises(TypeError, match="priority is an int, not"):
             workers.submit(CPU, int, priority=priority)
@@ -328,7 +326,7 @@ def test_a_priority_that_is_no_int_is_refused(priority: Any, workers: Workers) -
     assert workers.statistics().submitted == 1
 
 
-def test_submit_blocks_while_the_queue_is_full() -> None:
+def test_full_queue_blocks_submit() -> None:
     with Workers([CPU], queue=2) as workers:
         blocker = Blocker(workers)
         for _ in range(2):
@@ -350,7 +348,7 @@ def test_submit_blocks_while_the_queue_is_full() -> None:
         assert submitted[0].wait() == 7
 
 
-def test_cancelled_tasks_leave_room_in_a_full_queue() -> None:
+def test_cancelled_tasks_leave_full_queue() -> None:
     with Workers([CPU], queue=1) as workers:
         blocker = Blocker(workers)
         for _ in range(5):
@@ -361,7 +359,7 @@ def test_cancelled_tasks_leave_room_in_a_full_queue() -> None:
         assert workers.statistics().cancelled == 5
 
 
-def test_ctrl_c_interrupts_a_submit_that_blocks() -> None:
+def test_ctrl_c_interrupts_blocked_submit() -> None:
     with Workers([CPU], queue=1) as workers:
         blocker = Blocker(workers)
         workers.submit(CPU, int)
@@ -401,7 +399,7 @@ def test_close_ends_a_submit_that_blocks() -> None:
 # ---- cancelling
 
 
-def test_a_cancelled_future_keeps_its_task_from_running(workers: Workers) -> None:
+def test_cancelled_future_skips_task(workers: Workers) -> None:
     ran: list[int] = []
     blocker = Blocker(workers)
     future = workers.submit(CPU, lambda: ran.append(1))
@@ -412,7 +410,7 @@ def test_a_cancelled_future_keeps_its_task_from_running(workers: Workers) -> Non
     assert not ran
 
 
-def test_cancel_waiting_cancels_only_tasks_that_have_not_begun(workers: Workers) -> None:
+def test_cancel_waiting_spares_begun_tasks(workers: Workers) -> None:
     blocker = Blocker(workers)
     futures = [workers.submit(CPU, int, priority=i - 1) for i in range(3)]
     assert workers.cancel_waiting() == 3
@@ -423,7 +421,7 @@ def test_cancel_waiting_cancels_only_tasks_that_have_not_begun(workers: Workers)
     assert workers.submit(CPU, lambda: 1).wait() == 1
 
 
-def test_cancel_waiting_fails_the_tasks_with_the_given_error(workers: Workers) -> None:
+def test_cancel_waiting_uses_given_error(workers: Workers) -> None:
     blocker = Blocker(workers)
     futures = [workers.submit(CPU, int) for _ in range(2)]
     error = LookupError("the first error")
@@ -435,7 +433,7 @@ def test_cancel_waiting_fails_the_tasks_with_the_given_error(workers: Workers) -
 # ---- ends
 
 
-def test_close_runs_the_waiting_tasks_joins_and_refuses_further_ones() -> None:
+def test_close_finishes_waiting_and_refuses_new() -> None:
     workers = Workers([CPU, FakeDevice("fake")])
     futures = [workers.submit(CPU, lambda i=i: i) for i in range(50)]  # type: ignore[misc]
     workers.close()
@@ -447,7 +445,7 @@ def test_close_runs_the_waiting_tasks_joins_and_refuses_further_ones() -> None:
     assert "ended" in workers.table()
 
 
-def test_a_block_that_ends_with_an_error_cancels_the_waiting_tasks() -> None:
+def test_error_in_block_cancels_waiting_tasks() -> None:
     futures: list[CUDAFuture[Any]] = []
 
     def program() -> None:
@@ -465,7 +463,7 @@ def test_a_block_that_ends_with_an_error_cancels_the_waiting_tasks() -> None:
     assert not threads()
 
 
-def test_workers_that_are_dropped_end_their_threads() -> None:
+def test_dropped_workers_end_threads() -> None:
     workers = Workers([CPU, FakeDevice("fake")])
     future = workers.submit(CPU, lambda: 1, timeout=100)
     own = threads()
@@ -478,7 +476,7 @@ def test_workers_that_are_dropped_end_their_threads() -> None:
     assert future.wait() == 1
 
 
-def test_wait_returns_when_no_task_waits_or_runs(workers: Workers) -> None:
+def test_wait_returns_when_idle(workers: Workers) -> None:
     blocker = Blocker(workers)
     future = workers.submit(CPU, lambda: 1)
     with pytest.raises(TimeoutError, match="running"):
@@ -489,14 +487,14 @@ def test_wait_returns_when_no_task_waits_or_runs(workers: Workers) -> None:
     workers.wait(timeout=0)
 
 
-def test_waiting_for_all_tasks_inside_a_task_is_an_error(workers: Workers) -> None:
+def test_task_waiting_for_all_is_error(workers: Workers) -> None:
     for call in (workers.close, workers.wait):
         with pytest.raises(InvalidStateError, match="deadlock"):
             workers.submit(CPU, call).wait()
     assert workers.submit(CPU, lambda: 1).wait() == 1
 
 
-def test_is_inside_tells_whether_the_thread_is_one_of_these_workers() -> None:
+def test_is_inside_recognizes_worker_threads() -> None:
     with Workers([CPU]) as first, Workers([CPU]) as second:
         assert not first.is_inside()
         assert first.submit(CPU, lambda: (first.is_inside(), second.is_inside())).wait() == (True, False)
@@ -506,7 +504,7 @@ def test_is_inside_tells_whether_the_thread_is_one_of_these_workers() -> None:
         assert seen.wait(timeout=10)
 
 
-def test_close_in_a_callback_of_an_overdue_task_is_an_error(workers: Workers) -> None:
+def test_close_in_overdue_callback_is_error(workers: Workers) -> None:
     blocker, seen = Blocker(workers), CUDAFuture[bool]()
     late = workers.submit(CPU, int, timeout=0.01)
     late.add_done_callback(lambda _: seen.set_result(_is_refused(workers.close)))
@@ -520,7 +518,7 @@ def kill(thread: threading.Thread) -> None:
 
 
 @pytest.mark.usefixtures("caplog")
-def test_a_thread_that_dies_fails_its_futures() -> None:
+def test_dying_thread_fails_its_futures() -> None:
     with Workers([CPU]) as workers:
         thread = workers.submit(CPU, threading.current_thread).wait()
         workers.wait()
@@ -567,7 +565,7 @@ BODIES: dict[str, Callable[[Workers], object]] = {
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_ctrl_c_at_any_line_leaves_the_workers_usable(body: str) -> None:
+def test_ctrl_c_anywhere_leaves_workers_usable(body: str) -> None:
     for line in itertools.count(1):
         workers = Workers([CPU], queue=4)
         blocker = Blocker(workers)
@@ -588,7 +586,7 @@ def test_ctrl_c_at_any_line_leaves_the_workers_usable(body: str) -> None:
     assert line > 15
 
 
-def test_ctrl_c_at_any_line_of_close_leaves_it_to_another_call() -> None:
+def test_ctrl_c_in_close_allows_second_close() -> None:
     for line in itertools.count(1):
         workers = Workers([CPU, FakeDevice("fake")])
         blocker = Blocker(workers, timeout=1000)
@@ -606,7 +604,7 @@ def test_ctrl_c_at_any_line_of_close_leaves_it_to_another_call() -> None:
 # ---- deadlines
 
 
-def test_an_overdue_task_fails_its_future_with_the_table(workers: Workers) -> None:
+def test_overdue_task_fails_with_table(workers: Workers) -> None:
     blocker = Blocker(workers, name="forward 3", timeout=0.02)
     waiting = workers.submit(CPU, int, name="forward 4", timeout=0.03)
     patient = workers.submit(CPU, lambda: "patient", name="forward 5", timeout=100)
@@ -625,7 +623,7 @@ def test_an_overdue_task_fails_its_future_with_the_table(workers: Workers) -> No
     assert (statistics.completed, statistics.failed, statistics.cancelled) == (2, 0, 1)
 
 
-def test_a_task_in_time_is_left_alone_and_a_sooner_deadline_wakes_the_watch(workers: Workers) -> None:
+def test_sooner_deadline_wakes_watch(workers: Workers) -> None:
     assert workers.submit(CPU, lambda: 1, timeout=50).wait() == 1
     blocker = Blocker(workers, timeout=60)
     late = workers.submit(CPU, int, timeout=0.01)
@@ -638,7 +636,7 @@ def test_a_task_in_time_is_left_alone_and_a_sooner_deadline_wakes_the_watch(work
 # ---- nested use
 
 
-def test_a_task_may_submit_to_another_device_and_wait() -> None:
+def test_task_may_submit_elsewhere_and_wait() -> None:
     other = FakeDevice("fake")
     with Workers([CPU, other], queue=1) as workers:
         blocker = Blocker(workers, other)
@@ -648,7 +646,7 @@ def test_a_task_may_submit_to_another_device_and_wait() -> None:
         assert outer.wait() == [0, 1, 2]
 
 
-def test_a_task_submitted_to_its_own_device_runs_at_once(workers: Workers) -> None:
+def test_task_for_own_device_runs_immediately(workers: Workers) -> None:
     def outer() -> list[object]:
         token = variable.set("outer")
         inner = workers.submit(CPU, lambda: (variable.get(), threading.get_ident()), timeout=100)
@@ -664,7 +662,7 @@ def test_a_task_submitted_to_its_own_device_runs_at_once(workers: Workers) -> No
     assert workers.statistics().failed == 1
 
 
-def test_a_task_submitted_to_the_same_device_by_a_callback_waits_for_its_turn(workers: Workers) -> None:
+def test_callback_task_waits_for_turn(workers: Workers) -> None:
     ran: list[str] = []
     blocker = Blocker(workers)
     blocker.future.add_done_callback(lambda _: workers.submit(CPU, lambda: ran.append("late"), priority=1) and None)
@@ -675,7 +673,7 @@ def test_a_task_submitted_to_the_same_device_by_a_callback_waits_for_its_turn(wo
     assert ran == ["soon", "waiting", "late"]
 
 
-def test_a_chain_of_tasks_by_callbacks_may_be_long_and_never_blocks_on_a_full_queue() -> None:
+def test_long_callback_chain_never_blocks() -> None:
     with Workers([CPU], queue=1) as workers:
         end: CUDAFuture[int] = CUDAFuture()
 
@@ -689,7 +687,7 @@ def test_a_chain_of_tasks_by_callbacks_may_be_long_and_never_blocks_on_a_full_qu
         assert end.wait(timeout=30) == 3000
 
 
-def test_a_task_that_waits_for_itself_gets_an_error(workers: Workers) -> None:
+def test_task_waiting_for_itself_fails(workers: Workers) -> None:
     blocker = Blocker(workers)
     own: list[CUDAFuture[Any]] = []
     own.append(workers.submit(CPU, lambda: own[0].wait()))
@@ -698,7 +696,7 @@ def test_a_task_that_waits_for_itself_gets_an_error(workers: Workers) -> None:
         own[0].wait()
 
 
-def test_two_workers_at_once_do_not_share_threads() -> None:
+def test_two_workers_share_no_threads() -> None:
     with Workers([CPU]) as first, Workers([CPU]) as second:
         outer = first.submit(CPU, lambda: second.submit(CPU, threading.get_ident).wait())
         assert outer.wait() != first.submit(CPU, threading.get_ident).wait()
@@ -707,7 +705,7 @@ def test_two_workers_at_once_do_not_share_threads() -> None:
 # ---- table and statistics
 
 
-def test_the_table_shows_what_runs_and_waits(workers: Workers) -> None:
+def test_table_shows_running_and_waiting(workers: Workers) -> None:
     assert workers.table().splitlines()[1].split() == ["cpu", "-", "idle", "-"]
     blocker = Blocker(workers)
     workers.submit(CPU, int, priority=1)
@@ -737,7 +735,7 @@ def test_statistics_count_every_task(workers: Workers) -> None:
     assert end.busy[CPU] > 0
 
 
-def test_a_task_counts_as_completed_as_soon_as_its_future_is_done(workers: Workers) -> None:
+def test_task_counts_with_its_future(workers: Workers) -> None:
     for i in range(1, 100):
         workers.submit(CPU, int).wait()
         assert workers.statistics().completed == i
@@ -766,7 +764,7 @@ def test_many_threads_submit_at_once() -> None:
 # ---- processes
 
 
-def test_a_forked_child_gets_an_error_and_its_close_does_not_hang() -> None:
+def test_forked_child_fails_and_closes() -> None:
     workers = Workers([CPU])
     blocker = Blocker(workers)
     child = os.fork()
@@ -797,7 +795,7 @@ def _is_refused(call: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("ending", ["pass", "os.kill(os.getpid(), signal.SIGINT)"])
-def test_the_interpreter_exits_in_the_midst_of_a_task(ending: str) -> None:
+def test_interpreter_exits_during_task(ending: str) -> None:
     program = f"""
 import os, signal, sys, threading, time
 import cudafuture.pipeline.workers as module
@@ -818,7 +816,7 @@ began.wait()
     assert "KeyboardInterrupt" in result.stderr if "SIGINT" in ending else not result.stderr
 
 
-def test_the_interpreter_exits_with_idle_workers_at_once() -> None:
+def test_interpreter_exits_with_idle_workers() -> None:
     program = """
 from cudafuture.pipeline.workers import Workers
 workers = Workers(["cpu"])
