@@ -78,7 +78,7 @@ def read(dataset: TgzImages) -> tuple[list[int], ArchiveError | None]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_images_before_the_damage_arrive_and_then_the_error(tmp_path: Path, case: str) -> None:
+def test_images_before_damage_precede_error(tmp_path: Path, case: str) -> None:
     archive = tmp_path / "images.tgz"
     archive.write_bytes(CASES[case])
     expected = intact(CASES[case])
@@ -100,7 +100,7 @@ def test_images_before_the_damage_arrive_and_then_the_error(tmp_path: Path, case
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("changed")])
-def test_images_before_damage_that_an_older_index_does_not_know_arrive(tmp_path: Path, case: str) -> None:
+def test_older_index_keeps_images_before_damage(tmp_path: Path, case: str) -> None:
     archive = tmp_path / "images.tgz"
     archive.write_bytes(WHOLE)
     os.utime(archive, ns=(1, 1))
@@ -113,7 +113,7 @@ def test_images_before_damage_that_an_older_index_does_not_know_arrive(tmp_path:
         assert set(expected) <= set(numbers(TgzImages(archive, index=True, on_error="skip", shuffle=shuffle)))
 
 
-def test_a_wrong_checksum_of_zstandard_loses_no_image(tmp_path: Path) -> None:
+def test_wrong_zstandard_checksum_loses_nothing(tmp_path: Path) -> None:
     whole = zstandard.ZstdCompressor(write_checksum=True).compress(DATA)
     archive = tmp_path / "images.tar.zst"
     archive.write_bytes(change_byte(whole, -1))
@@ -124,7 +124,7 @@ def test_a_wrong_checksum_of_zstandard_loses_no_image(tmp_path: Path) -> None:
     assert f"damaged at byte {len(DATA)}" in str(error)
 
 
-def test_damage_in_a_batch_leaves_its_images_and_the_error_comes_once_per_read(tmp_path: Path) -> None:
+def test_damaged_batch_keeps_images_and_raises_once(tmp_path: Path) -> None:
     archive = tmp_path / "images.tgz"
     archive.write_bytes(change_byte(WHOLE, -8))
     iterator: Any = iter(TgzImages(archive, batch=5))
@@ -152,7 +152,7 @@ def find_leftovers() -> list[type]:
 
 @pytest.mark.parametrize("case", DAMAGED)
 @pytest.mark.parametrize("way", ["old index", "auto", "streamed"])
-def test_no_error_keeps_an_archive_in_memory(tmp_path: Path, case: str, way: str) -> None:
+def test_error_keeps_no_archive_in_memory(tmp_path: Path, case: str, way: str) -> None:
     packing, whole, damaged = DAMAGED[case]
     archive = tmp_path / f"images.{packing}"
     index: Any = False if way == "streamed" else "auto"

@@ -64,9 +64,7 @@ EACH = [(reason, entry) for reason, entries in BAD.items() for entry in entries]
 
 @several_ways
 @pytest.mark.parametrize(("reason", "entry"), EACH, ids=[entry[0] for _, entry in EACH])
-def test_a_bad_member_is_raised_with_its_name(
-    tmp_path: Path, packing: str, index: Any, reason: str, entry: Entry
-) -> None:
+def test_bad_member_error_has_name(tmp_path: Path, packing: str, index: Any, reason: str, entry: Entry) -> None:
     archive = write_archive(tmp_path, [*images(2), entry, *images(COUNT)[2:]], packing)
     with pytest.raises(ArchiveError, match=r"images\.tar.*member|images\.tgz.*member") as raised:
         list(TgzImages(archive, index=index))
@@ -76,7 +74,7 @@ def test_a_bad_member_is_raised_with_its_name(
 
 @several_ways
 @pytest.mark.parametrize("shuffle", [0, 3])
-def test_bad_members_are_counted_and_all_images_come(tmp_path: Path, packing: str, index: Any, shuffle: int) -> None:
+def test_bad_members_are_counted_and_skipped(tmp_path: Path, packing: str, index: Any, shuffle: int) -> None:
     entries = [entry for pair in zip(EACH, images(len(EACH)), strict=True) for entry in (pair[0][1], pair[1])]
     archive = write_archive(tmp_path, entries, packing)
     dataset = TgzImages(archive, index=index, on_error="skip", batch=4, shuffle=shuffle)
@@ -88,7 +86,7 @@ def test_bad_members_are_counted_and_all_images_come(tmp_path: Path, packing: st
 
 
 @several_ways
-def test_bad_members_are_counted_once_over_all_ranks(tmp_path: Path, packing: str, index: Any) -> None:
+def test_ranks_count_bad_members_once(tmp_path: Path, packing: str, index: Any) -> None:
     archive = write_archive(tmp_path, [*images(COUNT), *(entry for _, entry in EACH)], packing)
     datasets = [TgzImages(archive, index=index, on_error="skip", shard=(rank, 3)) for rank in range(3)]
     assert sorted(number for dataset in datasets for number in numbers(dataset)) == list(range(COUNT))
@@ -98,7 +96,7 @@ def test_bad_members_are_counted_once_over_all_ranks(tmp_path: Path, packing: st
 
 
 @several_ways
-def test_a_class_that_was_not_given_is_an_error_or_counted(tmp_path: Path, packing: str, index: Any) -> None:
+def test_unknown_class_is_error_or_counted(tmp_path: Path, packing: str, index: Any) -> None:
     archive = write_archive(tmp_path, images(COUNT), packing)
     with pytest.raises(ArchiveError, match=r"0001\.png.*not one of the given classes"):
         list(TgzImages(archive, index=index, classes=["x", "z"]))
@@ -107,13 +105,13 @@ def test_a_class_that_was_not_given_is_an_error_or_counted(tmp_path: Path, packi
     assert dataset.skipped == {"unknown_class": 1}
 
 
-def test_an_error_in_a_worker_keeps_its_type_and_names_the_member(tmp_path: Path) -> None:
+def test_worker_error_keeps_type_and_member(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, [*images(1), ("a/notes.png", b"words")])
     with pytest.raises(ArchiveError, match=r"member 'a/notes\.png': the member is not an image"):
         list(DataLoader(TgzImages(archive), batch_size=None, num_workers=1))
 
 
-def test_errors_of_a_transform_are_raised_as_they_are(tmp_path: Path) -> None:
+def test_transform_errors_are_raised_unchanged(tmp_path: Path) -> None:
     def fail(pixels: torch.Tensor) -> torch.Tensor:
         raise OSError("mine")
 
@@ -131,7 +129,7 @@ def before_the_error(dataset: TgzImages) -> list[int]:
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("shuffle", [0, 3])
-def test_a_truncated_archive_is_raised_or_counted_wherever_it_ends(tmp_path: Path, packing: str, shuffle: int) -> None:
+def test_truncated_archive_is_raised_or_counted(tmp_path: Path, packing: str, shuffle: int) -> None:
     data = tar(images(COUNT))
     end = len(data.rstrip(b"\0")) if packing == "tar" else None
     whole = compress(data, packing)
@@ -152,7 +150,7 @@ def test_a_truncated_archive_is_raised_or_counted_wherever_it_ends(tmp_path: Pat
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_a_truncation_is_counted_once_over_all_ranks(tmp_path: Path, packing: str) -> None:
+def test_ranks_count_truncation_once(tmp_path: Path, packing: str) -> None:
     whole = compress(tar(images(COUNT)), packing)
     archive = tmp_path / f"images.{packing}"
     for length in range(600, len(tar(images(COUNT)).rstrip(b"\0")) if packing == "tar" else len(whole) - 12, 97):
@@ -163,7 +161,7 @@ def test_a_truncation_is_counted_once_over_all_ranks(tmp_path: Path, packing: st
         assert sum(dataset.skipped["truncated"] for dataset in datasets) == 1
 
 
-def test_each_process_counts_in_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_counts_in_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = _faults.SkipCounts()
     counts.add("link")
     for worker in range(3):
@@ -173,7 +171,7 @@ def test_each_process_counts_in_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert int(counts._rows.max()) == 1
 
 
-def test_the_error_of_a_truncated_archive_names_the_member(tmp_path: Path) -> None:
+def test_truncation_error_names_member(tmp_path: Path) -> None:
     archive = tmp_path / "images.tar"
     archive.write_bytes(tar(images(COUNT))[: 512 + 700])
     with pytest.raises(ArchiveError, match=r"member 'set/z/0000\.png'|member 'set/y/0001\.png'"):
@@ -181,7 +179,7 @@ def test_the_error_of_a_truncated_archive_names_the_member(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("packing", ["tgz", "tar.zst"])
-def test_a_damaged_compression_is_raised_or_counted(tmp_path: Path, packing: str) -> None:
+def test_damaged_compression_is_raised_or_counted(tmp_path: Path, packing: str) -> None:
     whole = bytearray(compress(tar(images(40)), packing))
     whole[len(whole) // 2] ^= 0xFF
     whole[len(whole) // 2 + 1] ^= 0xFF
@@ -194,7 +192,7 @@ def test_a_damaged_compression_is_raised_or_counted(tmp_path: Path, packing: str
     assert dataset.skipped.total() >= 1
 
 
-def test_a_checksum_of_gzip_that_is_wrong_is_found(tmp_path: Path) -> None:
+def test_wrong_gzip_checksum_is_found(tmp_path: Path) -> None:
     whole = bytearray(compress(tar(images(COUNT)), "tgz"))
     whole[-8] ^= 1
     archive = tmp_path / "images.tgz"
@@ -217,7 +215,7 @@ NO_ARCHIVES = {
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("content", NO_ARCHIVES)
-def test_a_file_that_is_no_archive_is_an_error_at_once(tmp_path: Path, packing: str, content: str) -> None:
+def test_file_without_archive_fails_immediately(tmp_path: Path, packing: str, content: str) -> None:
     data, text = NO_ARCHIVES[content]
     archive = tmp_path / f"images.{packing}"
     archive.write_bytes(compress(data, packing))
@@ -233,7 +231,7 @@ def test_a_file_that_is_no_archive_is_an_error_at_once(tmp_path: Path, packing: 
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_archives_without_members_and_without_the_magic_word_of_tar_are_read(tmp_path: Path, packing: str) -> None:
+def test_empty_and_magicless_archives_are_read(tmp_path: Path, packing: str) -> None:
     archive = tmp_path / f"images.{packing}"
     archive.write_bytes(compress(bytes(10240), packing))
     assert classes_of(archive) == list(TgzImages(archive)) == []
@@ -246,7 +244,7 @@ def test_archives_without_members_and_without_the_magic_word_of_tar_are_read(tmp
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_a_damaged_first_header_is_a_fault_of_the_archive(tmp_path: Path, packing: str) -> None:
+def test_damaged_first_header_is_archive_fault(tmp_path: Path, packing: str) -> None:
     data = bytearray(tar(images(2)))
     data[0] ^= 1
     archive = tmp_path / f"images.{packing}"
@@ -272,7 +270,7 @@ def test_a_decompression_bomb_is_refused(
     assert dataset.skipped == {"bomb": 1}
 
 
-def test_a_bomb_after_the_end_of_the_archive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bomb_after_archive_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_stream, "MOST_SMALL", 1 << 20)
     archive = tmp_path / "images.tgz"
     archive.write_bytes(gzip.compress(tar(images(2)) + bytes(8 << 20)))
@@ -282,9 +280,7 @@ def test_a_bomb_after_the_end_of_the_archive_is_refused(tmp_path: Path, monkeypa
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_an_image_over_pillows_limit_is_an_error_where_warnings_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pillow_limit_is_error_without_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
     with pytest.raises(ArchiveError, match="6 x 6 pixels, but only 30 are allowed"):
         list(TgzImages(write_archive(tmp_path, images(1))))
@@ -293,7 +289,7 @@ def test_an_image_over_pillows_limit_is_an_error_where_warnings_are_not(
 
 
 @several_ways
-def test_an_image_over_pillows_limit_is_an_error_without_a_warning(
+def test_pillow_limit_raises_without_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, index: Any
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)  # 36 pixels: Pillow itself only warns
@@ -303,7 +299,7 @@ def test_an_image_over_pillows_limit_is_an_error_without_a_warning(
 
 
 @several_ways
-def test_a_member_over_the_limit_is_not_read(
+def test_member_over_limit_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, index: Any
 ) -> None:
     monkeypatch.setattr(_tar, "MOST_MEMBER", 10_000)
@@ -335,7 +331,7 @@ def header(size: bytes = b"00000000000\0", type: bytes = b"0", name: bytes = b"a
         header(b"00000000014\0", b"x") + b"12 size=-99\n".ljust(512, b"\0") + header(),
     ],
 )
-def test_a_header_that_lies_is_an_error_and_allocates_nothing(tmp_path: Path, data: bytes) -> None:
+def test_lying_header_allocates_nothing(tmp_path: Path, data: bytes) -> None:
     archive = tmp_path / "images.tar"
     archive.write_bytes(data + bytes(1024))
     for index in ("auto", False):
@@ -346,7 +342,7 @@ def test_a_header_that_lies_is_an_error_and_allocates_nothing(tmp_path: Path, da
     assert dataset.skipped == {"damaged": 1}
 
 
-def test_an_old_sparse_file_of_gnu_is_refused_and_the_next_member_read(tmp_path: Path) -> None:
+def test_old_gnu_sparse_file_is_refused(tmp_path: Path) -> None:
     sparse = bytearray(header(b"00000001000\0", b"S", b"a/holes"))
     sparse[482] = 1  # a block with more of the map follows
     sparse[148:156] = b" " * 8

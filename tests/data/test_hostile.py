@@ -39,7 +39,7 @@ def member(name: str, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", [b"x", b"g"])
-def test_extended_headers_with_many_records_take_no_longer_than_others(tmp_path: Path, kind: bytes) -> None:
+def test_many_extended_records_cost_no_time(tmp_path: Path, kind: bytes) -> None:
     many = b"4 =\n" * (1 << 18) if kind == b"x" else b"".join(b"15 key%06d=v\n" % i for i in range(60_000))
     archive = tmp_path / "images.tgz"
     members = b"".join(member(f"a/{i}.png", 0) for i in range(2000))
@@ -61,7 +61,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("packing", ["tar", "tgz"])
-def test_a_size_that_cannot_be_is_a_fault_of_the_member(tmp_path: Path, lie: str, packing: str) -> None:
+def test_impossible_size_is_member_fault(tmp_path: Path, lie: str, packing: str) -> None:
     archive = tmp_path / f"images.{packing}"
     data = b"".join(member(name, len(file)) + file + bytes(-len(file) % 512) for name, file in FILES)
     archive.write_bytes(compress(data + LIES[lie] + bytes(1024), packing))
@@ -73,7 +73,7 @@ def test_a_size_that_cannot_be_is_a_fault_of_the_member(tmp_path: Path, lie: str
         assert set(dataset.skipped) <= {"damaged", "truncated", "too_large", "unknown_class"}
 
 
-def test_an_archive_without_its_last_bytes_gets_no_index_and_gives_its_images(tmp_path: Path) -> None:
+def test_cut_archive_has_images_without_index(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(5)
     noise = [torch.randint(256, (3, 16, 16), generator=generator, dtype=torch.uint8) for _ in range(40)]
     whole = gzip.compress(tar((f"a/{i}.png", png(pixels)) for i, pixels in enumerate(noise)))
@@ -92,7 +92,7 @@ def test_an_archive_without_its_last_bytes_gets_no_index_and_gives_its_images(tm
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_a_zstandard_archive_that_ends_in_its_frame_is_truncated(tmp_path: Path, checksum: bool) -> None:
+def test_archive_cut_in_frame_is_truncated(tmp_path: Path, checksum: bool) -> None:
     archive = tmp_path / "images.tar.zst"
     whole = zstandard.ZstdCompressor(write_checksum=checksum).compress(tar(images(COUNT)))
     for cut in (1, 3, 4, 5, 20):
@@ -104,7 +104,7 @@ def test_a_zstandard_archive_that_ends_in_its_frame_is_truncated(tmp_path: Path,
     assert numbers(TgzImages(archive)) == list(range(COUNT))
 
 
-def test_frames_of_zstandard_that_are_to_be_skipped_are_skipped(tmp_path: Path) -> None:
+def test_skippable_zstandard_frames_are_skipped(tmp_path: Path) -> None:
     data, archive = tar(images(COUNT)), tmp_path / "images.tar.zst"
     skipped, empty = struct.pack("<II", 0x184D2A50, 4) + b"abcd", struct.pack("<II", 0x184D2A5F, 0)
     compress = zstandard.ZstdCompressor(write_content_size=False, write_checksum=True).compress
@@ -144,7 +144,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_sidecar_with_impossible_numbers_counts_as_absent(
+def test_impossible_sidecar_counts_as_absent(
     tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = write_archive(tmp_path, images(COUNT), "tar")
@@ -159,7 +159,7 @@ def test_a_sidecar_with_impossible_numbers_counts_as_absent(
     assert caplog.text.count("is built again: its content is wrong") == 1
 
 
-def test_a_sidecar_with_a_deep_header_counts_as_absent(tmp_path: Path) -> None:
+def test_deep_sidecar_header_counts_as_absent(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, images(COUNT), "tar")
     header = b"[" * 100_000
     data = _sidecar._MAGIC + len(header).to_bytes(8, "little") + header
@@ -167,7 +167,7 @@ def test_a_sidecar_with_a_deep_header_counts_as_absent(tmp_path: Path) -> None:
     assert numbers(TgzImages(archive)) == list(range(COUNT))
 
 
-def test_the_temporary_files_of_killed_processes_are_removed_later(tmp_path: Path) -> None:
+def test_temporary_files_of_killed_processes_vanish(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, images(COUNT))
     old, new = (tmp_path / f".images.tgz.index.{secrets.token_hex(8)}" for _ in range(2))
     other = tmp_path / f".images.tgz.index.{'g' * 16}"

@@ -49,7 +49,7 @@ WAYS = [(packing, index) for packing in ("tar", "tgz", "tar.zst") for index in (
 
 
 @pytest.mark.parametrize(("packing", "index"), WAYS)
-def test_other_members_are_no_classes_and_no_errors_and_are_named_once(
+def test_other_members_are_ignored_and_named_once(
     tmp_path: Path, packing: str, index: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     archive = write_archive(tmp_path, [*OTHERS[:5], *images(6), *OTHERS[5:], of_type("volume", b"V")], packing)
@@ -67,7 +67,7 @@ def test_other_members_are_no_classes_and_no_errors_and_are_named_once(
 
 
 @pytest.mark.parametrize("index", ["auto", False])
-def test_ignored_members_are_counted_once_over_all_ranks_and_change_no_positions(tmp_path: Path, index: Any) -> None:
+def test_ranks_count_ignored_members_once(tmp_path: Path, index: Any) -> None:
     archive = write_archive(tmp_path, [*OTHERS, *images(7)])
     datasets = [TgzImages(archive, index=index, shard=(rank, 2), batch=2) for rank in range(2)]
     assert sorted(number for dataset in datasets for number in numbers(dataset)) == list(range(7))
@@ -85,9 +85,7 @@ def test_workers_count_ignored_members(tmp_path: Path) -> None:
     assert dataset.skipped == {"ignored": len(OTHERS)}
 
 
-def test_an_archive_read_with_given_classes_and_without_an_index_names_them_after_the_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_archive_without_index_names_ignored_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dataset = TgzImages(write_archive(tmp_path, [*images(2), *OTHERS, *OTHERS]), index=False, classes=["z", "y"])
     assert "are ignored" not in caplog.text
     assert numbers(dataset) == numbers(dataset) == [0, 1]
@@ -98,7 +96,7 @@ def test_an_archive_read_with_given_classes_and_without_an_index_names_them_afte
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("shuffle", [0, 3])
 @pytest.mark.parametrize("packing", ["tgz", "tar.zst"])
-def test_ignored_members_of_a_damaged_archive_are_named(
+def test_damaged_archive_names_ignored_members(
     tmp_path: Path, packing: str, shuffle: int, on_error: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     archive = write_archive(tmp_path, [*images(6), OTHERS[0]], packing)
@@ -110,7 +108,7 @@ def test_ignored_members_of_a_damaged_archive_are_named(
     assert caplog.text.count("are ignored (1): '.DS_Store'") == 1
 
 
-def test_ignored_members_of_a_read_that_stops_are_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_stopped_read_names_no_members(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dataset = TgzImages(write_archive(tmp_path, [OTHERS[0], *images(2)]), index=False, classes=["y", "z"])
     iterator = iter(dataset)
     next(iterator)
@@ -120,9 +118,7 @@ def test_ignored_members_of_a_read_that_stops_are_not_named(tmp_path: Path, capl
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000"])
 @pytest.mark.parametrize("packing", ["tar", "tgz"])
-def test_an_image_of_each_format_is_read_by_its_extension_or_its_first_bytes(
-    tmp_path: Path, format: str, packing: str
-) -> None:
+def test_images_are_recognized_by_extension_or_bytes(tmp_path: Path, format: str, packing: str) -> None:
     Image.init()
     names = [f"a/1{ending}" for ending, of in Image.EXTENSION.items() if of == format]
     file = io.BytesIO()
@@ -151,14 +147,14 @@ TEXTS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize(("packing", "index"), WAYS)
-def test_text_that_begins_as_an_image_is_ignored(tmp_path: Path, packing: str, index: Any) -> None:
+def test_text_like_image_is_ignored(tmp_path: Path, packing: str, index: Any) -> None:
     dataset = TgzImages(write_archive(tmp_path, [*TEXTS.items(), *images(3)], packing), index=index)
     assert dataset.classes == ["x", "y", "z"]
     assert numbers(dataset) == [0, 1, 2]
     assert dataset.skipped == {"ignored": len(TEXTS)}
 
 
-def test_small_images_and_headers_of_each_kind_are_recognized_without_an_extension(tmp_path: Path) -> None:
+def test_small_images_are_recognized_without_extension(tmp_path: Path) -> None:
     small = io.BytesIO()
     Image.new("RGB", (1, 1)).save(small, "BMP")
     reserved = bytearray(small.getvalue())
@@ -179,7 +175,7 @@ def test_small_images_and_headers_of_each_kind_are_recognized_without_an_extensi
         assert not dataset.skipped
 
 
-def test_a_member_without_an_extension_that_is_an_image_has_the_pixels_of_the_image(tmp_path: Path) -> None:
+def test_image_without_extension_has_right_pixels(tmp_path: Path) -> None:
     for packing in ("tar", "tgz", "tar.zst"):
         for index in ("auto", False):
             dataset = TgzImages(write_archive(tmp_path, [("a/0", png(pixels_of(5))), *images(1)], packing), index=index)
@@ -205,9 +201,7 @@ def zip_bytes(data: bytes) -> bytes:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_an_archive_of_another_format_is_an_error_that_names_the_format(
-    tmp_path: Path, data: bytes, format: str
-) -> None:
+def test_other_archive_format_is_named(tmp_path: Path, data: bytes, format: str) -> None:
     archive = tmp_path / "images.tgz"
     archive.write_bytes(data)
     for index in ("auto", True, False):
@@ -218,5 +212,5 @@ def test_an_archive_of_another_format_is_an_error_that_names_the_format(
         classes_of(archive)
 
 
-def test_a_tar_whose_first_name_begins_as_another_format_is_read(tmp_path: Path) -> None:
+def test_tar_with_misleading_name_is_read(tmp_path: Path) -> None:
     assert numbers(TgzImages(write_archive(tmp_path, [("BZh/1.png", png(pixels_of(3)))], "tar"))) == [3]

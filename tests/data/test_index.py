@@ -35,7 +35,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @PACKINGS
-def test_an_index_is_kept_beside_the_archive_and_used_again(tmp_path: Path, packing: str, builds: list[str]) -> None:
+def test_index_is_stored_and_reused(tmp_path: Path, packing: str, builds: list[str]) -> None:
     archive = write_archive(tmp_path, images(COUNT), packing)
     for _ in range(3):
         dataset = TgzImages(archive, index=True)
@@ -47,14 +47,14 @@ def test_an_index_is_kept_beside_the_archive_and_used_again(tmp_path: Path, pack
 
 
 @PACKINGS
-def test_images_are_read_by_the_index_only(tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_alone_locates_images(tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = write_archive(tmp_path, images(COUNT), packing)
     dataset = TgzImages(archive, shard=(1, 3))
     monkeypatch.setattr(_candidates, "open_stream", lambda path: pytest.fail("the archive is read as a whole"))
     assert numbers(dataset) == [3, 4, 5]
 
 
-def test_an_archive_with_many_seek_points_is_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_seek_points_allow_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_index, "_SPACING", 1 << 16)
     generator = torch.Generator().manual_seed(0)
     files = [(f"a/{i}.png", bytes(torch.randint(256, (9000,), generator=generator).tolist())) for i in range(60)]
@@ -70,9 +70,7 @@ def test_an_archive_with_many_seek_points_is_read_in_any_order(tmp_path: Path, m
 
 
 @PACKINGS
-def test_an_index_of_an_archive_that_has_changed_is_built_again(
-    tmp_path: Path, packing: str, builds: list[str]
-) -> None:
+def test_changed_archive_rebuilds_index(tmp_path: Path, packing: str, builds: list[str]) -> None:
     archive = write_archive(tmp_path, images(COUNT), packing)
     TgzImages(archive)
     stat = archive.stat()
@@ -88,7 +86,7 @@ def test_an_index_of_an_archive_that_has_changed_is_built_again(
 
 
 @PACKINGS
-def test_a_damaged_sidecar_is_built_again_wherever_the_damage_is(
+def test_damaged_sidecar_is_rebuilt(
     tmp_path: Path, packing: str, builds: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     archive = write_archive(tmp_path, images(COUNT), packing)
@@ -107,7 +105,7 @@ def test_a_damaged_sidecar_is_built_again_wherever_the_damage_is(
         assert sidecar(archive).read_bytes() == whole
 
 
-def test_a_sidecar_with_a_right_checksum_and_wrong_content_is_not_used(tmp_path: Path, builds: list[str]) -> None:
+def test_wrong_sidecar_content_is_rejected(tmp_path: Path, builds: list[str]) -> None:
     archive = write_archive(tmp_path, images(COUNT))
     TgzImages(archive)
     whole = sidecar(archive).read_bytes()
@@ -124,15 +122,13 @@ def test_a_sidecar_with_a_right_checksum_and_wrong_content_is_not_used(tmp_path:
         assert len(builds) == 1
 
 
-def test_a_sidecar_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
+def test_sidecar_pipe_is_not_read(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, images(COUNT))
     os.mkfifo(sidecar(archive))
     assert numbers(TgzImages(archive)) == list(range(COUNT))
 
 
-def test_an_index_that_cannot_be_written_stays_in_memory(
-    tmp_path: Path, builds: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unwritable_index_stays_in_memory(tmp_path: Path, builds: list[str], caplog: pytest.LogCaptureFixture) -> None:
     archive = write_archive(tmp_path, images(COUNT))
     sidecar(archive).mkdir()  # also for root, who may write everywhere
     first = TgzImages(archive, index=True)
@@ -145,7 +141,7 @@ def test_an_index_that_cannot_be_written_stays_in_memory(
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_old_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_failed_write_keeps_old_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     archive = write_archive(tmp_path, images(COUNT))
     sidecar(archive).write_bytes(b"old")
 
@@ -158,7 +154,7 @@ def test_a_write_that_fails_leaves_the_old_sidecar(tmp_path: Path, monkeypatch: 
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_sidecar_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sidecar_is_synced_before_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = write_archive(tmp_path, images(COUNT))
     steps: list[Any] = []
     fsync, rename = os.fsync, os.replace
@@ -173,7 +169,7 @@ def _read(path: str, start: Any) -> list[int]:
     return numbers(TgzImages(path, index=True))
 
 
-def test_processes_that_build_at_the_same_time_all_have_the_index(tmp_path: Path) -> None:
+def test_concurrent_builders_all_get_index(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, images(COUNT))
     context = multiprocessing.get_context("fork")
     start = context.Barrier(4)
@@ -189,7 +185,7 @@ def test_processes_that_build_at_the_same_time_all_have_the_index(tmp_path: Path
 
 
 @PACKINGS
-def test_an_archive_that_changes_after_its_index_was_read_is_an_error(tmp_path: Path, packing: str) -> None:
+def test_archive_changed_after_index_is_error(tmp_path: Path, packing: str) -> None:
     archive = write_archive(tmp_path, images(COUNT), packing)
     dataset = TgzImages(archive)
     write_archive(tmp_path, images(COUNT + 1), packing)
@@ -197,9 +193,7 @@ def test_an_archive_that_changes_after_its_index_was_read_is_an_error(tmp_path: 
         list(dataset)
 
 
-def test_an_archive_that_changes_while_it_is_indexed_has_no_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_archive_changed_while_indexing_has_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = write_archive(tmp_path, images(COUNT))
     stats = iter([(1, 1), (1, 2)])
     monkeypatch.setattr(_index, "identity_of", lambda path: next(stats))
@@ -207,7 +201,7 @@ def test_an_archive_that_changes_while_it_is_indexed_has_no_index(
         TgzImages(archive, index=True)
 
 
-def test_seek_points_that_rapidgzip_refuses_are_an_error(tmp_path: Path) -> None:
+def test_refused_seek_points_are_error(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, images(COUNT))
     index = build_index(str(archive))
     _sidecar.write_sidecar(str(archive), replace(index, seek_points=index.seek_points.flip(0).contiguous()))
@@ -215,7 +209,7 @@ def test_seek_points_that_rapidgzip_refuses_are_an_error(tmp_path: Path) -> None
         list(TgzImages(archive))
 
 
-def test_an_index_without_images_is_used_again(tmp_path: Path, builds: list[str]) -> None:
+def test_index_without_images_is_reused(tmp_path: Path, builds: list[str]) -> None:
     archive = write_archive(tmp_path, [])
     assert [len(TgzImages(archive)) for _ in range(2)] == [0, 0]
     assert len(builds) == 1
@@ -231,12 +225,12 @@ def test_zstandard_has_no_index(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert not sidecar(archive).exists()
 
 
-def test_an_archive_without_an_index_has_no_length(tmp_path: Path) -> None:
+def test_archive_without_index_has_no_length(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="has no index, so its length is not known"):
         len(TgzImages(write_archive(tmp_path, images(COUNT)), index=False))
 
 
-def test_without_an_index_that_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_index_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     archive = write_archive(tmp_path, images(COUNT))
     for _ in range(2):
         list(TgzImages(archive, index=False))
@@ -244,7 +238,7 @@ def test_without_an_index_that_is_logged_once(tmp_path: Path, caplog: pytest.Log
     assert not sidecar(archive).exists()
 
 
-def test_without_rapidgzip_only_a_plain_tar_has_an_index(
+def test_without_rapidgzip_only_tar_has_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for packing in ("tar", "tgz"):
@@ -261,12 +255,12 @@ def test_without_rapidgzip_only_a_plain_tar_has_an_index(
 
 
 @pytest.mark.parametrize(("batch", "lengths"), [(None, [5, 4]), (2, [3, 2])])
-def test_the_length_is_that_of_the_rank(tmp_path: Path, batch: int | None, lengths: list[int]) -> None:
+def test_length_is_that_of_rank(tmp_path: Path, batch: int | None, lengths: list[int]) -> None:
     archive = write_archive(tmp_path, images(COUNT))
     assert [len(TgzImages(archive, batch=batch, shard=(rank, 2))) for rank in range(2)] == lengths
 
 
-def test_a_reader_returns_exactly_the_bytes_of_a_member(tmp_path: Path) -> None:
+def test_reader_returns_exact_member_bytes(tmp_path: Path) -> None:
     data = tar(images(2))
     for packing in ("tar", "tgz"):
         archive = tmp_path / f"images.{packing}"

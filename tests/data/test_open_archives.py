@@ -31,7 +31,7 @@ raise error
 
 
 @pytest.mark.slow
-def test_a_process_with_iterators_and_its_fork_end_as_usual(tmp_path: Path) -> None:
+def test_process_and_fork_with_iterators_end(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, images(9))
     run = run_script(CODE, str(archive))
     assert run.returncode == 1, run.stderr
@@ -45,7 +45,7 @@ def is_open(archive: Path) -> bool:
 
 @pytest.mark.parametrize("index", ["auto", False])
 @pytest.mark.parametrize("batch", [None, 2])
-def test_an_error_that_is_kept_keeps_no_archive_open(tmp_path: Path, index: Any, batch: int | None) -> None:
+def test_kept_error_keeps_no_archive_open(tmp_path: Path, index: Any, batch: int | None) -> None:
     entries = [*images(2), ("a/bad.png", b"no image"), *images(4)[2:]]
     archive = write_archive(tmp_path, entries)
     iterator = iter(TgzImages(archive, index=index, batch=batch))
@@ -59,7 +59,7 @@ def test_an_error_that_is_kept_keeps_no_archive_open(tmp_path: Path, index: Any,
 
 
 @pytest.mark.parametrize("index", ["auto", False])
-def test_an_iterator_goes_on_behind_each_member_that_is_refused(tmp_path: Path, index: Any) -> None:
+def test_iterator_continues_behind_refused_members(tmp_path: Path, index: Any) -> None:
     iterator = iter(TgzImages(write_archive(tmp_path, [("1.png", b""), ("2.png", b""), *images(2)]), index=index))
     for name in ("1", "2"):
         with pytest.raises(ArchiveError, match=rf"member '{name}\.png'"):
@@ -67,7 +67,7 @@ def test_an_iterator_goes_on_behind_each_member_that_is_refused(tmp_path: Path, 
     assert numbers(iterator) == [0, 1]
 
 
-def test_an_iterator_that_is_dropped_closes_the_archive_at_once(tmp_path: Path) -> None:
+def test_dropped_iterator_closes_archive_immediately(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, images(3))
     for _ in TgzImages(archive):
         break
@@ -84,7 +84,7 @@ def test_a_reader_can_be_closed_twice(tmp_path: Path, packing: str) -> None:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_an_archive_that_is_gone_is_an_error_and_nothing_else(tmp_path: Path) -> None:
+def test_missing_archive_is_plain_error(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, images(1))
     dataset = TgzImages(archive)
     archive.unlink()

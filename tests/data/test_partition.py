@@ -24,7 +24,7 @@ def cut(images: list[int], block: int) -> list[list[int]]:
 
 
 @given(COUNTS, SMALL, SMALL, SMALL)
-def test_the_slices_of_all_parts_have_every_position_once(images: int, ranks: int, workers: int, block: int) -> None:
+def test_parts_cover_every_position_once(images: int, ranks: int, workers: int, block: int) -> None:
     parts = [Part(r, ranks, w, workers, block) for r in range(ranks) for w in range(workers)]
     assert sorted(i for part in parts for i in part.slice_of(images)) == list(range(images))
 
@@ -36,7 +36,7 @@ def test_every_image_has_one_owner(images: int, ranks: int, workers: int, block:
 
 
 @given(COUNTS, SMALL, SMALL, SMALL)
-def test_only_the_last_batch_of_a_rank_is_partial(images: int, ranks: int, workers: int, block: int) -> None:
+def test_only_last_batch_is_partial(images: int, ranks: int, workers: int, block: int) -> None:
     for rank in range(ranks):
         parts = [Part(rank, ranks, w, workers, block) for w in range(workers)]
         for mine in (
@@ -51,9 +51,7 @@ def test_only_the_last_batch_of_a_rank_is_partial(images: int, ranks: int, worke
 
 
 @given(COUNTS, SMALL, SMALL, SMALL, st.integers(1, 4))
-def test_the_batches_of_a_worker_follow_from_those_of_the_loader(
-    images: int, ranks: int, workers: int, block: int, draws: int
-) -> None:
+def test_worker_batches_follow_loader_batches(images: int, ranks: int, workers: int, block: int, draws: int) -> None:
     for size in {block, draws if block == 1 else block}:
         parts = [Part(0, ranks, w, workers, block) for w in range(workers)]
         own = [cut([(w << 8) + i for i in part.slice_of(images)], size) for w, part in enumerate(parts)]

@@ -40,7 +40,7 @@ SIXTEEN = {
 
 @pytest.mark.parametrize("kind", SIXTEEN)
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_grey_images_of_16_bits_keep_their_range(tmp_path: Path, kind: str, mode: str) -> None:
+def test_grey_16_bit_images_keep_range(tmp_path: Path, kind: str, mode: str) -> None:
     ((pixels, _),) = TgzImages(write_archive(tmp_path, [("a/grey", SIXTEEN[kind])]), mode=mode)
     assert pixels.shape == (len(mode), 1, 4)
     assert all(channel.flatten().tolist() == [0, 3, 128, 255] for channel in pixels)
@@ -55,7 +55,7 @@ def test_an_orientation_is_not_applied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["F", "I"])
-def test_images_of_32_bits_are_an_error(tmp_path: Path, mode: str) -> None:
+def test_images_of_32_bits_are_refused(tmp_path: Path, mode: str) -> None:
     archive = write_archive(tmp_path, [("a/deep.tif", encode(Image.new(mode, (2, 2), 1), "TIFF")), *images(1)])
     with pytest.raises(ArchiveError, match=rf"member 'a/deep\.tif': .*32 bits \(mode '{mode}'\)") as raised:
         list(TgzImages(archive))
@@ -66,16 +66,14 @@ def test_images_of_32_bits_are_an_error(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["La", "RGBa"])
-def test_modes_that_most_images_cannot_be_converted_to_are_refused(tmp_path: Path, mode: str) -> None:
+def test_inconvertible_modes_are_refused(tmp_path: Path, mode: str) -> None:
     with pytest.raises(ValueError, match=f"mode='{mode}'"):
         TgzImages(write_archive(tmp_path, images(1)), mode=mode)
 
 
 @pytest.mark.parametrize("batch", [None, 2])
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_transform_that_raises_stopiteration_does_not_end_the_epoch(
-    tmp_path: Path, batch: int | None, failing: int
-) -> None:
+def test_transform_stop_iteration_is_an_error(tmp_path: Path, batch: int | None, failing: int) -> None:
     calls = iter(range(9))
 
     def transform(pixels: torch.Tensor) -> torch.Tensor:
@@ -87,14 +85,14 @@ def test_a_transform_that_raises_stopiteration_does_not_end_the_epoch(
         list(TgzImages(write_archive(tmp_path, images(4)), transform=transform, batch=batch, on_error="skip"))
 
 
-def test_images_of_several_sizes_in_a_minibatch_are_named(tmp_path: Path) -> None:
+def test_different_sizes_in_minibatch_are_named(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, [*images(1), ("a/wide.png", png(torch.zeros(3, 2, 9, dtype=torch.uint8)))])
     with pytest.raises(ValueError, match=r"members 'set/z/0000\.png' and 'a/wide\.png'"):
         list(TgzImages(archive, batch=2))
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
-def test_errors_of_transforms_have_a_note_with_the_member(tmp_path: Path) -> None:
+def test_transform_errors_note_their_member(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, [*images(1), ("a/wide.png", png(torch.zeros(3, 2, 9, dtype=torch.uint8)))])
 
     def notes(error: type[Exception], **arguments: Any) -> list[str]:

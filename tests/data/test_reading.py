@@ -22,9 +22,7 @@ several_ways = pytest.mark.parametrize(("packing", "index"), WAYS)
 
 
 @several_ways
-def test_every_pixel_and_every_label_arrives_in_the_order_of_the_archive(
-    tmp_path: Path, packing: str, index: Any
-) -> None:
+def test_pixels_and_labels_follow_archive_order(tmp_path: Path, packing: str, index: Any) -> None:
     archive = write_archive(tmp_path, images(7), packing)
     dataset = TgzImages(archive, index=index)
     assert dataset.classes == ["x", "y", "z"]
@@ -39,9 +37,7 @@ def test_every_pixel_and_every_label_arrives_in_the_order_of_the_archive(
 
 
 @several_ways
-def test_minibatches_have_the_images_in_order_and_the_last_one_is_partial(
-    tmp_path: Path, packing: str, index: Any
-) -> None:
+def test_minibatches_keep_order_and_partial_last(tmp_path: Path, packing: str, index: Any) -> None:
     batches = list(TgzImages(write_archive(tmp_path, images(7), packing), index=index, batch=3))
     assert [tuple(pixels.shape) for pixels, _ in batches] == [(n, 3, SIDE, SIDE) for n in (3, 3, 1)]
     assert [labels.tolist() for _, labels in batches] == [[2, 1, 0], [2, 1, 0], [2]]
@@ -49,7 +45,7 @@ def test_minibatches_have_the_images_in_order_and_the_last_one_is_partial(
 
 
 @several_ways
-def test_the_classes_of_an_archive_are_sorted(tmp_path: Path, packing: str, index: Any) -> None:
+def test_archive_classes_are_sorted(tmp_path: Path, packing: str, index: Any) -> None:
     archive = write_archive(tmp_path, images(7), packing)
     assert classes_of(archive) == ["x", "y", "z"]
     TgzImages(archive, index=index)
@@ -70,7 +66,7 @@ def test_an_empty_archive_has_no_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [4, (4, 9)])
-def test_images_are_resized_to_exactly_the_size(tmp_path: Path, size: int | tuple[int, int]) -> None:
+def test_images_are_resized_exactly(tmp_path: Path, size: int | tuple[int, int]) -> None:
     height, width = (4, 4) if size == 4 else (4, 9)
     ((pixels, _),) = TgzImages(write_archive(tmp_path, images(1)), size=size)
     image = Image.open(io.BytesIO(png(pixels_of(0)))).resize((width, height), Image.Resampling.BILINEAR)
@@ -98,7 +94,7 @@ def test_the_transform_gets_the_uint8_tensor(tmp_path: Path, batch: int | None) 
     assert torch.equal(results, torch.stack([pixels_of(i)[:, :2, :2].float() / 2 for i in range(3)]))
 
 
-def test_images_of_several_sizes_in_a_minibatch_ask_for_a_size(tmp_path: Path) -> None:
+def test_different_sizes_ask_for_size(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, [*images(1), ("a/wide.png", png(torch.zeros(3, 2, 9, dtype=torch.uint8)))])
     with pytest.raises(ValueError, match=r"6 x 6 and 2 x 9 pixels .* size="):
         list(TgzImages(archive, batch=2))
@@ -106,9 +102,7 @@ def test_images_of_several_sizes_in_a_minibatch_ask_for_a_size(tmp_path: Path) -
 
 
 @several_ways
-def test_directories_are_passed_over_and_only_the_parent_folder_is_the_label(
-    tmp_path: Path, packing: str, index: Any
-) -> None:
+def test_directories_are_skipped_and_parent_is_label(tmp_path: Path, packing: str, index: Any) -> None:
     names = ["../../up/a.png", "/etc/abs/b.png", "./here/c.png", "deep/er/than/d.png", "x/../odd/e.png", "two//f.png"]
     folder = tarfile.TarInfo("here")
     folder.type = tarfile.DIRTYPE
@@ -122,7 +116,7 @@ def test_directories_are_passed_over_and_only_the_parent_folder_is_the_label(
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
 @pytest.mark.parametrize("index", ["auto", False])
-def test_long_names_and_names_that_are_not_ascii_are_read(tmp_path: Path, format: int, index: Any) -> None:
+def test_long_and_non_ascii_names_are_read(tmp_path: Path, format: int, index: Any) -> None:
     long = "d" * 90 if format == tarfile.USTAR_FORMAT else "é" * 300
     entries = [(f"{long}/{'f' * 80}.png", png(pixels_of(0))), *images(1)]
     archive = tmp_path / "images.tar"
@@ -131,7 +125,7 @@ def test_long_names_and_names_that_are_not_ascii_are_read(tmp_path: Path, format
     assert numbers(TgzImages(archive, index=index)) == [0, 0]
 
 
-def test_several_members_of_gzip_and_zeros_after_them_are_one_archive(tmp_path: Path) -> None:
+def test_concatenated_gzip_is_one_archive(tmp_path: Path) -> None:
     data = tar(images(5))
     archive = tmp_path / "images.tgz"
     archive.write_bytes(compress(data[:1000], "tgz") + compress(data[1000:], "tgz") + bytes(600))
@@ -141,7 +135,7 @@ def test_several_members_of_gzip_and_zeros_after_them_are_one_archive(tmp_path: 
 
 
 @several_ways
-def test_shuffled_images_come_once_and_depend_on_seed_and_epoch(tmp_path: Path, packing: str, index: Any) -> None:
+def test_shuffle_depends_on_seed_and_epoch(tmp_path: Path, packing: str, index: Any) -> None:
     archive = write_archive(tmp_path, images(40), packing)
     dataset = TgzImages(archive, index=index, shuffle=30, seed=1)
     orders = []
@@ -154,7 +148,7 @@ def test_shuffled_images_come_once_and_depend_on_seed_and_epoch(tmp_path: Path, 
     assert numbers(TgzImages(archive, index=index, shuffle=30, seed=2)) == orders[1]  # seed + epoch
 
 
-def test_an_index_shuffles_the_whole_archive_and_a_buffer_does_not(tmp_path: Path) -> None:
+def test_index_shuffles_whole_archive(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, images(60))
     assert max(numbers(TgzImages(archive, shuffle=1))[:10]) > 40
     assert max(numbers(TgzImages(archive, shuffle=4, index=False))[:10]) < 14
@@ -179,7 +173,7 @@ def test_an_index_shuffles_the_whole_archive_and_a_buffer_does_not(tmp_path: Pat
     ],
     ids=str,
 )
-def test_arguments_out_of_their_range_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_arguments_out_of_range_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
     archive = write_archive(tmp_path, images(1))
     with pytest.raises(ValueError, match=str(next(iter(arguments)))):
         TgzImages(archive, **arguments)
@@ -199,7 +193,7 @@ def test_a_missing_archive_is_an_oserror(tmp_path: Path) -> None:
         ("zstandard", lambda archive: classes_of(archive.with_suffix(".zst"))),
     ],
 )
-def test_a_missing_package_is_an_error_that_names_it(
+def test_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, call: Callable[[Path], object]
 ) -> None:
     archive = write_archive(tmp_path, images(1))
@@ -211,7 +205,7 @@ def test_a_missing_package_is_an_error_that_names_it(
 
 
 @pytest.mark.slow
-def test_importing_the_library_imports_no_package_of_the_extra() -> None:
+def test_import_skips_optional_packages() -> None:
     code = "import sys, cudafuture, cudafuture.data; print({'PIL', 'rapidgzip', 'zstandard'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"

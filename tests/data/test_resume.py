@@ -36,7 +36,7 @@ def in_batches(batches: list[list[Any]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("workers", "ranks", "index", "batch", "shuffle", "on_error"), SETTINGS)
-def test_resuming_at_every_batch_gives_the_same_rest(
+def test_resume_at_any_batch_gives_rest(
     archive: Path,
     faulty: Path,
     in_turn: InTurn,
@@ -69,9 +69,7 @@ def test_resuming_at_every_batch_gives_the_same_rest(
 @pytest.mark.parametrize("index", ["auto", False])
 @pytest.mark.parametrize("shuffle", [0, 4])
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_the_state_of_an_iterator_gives_the_same_rest(
-    archive: Path, faulty: Path, index: Any, shuffle: int, on_error: Any
-) -> None:
+def test_iterator_state_gives_rest(archive: Path, faulty: Path, index: Any, shuffle: int, on_error: Any) -> None:
     path = faulty if on_error == "skip" else archive
     for batch in (None, 3):
         dataset = TgzImages(path, index=index, batch=batch, shuffle=shuffle, on_error=on_error)
@@ -93,7 +91,7 @@ def test_the_state_of_an_iterator_gives_the_same_rest(
             assert resumed.skipped - before == dataset.skipped - skipped[count]
 
 
-def test_the_state_of_another_part_is_refused(archive: Path) -> None:
+def test_state_of_other_part_is_refused(archive: Path) -> None:
     state = iter(TgzImages(archive, shard=(0, 2))).state_dict()  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="rank 0 of 2, worker 0 of 1; this is rank 1 of 2"):
         iter(TgzImages(archive, shard=(1, 2))).load_state_dict(state)  # type: ignore[attr-defined]
@@ -122,21 +120,21 @@ def test_persistent_workers_resume_once(archive: Path) -> None:
     assert numbers(loader) == [18]
 
 
-def test_workers_of_another_loader_do_not_resume(archive: Path, in_turn: InTurn) -> None:
+def test_workers_of_other_loader_do_not_resume(archive: Path, in_turn: InTurn) -> None:
     dataset = TgzImages(archive, batch=2)
     dataset.load_state_dict({"epoch": 0, "batches": 5})
     assert numbers(DataLoader(dataset, batch_size=None, num_workers=1)) == list(range(10, COUNT))
     assert sorted(numbers(DataLoader(dataset, batch_size=None, num_workers=2))) == list(range(COUNT))
 
 
-def test_another_epoch_begins_at_its_first_image(archive: Path) -> None:
+def test_other_epoch_begins_at_first_image(archive: Path) -> None:
     dataset = TgzImages(archive)
     dataset.load_state_dict({"epoch": 3, "batches": 5})
     dataset.set_epoch(4)
     assert numbers(dataset) == list(range(COUNT))
 
 
-def test_resuming_with_an_index_reads_the_rest_only(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_indexed_resume_reads_only_rest(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cudafuture.data._index import Reader
 
     read = []
@@ -151,7 +149,7 @@ def test_resuming_with_an_index_reads_the_rest_only(archive: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "state", [{"epoch": 0, "batches": -1}, {"epoch": 0, "batches": 1, "batch_size": 3}, {"epoch": 0}]
 )
-def test_a_state_that_cannot_be_is_refused(archive: Path, state: dict[str, int]) -> None:
+def test_impossible_state_is_refused(archive: Path, state: dict[str, int]) -> None:
     with pytest.raises((ValueError, KeyError), match="batch"):
         TgzImages(archive, batch=2).load_state_dict(state)
 
@@ -163,14 +161,14 @@ def test_another_number_of_workers_is_refused(archive: Path) -> None:
         iter(dataset)
 
 
-def test_transforms_are_not_called_for_what_is_passed_over(faulty: Path) -> None:
+def test_resume_skips_transforms(faulty: Path) -> None:
     called: list[torch.Tensor] = []
     dataset = TgzImages(faulty, transform=lambda t: called.append(t) or t, on_error="skip")  # type: ignore[func-returns-value]
     dataset.load_state_dict({"epoch": 0, "batches": 10})
     assert len(list(dataset)) == len(called) == 3
 
 
-def test_a_dataset_created_in_inference_mode_is_resumed_outside_of_it(archive: Path) -> None:
+def test_inference_mode_dataset_resumes_outside(archive: Path) -> None:
     with torch.inference_mode():
         dataset = TgzImages(archive)
         assert numbers(dataset) == list(range(COUNT))

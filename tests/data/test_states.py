@@ -61,7 +61,7 @@ def test_prefetch_resumes_in_a_later_epoch(archive: Path) -> None:
         assert numbers(resumed) == whole[2]
 
 
-def test_the_state_of_a_dataset_is_where_its_next_iteration_begins(archive: Path) -> None:
+def test_dataset_state_is_next_start(archive: Path) -> None:
     dataset = TgzImages(archive, batch=2)
     dataset.set_epoch(4)
     first = dataset.state_dict()
@@ -78,20 +78,20 @@ def test_the_state_of_a_dataset_is_where_its_next_iteration_begins(archive: Path
 
 
 @pytest.mark.parametrize("part", [[1, 2, 0, 1], [0, 1, 1, 2]])
-def test_the_state_of_an_iterator_with_another_part_is_refused(archive: Path, part: list[int]) -> None:
+def test_iterator_state_of_other_part_is_refused(archive: Path, part: list[int]) -> None:
     dataset = TgzImages(archive)
     dataset.load_state_dict({"epoch": 0, "position": 1, "part": part})
     with pytest.raises(ValueError, match=r"the state is of rank .*; this is rank 0 of 1, worker 0 of 1"):
         iter(dataset)
 
 
-def test_the_state_of_an_iterator_resumes_its_worker(archive: Path) -> None:
+def test_iterator_state_resumes_its_worker(archive: Path) -> None:
     dataset = TgzImages(archive, batch=2)
     dataset.load_state_dict({"epoch": 0, "position": 4, "part": [0, 1, 0, 1]})
     assert numbers(DataLoader(dataset, batch_size=None, num_workers=1)) == [4, 5, 6]
 
 
-def test_a_start_that_the_main_process_has_taken_is_not_taken_by_workers(archive: Path, in_turn: InTurn) -> None:
+def test_start_used_by_main_is_not_reused(archive: Path, in_turn: InTurn) -> None:
     for first, second in ((0, 2), (2, 0)):
         dataset = TgzImages(archive, batch=2)
         dataset.load_state_dict({"epoch": 0, "batches": 2})
@@ -111,7 +111,7 @@ def in_batches(dataset: TgzImages, in_turn: InTurn) -> list[list[int]]:
     return [numbers(batch) for batch in in_turn(dataset, 2, draws=2) if len(batch) == 2]
 
 
-def test_a_loader_that_drops_partial_batches_resumes_where_images_are_skipped(tmp_path: Path, in_turn: InTurn) -> None:
+def test_drop_last_loader_resumes_with_skips(tmp_path: Path, in_turn: InTurn) -> None:
     entries: list[Entry] = list(images(16))
     for i in range(5):
         entries[i] = (entries[i][0], b"no image")
@@ -138,14 +138,14 @@ BAD_STATES: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("state", "kind", "text"), BAD_STATES, ids=str)
-def test_a_state_of_other_types_is_refused(archive: Path, state: Any, kind: type[Exception], text: str) -> None:
+def test_state_of_wrong_type_is_refused(archive: Path, state: Any, kind: type[Exception], text: str) -> None:
     dataset = TgzImages(archive, batch=2)
     with pytest.raises(kind, match=text):
         dataset.load_state_dict(state)
     assert numbers(dataset) == list(range(COUNT))
 
 
-def test_an_iterator_refuses_states_of_other_types(archive: Path) -> None:
+def test_iterator_refuses_wrong_state_types(archive: Path) -> None:
     iterator: Any = iter(TgzImages(archive))
     with pytest.raises(TypeError, match=r"position=1\.5 must be an integer"):
         iterator.load_state_dict({"epoch": 0, "position": 1.5, "part": [0, 1, 0, 1]})
@@ -154,7 +154,7 @@ def test_an_iterator_refuses_states_of_other_types(archive: Path) -> None:
     assert numbers(iterator) == list(range(COUNT))
 
 
-def test_numbers_that_are_no_integers_are_refused(archive: Path) -> None:
+def test_non_integer_numbers_are_refused(archive: Path) -> None:
     with pytest.raises(TypeError, match=r"epoch=1\.5 must be an integer"):
         TgzImages(archive).set_epoch(1.5)  # type: ignore[arg-type]
     for argument in ("seed", "shuffle", "batch"):
@@ -164,7 +164,7 @@ def test_numbers_that_are_no_integers_are_refused(archive: Path) -> None:
         TgzImages(archive, seed=1 << 64)
 
 
-def test_every_seed_of_64_bits_gives_an_order(archive: Path) -> None:
+def test_every_64_bit_seed_gives_order(archive: Path) -> None:
     for seed in (-(1 << 63), (1 << 63) - 1):
         dataset = TgzImages(archive, seed=seed, shuffle=True)
         for epoch in (0, (1 << 63) - 1, -(1 << 63)):

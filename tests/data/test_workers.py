@@ -53,7 +53,7 @@ def test_every_image_comes_exactly_once(
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize(("workers", "ranks", "index", "batch", "shuffle"), IN_PROCESSES)
-def test_every_image_comes_exactly_once_from_processes(
+def test_processes_deliver_each_image_once(
     archive: Path, in_turn: InTurn, workers: int, ranks: int, index: Any, batch: int | None, shuffle: int
 ) -> None:
     found = []
@@ -67,13 +67,13 @@ def test_every_image_comes_exactly_once_from_processes(
     assert sorted(found) == list(range(COUNT))
 
 
-def test_an_index_gives_each_part_a_run_of_the_archive(archive: Path) -> None:
+def test_index_gives_parts_contiguous_runs(archive: Path) -> None:
     runs = [numbers(TgzImages(archive, shard=(rank, 3))) for rank in range(3)]
     assert runs == [list(range(8)), list(range(8, 16)), list(range(16, 23))]
 
 
 @pytest.mark.slow
-def test_a_spawned_worker_has_the_index_and_the_rank_of_its_parent(tmp_path: Path) -> None:
+def test_spawned_worker_has_parent_index_and_rank(tmp_path: Path) -> None:
     archive = write_archive(tmp_path, images(5))
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
@@ -84,7 +84,7 @@ def test_a_spawned_worker_has_the_index_and_the_rank_of_its_parent(tmp_path: Pat
         dist.destroy_process_group()
 
 
-def test_the_ranks_are_those_of_torch_distributed(archive: Path) -> None:
+def test_ranks_come_from_torch_distributed(archive: Path) -> None:
     dataset = TgzImages(archive)
     dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
     try:
@@ -113,7 +113,7 @@ def loader_of_epoch(archive: Path, epoch: int) -> TgzImages:
     return dataset
 
 
-def test_a_killed_worker_is_an_error_of_the_loader(archive: Path) -> None:
+def test_killed_worker_is_loader_error(archive: Path) -> None:
     def kill(pixels: torch.Tensor) -> torch.Tensor:
         os.kill(os.getpid(), signal.SIGKILL)
         return pixels
@@ -122,7 +122,7 @@ def test_a_killed_worker_is_an_error_of_the_loader(archive: Path) -> None:
         list(DataLoader(TgzImages(archive, transform=kill), batch_size=None, num_workers=1))
 
 
-def test_skipped_members_of_all_workers_are_counted(tmp_path: Path) -> None:
+def test_skipped_members_of_workers_are_counted(tmp_path: Path) -> None:
     entries = [
         (f"a/{i}.png", b"no image" if i % 2 else png(torch.zeros(3, 2, 2, dtype=torch.uint8))) for i in range(20)
     ]
