@@ -69,7 +69,7 @@ class Epochs:
 # ---- read ahead across epochs
 
 
-def test_a_new_loop_ends_the_epoch_before_when_the_next_one_was_read_ahead() -> None:
+def test_new_loop_ends_epoch_read_ahead() -> None:
     batches = prefetch(range(6), "cpu", depth=8, across_epochs=True)
     kept = iter(batches)
     assert next(kept) == 0
@@ -90,7 +90,7 @@ def test_each_event_loop_gets_whole_epochs() -> None:
         assert source_is_whole == list(range(8))
 
 
-def test_a_resumed_program_tells_the_iterable_the_number_of_its_epoch() -> None:
+def test_resumed_program_sets_iterable_epoch() -> None:
     source = Epochs()
     batches = prefetch(source, "cpu", across_epochs=source.set_epoch)
     list(batches)
@@ -105,7 +105,7 @@ def test_a_resumed_program_tells_the_iterable_the_number_of_its_epoch() -> None:
     assert resumed.state_dict()["epoch"] == 3  # the next one
 
 
-def test_an_error_between_epochs_is_raised_by_the_next_loop() -> None:
+def test_error_between_epochs_reaches_next_loop() -> None:
     def refuse(number: int) -> None:
         if number == 1:
             raise ValueError("no second epoch")
@@ -116,7 +116,7 @@ def test_an_error_between_epochs_is_raised_by_the_next_loop() -> None:
         iter(batches)
 
 
-def test_a_dropped_prefetcher_ends_without_a_garbage_collection() -> None:
+def test_dropped_prefetcher_ends_without_collection() -> None:
     class Source:
         def __iter__(self) -> Iterator[int]:
             return iter(range(4))
@@ -142,7 +142,7 @@ def test_a_dropped_prefetcher_ends_without_a_garbage_collection() -> None:
 
 
 @pytest.mark.parametrize("across_epochs", [False, True])
-def test_two_loops_at_a_time_are_refused(across_epochs: bool) -> None:
+def test_two_loops_are_refused(across_epochs: bool) -> None:
     batches = prefetch(range(4), "cpu", across_epochs=across_epochs)
     with pytest.raises(RuntimeError, match="reads one epoch at a time"):
         list(zip(batches, batches, strict=True))
@@ -152,7 +152,7 @@ def test_two_loops_at_a_time_are_refused(across_epochs: bool) -> None:
     assert [pair for a in batches for pair in zip([a], other, strict=False)] == [(a, 0) for a in range(4)]
 
 
-def test_two_async_loops_at_a_time_are_refused() -> None:
+def test_two_async_loops_are_refused() -> None:
     async def main() -> None:
         batches = prefetch(range(4), "cpu")
         async for _ in batches:
@@ -162,7 +162,7 @@ def test_two_async_loops_at_a_time_are_refused() -> None:
         asyncio.run(main())
 
 
-def test_an_iterator_that_waits_raises_when_another_epoch_begins() -> None:
+def test_waiting_iterator_raises_on_new_epoch() -> None:
     released = threading.Event()
 
     def block_once() -> Iterator[int]:
@@ -195,7 +195,7 @@ def test_an_iterator_that_waits_raises_when_another_epoch_begins() -> None:
     assert "reads one epoch at a time" in errors[0]
 
 
-def test_a_loop_that_was_left_or_has_ended_is_no_second_loop() -> None:
+def test_finished_loop_does_not_block_another() -> None:
     batches = prefetch(range(4), "cpu")
     ended = iter(batches)
     assert list(ended) == list(range(4))
@@ -206,7 +206,7 @@ def test_a_loop_that_was_left_or_has_ended_is_no_second_loop() -> None:
     assert list(ended) == []
 
 
-def test_threads_that_share_an_iterator_get_each_batch_once() -> None:
+def test_shared_iterator_yields_each_batch_once() -> None:
     batches = iter(prefetch(range(200), "cpu"))
     got: list[int] = []
     threads = [threading.Thread(target=lambda: got.extend(batches)) for _ in range(3)]
@@ -221,7 +221,7 @@ def test_threads_that_share_an_iterator_get_each_batch_once() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_state_that_is_loaded_inside_an_async_epoch_counts(depth: int) -> None:
+def test_state_loaded_in_async_epoch_counts(depth: int) -> None:
     async def main() -> None:
         batches = prefetch(Asynchronous(), "cpu", depth=depth)
         epoch = aiter(batches)
@@ -234,7 +234,7 @@ def test_a_state_that_is_loaded_inside_an_async_epoch_counts(depth: int) -> None
     asyncio.run(main())
 
 
-def test_an_epoch_whose_task_is_cancelled_fails_instead_of_ending_early() -> None:
+def test_cancelled_async_epoch_fails() -> None:
     async def main() -> None:
         epoch = aiter(prefetch(Asynchronous(100), "cpu"))
         assert await anext(epoch) == 0
@@ -247,7 +247,7 @@ def test_an_epoch_whose_task_is_cancelled_fails_instead_of_ending_early() -> Non
     asyncio.run(main())
 
 
-def test_two_tasks_may_wait_for_batches_of_one_epoch() -> None:
+def test_two_tasks_may_share_epoch() -> None:
     async def main() -> None:
         epoch = aiter(prefetch(Asynchronous(), "cpu"))
         assert await asyncio.gather(*(anext(epoch) for _ in range(4))) == [0, 1, 2, 3]
@@ -255,7 +255,7 @@ def test_two_tasks_may_wait_for_batches_of_one_epoch() -> None:
     asyncio.run(asyncio.wait_for(main(), LONG))
 
 
-def test_an_async_epoch_is_not_for_next() -> None:
+def test_async_epoch_refuses_next() -> None:
     async def main() -> None:
         epoch = aiter(prefetch(Asynchronous(), "cpu"))
         with pytest.raises(TypeError, match="async for"):
@@ -284,7 +284,7 @@ def test_a_state_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize("fails_at", range(6))
-def test_a_failing_state_dict_is_an_error_at_its_batch_and_drops_the_iterator(fails_at: int) -> None:
+def test_failing_state_dict_drops_iterator(fails_at: int) -> None:
     calls = [0]
     iterators: list[weakref.ref[Any]] = []
 
@@ -316,7 +316,7 @@ def test_a_failing_state_dict_is_an_error_at_its_batch_and_drops_the_iterator(fa
 # ---- leaving
 
 
-def test_futures_of_an_epoch_that_is_left_complete() -> None:
+def test_futures_of_abandoned_epoch_complete() -> None:
     go_on = threading.Event()
 
     def transform(batch: int) -> int:
@@ -330,7 +330,7 @@ def test_futures_of_an_epoch_that_is_left_complete() -> None:
     assert first.wait(timeout=LONG) == 0 or first.cancelled()
 
 
-def test_the_error_of_a_batch_that_nobody_asked_for_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_error_of_untaken_batch_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     failed = threading.Event()
 
     def read() -> Iterator[int]:
@@ -370,7 +370,7 @@ def close(batches: Prefetcher) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ctrl-C inside __del__
 @pytest.mark.parametrize("across_epochs", [False, True])
 @pytest.mark.parametrize("body", [take_all, take_one, close])
-def test_ctrl_c_at_any_line_leaves_the_prefetcher_usable(
+def test_ctrl_c_anywhere_leaves_prefetcher_usable(
     body: Callable[[Prefetcher], None], across_epochs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)

@@ -44,7 +44,7 @@ def halve(batch: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("size", [10, 1 << 20])
 @pytest.mark.sim(schedule="lazy")
-def test_an_iterable_may_fill_its_pageable_tensors_again(size: int, pack: bool) -> None:
+def test_iterable_may_refill_pageable_tensors(size: int, pack: bool) -> None:
     def fill_again() -> Iterator[list[torch.Tensor]]:
         tensors = [torch.empty(size), torch.empty(size)]
         for i in range(6):
@@ -55,14 +55,14 @@ def test_an_iterable_may_fill_its_pageable_tensors_again(size: int, pack: bool) 
     ]
 
 
-def test_the_host_as_a_target_gets_the_tensors_of_the_iterable() -> None:
+def test_host_target_gets_original_tensors() -> None:
     tensor = torch.ones(2)
     assert all(batch[0] is tensor for batch in prefetch([[tensor], (tensor,)], "cpu"))
 
 
 @pytest.mark.parametrize("seed", range(soak_count(1000)))
 @pytest.mark.sim(schedule="jitter")
-def test_a_random_program_gets_its_batches_without_a_race(seed: int) -> None:
+def test_random_program_has_no_race(seed: int) -> None:
     choose = random.Random(seed)
     sim.enable(devices=2, schedule=choose.choice(("jitter", "jitter", "lazy", "free")), seed=seed)
     total = choose.randrange(1, 14)
@@ -122,7 +122,7 @@ def test_reserved_memory_is_flat_over_epochs() -> None:
 
 
 @pytest.mark.sim
-def test_a_prefetched_batch_of_many_tensors_crosses_in_one_copy() -> None:
+def test_batch_of_many_tensors_copies_once() -> None:
     batch = [torch.rand(8) for _ in range(100)]
     sim.synchronize()
     before = sim.statistics().submitted
@@ -131,7 +131,7 @@ def test_a_prefetched_batch_of_many_tensors_crosses_in_one_copy() -> None:
 
 
 @pytest.mark.sim
-def test_a_device_without_memory_is_an_error_at_its_batch_and_the_prefetcher_can_be_used_again() -> None:
+def test_device_without_memory_fails_only_batch() -> None:
     sim.enable(memory=8 << 20)
     batches = [torch.ones(1000), torch.ones(4 << 20), torch.ones(1000)]
     prefetched = prefetch(batches, "sim")
@@ -146,7 +146,7 @@ def test_a_device_without_memory_is_an_error_at_its_batch_and_the_prefetcher_can
 
 
 @pytest.mark.sim(schedule="lazy")
-def test_a_transform_without_memory_is_an_error_at_its_batch() -> None:
+def test_transform_without_memory_fails_batch() -> None:
     sim.enable(memory=8 << 20)
     prefetched = prefetch([torch.ones(1000)], "sim", transform=lambda x: torch.cat([x] * 10_000))
     with pytest.raises(torch.OutOfMemoryError):
@@ -155,7 +155,7 @@ def test_a_transform_without_memory_is_an_error_at_its_batch() -> None:
 
 
 @pytest.mark.sim
-def test_a_loader_beside_a_trainer_takes_the_time_of_the_longest() -> None:
+def test_loader_and_trainer_take_longer_time() -> None:
     sim.enable(speeds=sim.Speeds(copy=4e6, launch=0))  # a millisecond for 1,000 floats
 
     class Loader:
@@ -194,7 +194,7 @@ async def wait_behind_held_copies(turns: int) -> float:
 
 
 @pytest.mark.sim(schedule="lazy")
-def test_the_wait_for_the_device_is_counted() -> None:
+def test_wait_for_device_is_counted() -> None:
     turns = 1
     while asyncio.run(wait_behind_held_copies(turns)) == 0:  # the reader had not come to wait for the device
         turns *= 2

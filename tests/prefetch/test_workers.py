@@ -39,6 +39,6 @@ print("used again")
 """
 
 
-def test_a_worker_that_is_killed_is_an_error_and_the_prefetcher_can_be_used_again() -> None:
+def test_killed_worker_leaves_prefetcher_usable() -> None:
     finished = run_script(SCRIPT)
     assert finished.stdout == "used again\n", finished.stderr
