@@ -99,7 +99,7 @@ MODES = pytest.mark.parametrize("call", [by_sync, by_async, by_remote])
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
-def test_the_outcome_of_the_future_is_the_answer(
+def test_future_outcome_is_reply(
     worker: rpc_ext.Session, call: Callable[..., Any], function: Any, args: Any, value: Any
 ) -> None:
     assert call(function, *args) == value
@@ -120,7 +120,7 @@ def test_methods_of_every_kind_return_futures(worker: rpc_ext.Session, call: Cal
     assert call(Adder.class_above, ME, 1, 2) == 4
 
 
-def test_a_decorated_function_is_an_ordinary_one_where_it_is_called_directly(worker: rpc_ext.Session) -> None:
+def test_decorated_function_works_directly(worker: rpc_ext.Session) -> None:
     assert submit_add(1, 2).wait(timeout=PATIENCE) == 3
     assert submit_add.__name__ == "submit_add"
 
@@ -145,7 +145,7 @@ def test_what_is_no_future_is_refused(worker: rpc_ext.Session, call: Callable[..
         call(returns_no_future)
 
 
-def test_a_future_that_was_not_announced_is_explained(worker: rpc_ext.Session) -> None:
+def test_unannounced_future_is_explained(worker: rpc_ext.Session) -> None:
     with pytest.raises(TypeError, match=r"must be decorated with @rpc_ext\.async_execution"):
         rpc_sync(ME, is_not_decorated)
     with pytest.raises(TypeError, match=r"must be decorated with @rpc_ext\.async_execution"):
@@ -174,7 +174,7 @@ def complete_with(kind: str) -> CUDAFuture[Any]:
 
 @answers("test_async_function_raise", "test_async_function_raise_async", "test_async_function_raise_remote")
 @MODES
-def test_a_future_that_fails_fails_the_call(worker: rpc_ext.Session, call: Callable[..., Any]) -> None:
+def test_failed_future_fails_call(worker: rpc_ext.Session, call: Callable[..., Any]) -> None:
     for function, args, error in (
         (raises_before, (), LookupError),
         (forward, (ME, raises, LookupError("later")), LookupError),
@@ -185,13 +185,13 @@ def test_a_future_that_fails_fails_the_call(worker: rpc_ext.Session, call: Calla
             call(function, *args)
 
 
-def test_an_outcome_that_cannot_be_sent_fails_the_call(worker: rpc_ext.Session) -> None:
+def test_unsendable_outcome_fails_call(worker: rpc_ext.Session) -> None:
     for kind in ("lambda", "future"):
         with pytest.raises(Exception, match=r"pickle|async_execution"):
             rpc_sync(ME, complete_with, (kind,))
 
 
-def test_a_future_that_never_completes_lets_the_call_time_out(worker: rpc_ext.Session, gate: Gate) -> None:
+def test_pending_future_lets_call_time_out(worker: rpc_ext.Session, gate: Gate) -> None:
     with pytest.raises(TimeoutError, match="pending on worker 'me'"):
         rpc_sync(ME, pending, (gate,), timeout=0.1)
     assert rpc_ext.statistics().serving == 1
@@ -203,7 +203,7 @@ def test_a_future_that_never_completes_lets_the_call_time_out(worker: rpc_ext.Se
 # ---- threads
 
 
-def test_no_thread_is_held_while_futures_are_pending(worker: rpc_ext.Session, gate: Gate) -> None:
+def test_pending_futures_hold_no_thread(worker: rpc_ext.Session, gate: Gate) -> None:
     futures = [rpc_async(ME, pending, (gate,)) for _ in range(100)]
     assert rpc_sync(ME, add, (1, 2)) == 3  # by the only thread there is
     statistics = rpc_ext.statistics()
@@ -213,7 +213,7 @@ def test_no_thread_is_held_while_futures_are_pending(worker: rpc_ext.Session, ga
     assert wait_all(futures, timeout=PATIENCE) == list(range(99, -1, -1))
 
 
-def test_a_future_may_be_completed_by_any_thread_and_with_tensors(worker: rpc_ext.Session, gate: Gate) -> None:
+def test_any_thread_may_complete_with_tensors(worker: rpc_ext.Session, gate: Gate) -> None:
     future = rpc_async(ME, pending, (gate,))
     assert gate.reached.wait(PATIENCE)
     thread = threading.Thread(target=gate.futures[0].set_result, args=({"a": [ONES]},))
@@ -222,7 +222,7 @@ def test_a_future_may_be_completed_by_any_thread_and_with_tensors(worker: rpc_ex
     assert torch.equal(future.wait(timeout=PATIENCE)["a"][0], ONES)
 
 
-def test_waiting_on_the_only_thread_is_refused_at_once(worker: rpc_ext.Session) -> None:
+def test_wait_on_only_thread_is_refused(worker: rpc_ext.Session) -> None:
     for function in (is_refused_to_wait, local_to_here):
         assert "@rpc_ext.async_execution" in rpc_sync(ME, function, (ME,))
         assert "@rpc_ext.async_execution" in remote(ME, function, (ME,)).to_here()
@@ -245,7 +245,7 @@ def test_with_two_threads_one_may_wait(tmp_path: Path) -> None:
         assert rpc_sync(ME, waits_for_another, (ME, add, 1, 2)) == 3  # the thread that has waited counts no more
 
 
-def test_a_call_that_would_have_to_wait_for_room_is_refused_there_as_well(tmp_path: Path) -> None:
+def test_wait_for_room_on_thread_is_refused(tmp_path: Path) -> None:
     gate = Gate("room")
     with alone(tmp_path / "rendezvous", num_worker_threads=1, max_in_flight=2):
         future = rpc_async(ME, forward, (ME, forward, ME, add, 1, 2))
@@ -254,7 +254,7 @@ def test_a_call_that_would_have_to_wait_for_room_is_refused_there_as_well(tmp_pa
         gate.open()
 
 
-def test_many_threads_are_held_by_functions_that_wait_themselves(tmp_path: Path, gate: Gate) -> None:
+def test_waiting_functions_hold_many_threads(tmp_path: Path, gate: Gate) -> None:
     with alone(tmp_path / "rendezvous", num_worker_threads=3):
         futures = [rpc_async(ME, waits, (gate, i)) for i in range(3)]
         last = rpc_async(ME, same, (3,))
@@ -263,9 +263,7 @@ def test_many_threads_are_held_by_functions_that_wait_themselves(tmp_path: Path,
         assert wait_all([*futures, last], timeout=PATIENCE) == [0, 1, 2, 3]
 
 
-def test_a_call_that_comes_before_this_worker_is_ready_waits_until_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_call_waits_for_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, found = rpc_session.start, []  # type: ignore[attr-defined]
 
     def call() -> None:
@@ -314,8 +312,6 @@ def in_a_ring(file: str, secret: str | None) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.world(3)
 @pytest.mark.parametrize("secret", [None, "sixteen bytes and more"], ids=["open", "signed"])
-def test_calls_go_around_in_a_ring_of_workers_with_one_thread_each(
-    world: World, tmp_path: Path, secret: str | None
-) -> None:
+def test_calls_circle_single_threaded_workers(world: World, tmp_path: Path, secret: str | None) -> None:
     paths = world.run(in_a_ring, str(tmp_path / "rendezvous"), secret)
     assert [path[0] for path in paths] == [1, 2, 0]

@@ -146,7 +146,7 @@ class Imposter:
 
 @pytest.mark.soak
 @pytest.mark.world(3)
-def test_no_forged_message_is_executed_and_the_job_finishes_right(world: World, tmp_path: Path) -> None:
+def test_forged_messages_execute_nothing(world: World, tmp_path: Path) -> None:
     folder = tmp_path / "made"
     folder.mkdir()
     count = soak_count(200)
@@ -193,7 +193,7 @@ def test_no_forged_message_is_executed_and_the_job_finishes_right(world: World, 
 
 
 @pytest.mark.world(3)
-def test_references_and_gradients_of_a_stranger_are_refused(world: World, tmp_path: Path) -> None:
+def test_references_and_gradients_of_stranger_are_refused(world: World, tmp_path: Path) -> None:
     folder = tmp_path / "made"
     folder.mkdir()
 
@@ -213,7 +213,7 @@ def test_references_and_gradients_of_a_stranger_are_refused(world: World, tmp_pa
 
 
 @pytest.mark.world(3)
-def test_without_a_secret_all_of_that_is_executed(world: World, tmp_path: Path) -> None:
+def test_workers_without_secret_execute_forged_messages(world: World, tmp_path: Path) -> None:
     folder = tmp_path / "made"
     folder.mkdir()
 
@@ -247,7 +247,7 @@ def throw(garbage: bytes, family: int, address: Any) -> None:
 
 
 @pytest.mark.world(3)
-def test_nobody_can_connect_once_all_workers_are_there(world: World, tmp_path: Path) -> None:
+def test_listeners_close_after_last_worker(world: World, tmp_path: Path) -> None:
     # Read by TensorPipe, most of this would end the process.
     def attack(known: list[Any]) -> int:
         doors = [door for worker in known for door in worker["doors"]]
@@ -269,7 +269,7 @@ def test_nobody_can_connect_once_all_workers_are_there(world: World, tmp_path: P
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("channel", ["mpt_uv", "basic"])
-def test_tensors_travel_after_the_doors_were_closed(world: World, tmp_path: Path, channel: str) -> None:
+def test_tensors_travel_with_closed_listeners(world: World, tmp_path: Path, channel: str) -> None:
     # Workers on one machine would read each other's memory. These do as if they were on two.
     def run() -> None:
         rank = dist.get_rank()
@@ -294,7 +294,7 @@ def test_tensors_travel_after_the_doors_were_closed(world: World, tmp_path: Path
 
 @pytest.mark.soak
 @pytest.mark.world(3)
-def test_a_store_full_of_garbage_executes_nothing_and_the_job_begins(world: World, tmp_path: Path) -> None:
+def test_garbage_in_store_executes_nothing(world: World, tmp_path: Path) -> None:
     file, folder = tmp_path / "file", tmp_path / "made"
     folder.mkdir()
     times = soak_count(200)

@@ -22,7 +22,7 @@ BRIEF = 0.2  # seconds that a worker which does not come is waited for
 
 @pytest.mark.soak
 @pytest.mark.world(3)
-def test_nobody_passes_before_the_last_has_come(world: World, tmp_path: Path) -> None:
+def test_barrier_waits_for_last_worker(world: World, tmp_path: Path) -> None:
     rounds = soak_count(1000)
 
     def run() -> list[int]:
@@ -40,7 +40,7 @@ def test_nobody_passes_before_the_last_has_come(world: World, tmp_path: Path) ->
 
 
 @pytest.mark.world(3)
-def test_some_workers_meet_without_the_others_and_in_their_own_order(world: World, tmp_path: Path) -> None:
+def test_some_workers_may_meet_alone(world: World, tmp_path: Path) -> None:
     def run() -> bool:
         rank = dist.get_rank()
         with working(f"w{rank}", rank, 3, tmp_path / "file"):
@@ -57,7 +57,7 @@ def test_some_workers_meet_without_the_others_and_in_their_own_order(world: Worl
 
 
 @pytest.mark.world(3)
-def test_a_worker_that_does_not_come_is_named_to_all(world: World, tmp_path: Path) -> None:
+def test_absent_worker_is_named_to_all(world: World, tmp_path: Path) -> None:
     def run() -> Any:
         rank = dist.get_rank()
         with working(f"w{rank}", rank, 3, tmp_path / "file"):
@@ -73,7 +73,7 @@ def test_a_worker_that_does_not_come_is_named_to_all(world: World, tmp_path: Pat
     assert world.run(run) == [f"worker 'w1' has not arrived at the barrier within {BRIEF:g} s"] * 3
 
 
-def test_a_worker_takes_part_in_its_own_barriers_only(tmp_path: Path) -> None:
+def test_barrier_refuses_wrong_workers(tmp_path: Path) -> None:
     with alone(tmp_path / "store"):
         with pytest.raises(ValueError, match="there is no worker 'you'"):
             barrier(["me", "you"])

@@ -49,7 +49,7 @@ def calls_in_a_batch(calls: int) -> None:
 # ---- each call is a call
 
 
-def test_each_call_has_its_own_future_value_and_error(worker: rpc_ext.Session) -> None:
+def test_each_call_has_own_outcome(worker: rpc_ext.Session) -> None:
     with batch(ME):
         futures = [
             rpc_async(ME, add, (1, 2)),
@@ -101,9 +101,7 @@ def test_calls_start_in_order(tmp_path: Path, gate: Gate) -> None:
     assert gate.seen == list(range(2000))
 
 
-def test_large_payloads_and_tensors_travel_in_messages_of_their_own_and_in_order(
-    worker: rpc_ext.Session, gate: Gate
-) -> None:
+def test_large_payloads_travel_separately_in_order(worker: rpc_ext.Session, gate: Gate) -> None:
     large = [bytes([i]) * (1 << 19) for i in range(8)]
     with batch(ME):
         futures: list[Any] = [rpc_async(ME, sees, (gate, value)) for value in large]
@@ -115,14 +113,14 @@ def test_large_payloads_and_tensors_travel_in_messages_of_their_own_and_in_order
 
 
 @pytest.mark.parametrize("calls", [1, 5, 100])
-def test_who_waits_inside_the_body_is_answered(worker: rpc_ext.Session, calls: int) -> None:
+def test_wait_inside_body_is_answered(worker: rpc_ext.Session, calls: int) -> None:
     with batch(ME):
         for _ in range(3):
             futures = [rpc_async(ME, add, (i, 1)) for i in range(calls)]
             assert [future.wait(timeout=PATIENCE) for future in futures] == list(range(1, calls + 1))
 
 
-def test_who_awaits_inside_the_body_is_answered(worker: rpc_ext.Session) -> None:
+def test_await_inside_body_is_answered(worker: rpc_ext.Session) -> None:
     async def body(i: int) -> int:
         with batch(ME):
             first = await rpc_async(ME, add, (i, 1))
@@ -162,7 +160,7 @@ def completes_the_first(gate: Gate, value: Any) -> CUDAFuture[Any]:
     return CUDAFuture.completed("second")
 
 
-def test_a_call_may_depend_on_a_later_one_of_the_same_batch(worker: rpc_ext.Session, gate: Gate) -> None:
+def test_call_may_depend_on_later_one(worker: rpc_ext.Session, gate: Gate) -> None:
     with batch(ME):
         first = rpc_async(ME, pending, (gate,))
         assert gate.reached.wait(PATIENCE)
@@ -171,9 +169,7 @@ def test_a_call_may_depend_on_a_later_one_of_the_same_batch(worker: rpc_ext.Sess
     assert second.wait(timeout=PATIENCE) == "second"
 
 
-def test_a_future_that_is_late_holds_up_neither_the_others_nor_the_next_message(
-    worker: rpc_ext.Session, gate: Gate
-) -> None:
+def test_late_future_delays_no_other(worker: rpc_ext.Session, gate: Gate) -> None:
     with batch(ME):
         late = [rpc_async(ME, pending, (gate,)) for _ in range(5)]
         prompt = [rpc_async(ME, same, (i,)) for i in range(500)]
@@ -188,7 +184,7 @@ def test_a_future_that_is_late_holds_up_neither_the_others_nor_the_next_message(
     assert (statistics.calls, statistics.failed, statistics.in_flight) == (505, 1, 0)
 
 
-def test_waiting_inside_for_what_was_asked_inside(worker: rpc_ext.Session) -> None:
+def test_calls_inside_batch_may_be_awaited(worker: rpc_ext.Session) -> None:
     with batch(ME):
         first = rpc_async(ME, add, (1, 2))
         assert rpc_sync(ME, add, (3, 4)) == 7
@@ -198,7 +194,7 @@ def test_waiting_inside_for_what_was_asked_inside(worker: rpc_ext.Session) -> No
         assert rref.rpc_sync().add(1) == 2
 
 
-def test_a_full_destination_sends_what_the_batch_holds(tmp_path: Path) -> None:
+def test_full_destination_flushes_batch(tmp_path: Path) -> None:
     with alone(tmp_path / "rendezvous", max_in_flight=10):
         calls_in_a_batch(100)
 
@@ -230,9 +226,7 @@ def test_each_call_has_its_own_timeout(worker: rpc_ext.Session, gate: Gate) -> N
 
 
 @pytest.mark.parametrize("behind", [PATIENCE, math.inf], ids=["a long timeout", "no timeout"])
-def test_a_call_that_waits_behind_another_has_a_timeout_all_the_same(
-    worker: rpc_ext.Session, gate: Gate, behind: float
-) -> None:
+def test_waiting_call_keeps_its_timeout(worker: rpc_ext.Session, gate: Gate, behind: float) -> None:
     with batch(ME):
         first = rpc_async(ME, waits, (gate, 1), timeout=behind)
         assert gate.reached.wait(PATIENCE)  # it is in flight, and holds the only thread
@@ -248,9 +242,7 @@ def test_a_call_that_waits_behind_another_has_a_timeout_all_the_same(
 
 
 @pytest.mark.parametrize("value", ["small", b"large" * (_batching.MOST_BYTES // 4)], ids=["small", "large"])
-def test_a_call_with_little_time_keeps_its_timeout_behind_one_with_much(
-    worker: rpc_ext.Session, gate: Gate, value: object
-) -> None:
+def test_short_timeout_survives_long_one(worker: rpc_ext.Session, gate: Gate, value: object) -> None:
     with batch(ME):
         first = rpc_async(ME, waits, (gate, 1), timeout=math.inf)
         assert gate.reached.wait(PATIENCE)  # it is in flight, and holds the only thread
@@ -264,7 +256,7 @@ def test_a_call_with_little_time_keeps_its_timeout_behind_one_with_much(
     assert (first.wait(timeout=PATIENCE), before.wait(timeout=PATIENCE)) == (1, 2)
 
 
-def test_a_call_whose_references_are_not_confirmed_holds_up_no_later_call(
+def test_unconfirmed_references_delay_no_call(
     worker: rpc_ext.Session, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     confirmed: CUDAFuture[None] = CUDAFuture()
@@ -279,7 +271,7 @@ def test_a_call_whose_references_are_not_confirmed_holds_up_no_later_call(
     assert first.wait(timeout=PATIENCE).to_here() == 1
 
 
-def test_a_call_that_goes_alone_begins_after_the_calls_before_it(worker: rpc_ext.Session, gate: Gate) -> None:
+def test_single_call_follows_earlier_calls(worker: rpc_ext.Session, gate: Gate) -> None:
     with batch(ME):
         before = [rpc_async(ME, sees, (gate, i)) for i in range(300)]
         alone_in_its_message = [rpc_async(ME, sees_later, (gate, 300)), rpc_async(ME, torch_sees_later, (gate, 301))]
@@ -300,7 +292,7 @@ def torch_sees_later(gate: Gate, value: Any) -> torch.futures.Future[Any]:
     return future
 
 
-def test_a_call_that_goes_alone_expires_and_is_cancelled_while_it_waits(worker: rpc_ext.Session, gate: Gate) -> None:
+def test_waiting_single_call_expires_or_cancels(worker: rpc_ext.Session, gate: Gate) -> None:
     with batch(ME):
         first = rpc_async(ME, waits, (gate, 1))
         assert gate.reached.wait(PATIENCE)
@@ -316,9 +308,7 @@ def test_a_call_that_goes_alone_expires_and_is_cancelled_while_it_waits(worker: 
     assert rpc_ext.statistics().destinations[ME].in_flight == 0
 
 
-def test_a_function_that_is_decorated_on_the_callee_only_is_answered_with_its_message(
-    worker: rpc_ext.Session, gate: Gate
-) -> None:
+def test_callee_only_decorated_function_is_answered(worker: rpc_ext.Session, gate: Gate) -> None:
     """The caller cannot know that it returns a future: the answers of its message wait for that."""
     with batch(ME):
         before = rpc_async(ME, same, (1,))
@@ -351,13 +341,13 @@ class Decorated(Hidden):
         return pending(self._gate)
 
 
-def test_arguments_that_come_one_by_one_are_taken_once(worker: rpc_ext.Session) -> None:
+def test_lazy_arguments_are_consumed_once(worker: rpc_ext.Session) -> None:
     with batch(ME):
         sums = [rpc_async(ME, add, (part for part in (i, torch.ones(1) if i % 2 else 1))) for i in range(4)]  # type: ignore[call-overload]
     assert [int(future.wait(timeout=PATIENCE)) for future in sums] == [1, 2, 3, 4]
 
 
-def test_the_answers_to_cancelled_calls_are_dropped(worker: rpc_ext.Session, gate: Gate) -> None:
+def test_replies_to_cancelled_calls_are_dropped(worker: rpc_ext.Session, gate: Gate) -> None:
     with batch(ME):
         before = rpc_async(ME, same, (1,))
         assert before.cancel()
@@ -374,7 +364,7 @@ def test_the_answers_to_cancelled_calls_are_dropped(worker: rpc_ext.Session, gat
 # ---- bodies
 
 
-def test_an_error_in_the_body_leaves_what_was_called(worker: rpc_ext.Session) -> None:
+def test_error_in_body_keeps_calls(worker: rpc_ext.Session) -> None:
     futures = []
 
     def body() -> None:
@@ -398,7 +388,7 @@ def test_batches_are_nested(worker: rpc_ext.Session, gate: Gate) -> None:
     assert wait_all([first, last], timeout=PATIENCE) == ["outer", "outer again"]
 
 
-def test_a_batch_that_is_in_use_is_not_entered_again(worker: rpc_ext.Session) -> None:
+def test_batch_in_use_refuses_entry(worker: rpc_ext.Session) -> None:
     with batch(ME) as one:
         with pytest.raises(InvalidStateError, match="in use"), one:
             pass
@@ -419,7 +409,7 @@ def test_a_batch_of_nobody_is_refused(worker: rpc_ext.Session) -> None:
         batch("nobody")
 
 
-def test_a_batch_before_there_is_rpc_is_refused() -> None:
+def test_batch_before_rpc_is_refused() -> None:
     with pytest.raises(InvalidStateError):
         batch(ME)
 
@@ -456,7 +446,7 @@ def batch_in_callee(count: int) -> CUDAFuture[Any]:
     return collect_all(futures).then(lambda f: sum(part.value() for part in f.value()))
 
 
-def test_a_callee_makes_a_batch_of_its_own(worker: rpc_ext.Session) -> None:
+def test_callee_makes_own_batch(worker: rpc_ext.Session) -> None:
     with batch(ME):
         futures = [rpc_async(ME, batch_in_callee, (n,)) for n in range(20)]
     assert wait_all(futures, timeout=PATIENCE) == [n * (n + 1) // 2 for n in range(20)]

@@ -20,9 +20,7 @@ from support.rpc_callees import ME, Gate, add, alone, same, sees, waits
 pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-batch")]
 
 
-def test_a_function_that_the_other_side_does_not_have_fails_its_own_calls(
-    worker: rpc_ext.Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_function_fails_own_calls(worker: rpc_ext.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("not_there")
     exec("def function(): pass", module.__dict__)
     with batch(ME), monkeypatch.context() as patch:
@@ -36,7 +34,7 @@ def test_a_function_that_the_other_side_does_not_have_fails_its_own_calls(
     assert wait_all(after, timeout=PATIENCE) == list(range(1, 301))
 
 
-def test_methods_of_objects_bring_these_along_as_they_are(worker: rpc_ext.Session) -> None:
+def test_methods_carry_their_objects(worker: rpc_ext.Session) -> None:
     numbers = {"one": 1}
     with batch(ME):
         sums = rpc_async(ME, torch.ones(2).add, (1,))
@@ -49,9 +47,7 @@ def test_methods_of_objects_bring_these_along_as_they_are(worker: rpc_ext.Sessio
     assert wait_all(others, timeout=PATIENCE) == [1, 2, 3]
 
 
-def test_an_error_while_a_message_is_made_fails_its_calls(
-    worker: rpc_ext.Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_while_packing_fails_its_calls(worker: rpc_ext.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise MemoryError("expected")
 
@@ -66,7 +62,7 @@ def test_an_error_while_a_message_is_made_fails_its_calls(
     assert wait_all(again, timeout=PATIENCE) == [1, 2, 3]
 
 
-def test_a_call_that_was_cancelled_before_it_was_sent_is_not_made(worker: rpc_ext.Session, gate: Gate) -> None:
+def test_call_cancelled_before_sending_is_skipped(worker: rpc_ext.Session, gate: Gate) -> None:
     with batch(ME):
         first = rpc_async(ME, waits, (gate,))
         assert gate.reached.wait(PATIENCE)
@@ -82,7 +78,7 @@ def test_a_call_that_was_cancelled_before_it_was_sent_is_not_made(worker: rpc_ex
 # ---- room
 
 
-def test_who_does_not_wait_for_room_gets_some_in_the_end(tmp_path: Path) -> None:
+def test_caller_without_blocking_gets_room_eventually(tmp_path: Path) -> None:
     with alone(tmp_path / "rendezvous", max_in_flight=4), batch(ME):
         futures: list[CUDAFuture[Any]] = []
         while len(futures) < 20:
@@ -91,7 +87,7 @@ def test_who_does_not_wait_for_room_gets_some_in_the_end(tmp_path: Path) -> None
         assert wait_all(futures, timeout=PATIENCE) == list(range(20))
 
 
-def test_batches_that_are_nested_share_the_room(tmp_path: Path) -> None:
+def test_nested_batches_share_room(tmp_path: Path) -> None:
     with alone(tmp_path / "rendezvous", max_in_flight=4), batch(ME):
         outer = [rpc_async(ME, same, (i,)) for i in range(4)]
         with batch(ME):

@@ -38,17 +38,17 @@ LIKELY = 5.0  # seconds, of starts that are to fail late: all workers come at th
 
 
 @pytest.mark.parametrize("name", ["", "a b", "\N{LATIN SMALL LETTER U WITH DIAERESIS}", "a.b", "a/b", "a\n", "x" * 128])
-def test_names_that_torch_does_not_take_are_refused_at_once(name: str) -> None:
+def test_names_refused_by_torch_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="a worker's name has 1 to 127 letters and digits"):
         rpc_ext.init_rpc(name, rank=0, world_size=2)
 
 
-def test_a_name_of_another_type_is_refused_at_once() -> None:
+def test_name_of_other_type_is_refused() -> None:
     with pytest.raises(TypeError, match="a worker's name is a str, not 5"):
         rpc_ext.init_rpc(5, rank=0, world_size=2)  # type: ignore[arg-type]
 
 
-def test_a_port_that_somebody_else_has_is_named(tmp_path: Path) -> None:
+def test_occupied_port_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as somebody:
         port = somebody.getsockname()[1]
         with pytest.raises(ConnectionError, match=rf"the store at tcp://127.0.0.1:{port} cannot be reached: .*{port}"):
@@ -69,20 +69,20 @@ def test_all_other_names_are_taken(tmp_path: Path) -> None:
     assert run_ranks(1, be_called, str(tmp_path / "store"), names) == [names]
 
 
-def test_a_secret_file_that_is_named_too_late_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_secret_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDAFUTURE_RPC_SECRET_FILE", "secret")
     with pytest.raises(ValueError, match="='secret' was set after cudafuture was imported, which has read None"):
         rpc_ext.init_rpc(rank=0, world_size=2)
     assert _options.read_secret(SECRET) == SECRET.encode()
 
 
-def test_a_secret_file_with_an_empty_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_secret_file_name_is_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDAFUTURE_RPC_SECRET_FILE", "")
     with pytest.raises(ValueError, match="CUDAFUTURE_RPC_SECRET_FILE is set to an empty string"):
         rpc_ext.init_rpc(rank=0, world_size=2)
 
 
-def test_a_seal_that_there_is_not_is_refused() -> None:
+def test_unknown_seal_is_refused() -> None:
     with pytest.raises(ValueError, match='seal is "descriptions" or "contents"'):
         rpc_ext.init_rpc(rank=0, world_size=2, seal="everything")  # type: ignore[arg-type]
 
@@ -111,7 +111,7 @@ def begin_after_failures(rank: int, store: str, failures: list[list[int]]) -> li
 
 
 @pytest.mark.slow
-def test_workers_meet_however_often_each_has_given_up(tmp_path: Path) -> None:
+def test_workers_meet_after_failed_starts(tmp_path: Path) -> None:
     failures = [[1, 0, 0], [0, 2, 1], [0, 0, 0], [1, 1, 0]]
     assert run_ranks(3, begin_after_failures, str(tmp_path / "store"), failures) == [[0, 1, 2, 3]] * 3
 
@@ -125,7 +125,7 @@ def be_late(rank: int, store: str) -> None:
 
 
 @pytest.mark.slow
-def test_who_waits_meets_one_who_has_given_up_before(tmp_path: Path) -> None:
+def test_waiting_worker_meets_retrying_one(tmp_path: Path) -> None:
     run_ranks(2, be_late, str(tmp_path / "store"))
 
 
@@ -153,7 +153,7 @@ def differ(rank: int, store: str, options: list[dict[str, Any]]) -> tuple[str, s
     ],
     ids=["transports", "seal", "version", "secret"],
 )
-def test_workers_that_differ_name_each_other_without_waiting(
+def test_different_workers_name_each_other(
     tmp_path: Path, options: list[dict[str, Any]], error: str, said: list[str]
 ) -> None:
     outcomes = run_ranks(2, differ, str(tmp_path / "store"), options)
@@ -163,7 +163,7 @@ def test_workers_that_differ_name_each_other_without_waiting(
             assert part in message
 
 
-def test_an_interface_that_the_machine_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TP_SOCKET_IFNAME", "eth99")
     with pytest.raises(ValueError, match="TP_SOCKET_IFNAME='eth99': this machine has no such network interface"):
         rpc_ext.init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0", secret=SECRET)
@@ -221,7 +221,7 @@ def fail_in(rank: int, store: str, step: str) -> str:
         ("first_calls", "worker 'callee' has not answered its first call within 5 s"),
     ],
 )
-def test_a_worker_that_fails_in_the_midst_of_its_start_is_named(tmp_path: Path, step: str, said: str) -> None:
+def test_worker_failing_during_start_is_named(tmp_path: Path, step: str, said: str) -> None:
     assert run_ranks(2, fail_in, str(tmp_path / "store"), step)[0] == said
 
 
@@ -269,7 +269,7 @@ def be_ended_by_torch(rank: int, store: str) -> None:
         assert rpc_sync(0, same, (1,)) == 1
 
 
-def test_when_torch_has_ended_our_session_it_is_said(tmp_path: Path) -> None:
+def test_session_ended_by_torch_is_reported(tmp_path: Path) -> None:
     run_ranks(1, be_ended_by_torch, str(tmp_path / "store"))
 
 
@@ -295,7 +295,7 @@ def be_told_to_end(rank: int, store: str) -> None:
         assert rpc_sync(0, same, (1,)) == 1
 
 
-def test_a_function_that_is_called_cannot_end_rpc(tmp_path: Path) -> None:
+def test_called_function_cannot_end_rpc(tmp_path: Path) -> None:
     run_ranks(1, be_told_to_end, str(tmp_path / "store"))
 
 
@@ -318,7 +318,7 @@ class SlowStore:
         self.uses += 1
 
 
-def test_a_store_that_answers_after_the_end_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_answering_late_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_shutdown, "_STORE_PATIENCE", 0.1)
     store, agent = SlowStore(), mock.Mock()
     before = set(threading.enumerate())
@@ -333,7 +333,7 @@ def test_a_store_that_answers_after_the_end_is_left_alone(monkeypatch: pytest.Mo
     assert not agent.mock_calls
 
 
-def test_an_error_of_the_store_comes_out_of_the_shutdown() -> None:
+def test_store_error_leaves_shutdown() -> None:
     store = mock.Mock()
     store.set.side_effect = LookupError
     with pytest.raises(LookupError):
@@ -379,7 +379,7 @@ def open_while_rpc_begins(rank: int, store: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fdinfo").is_dir(), reason="the system does not list what is open")
-def test_sockets_that_others_open_meanwhile_stay_open(tmp_path: Path) -> None:
+def test_sockets_opened_meanwhile_stay_open(tmp_path: Path) -> None:
     run_ranks(1, open_while_rpc_begins, str(tmp_path / "store"))
 
 
@@ -422,5 +422,5 @@ def fork_meanwhile(rank: int, store: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_child_that_is_forked_meanwhile_begins_by_itself(tmp_path: Path) -> None:
+def test_child_forked_meanwhile_starts_itself(tmp_path: Path) -> None:
     assert run_ranks(2, fork_meanwhile, str(tmp_path / "store")) == [0, 0]

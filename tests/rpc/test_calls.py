@@ -40,7 +40,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rpc_ext.Session
 
 
 @answers("test_send_to_rank", "test_self_add", "test_add", "test_add_with_id", "test_int_callee", "test_worker_id")
-def test_a_worker_is_meant_by_its_name_its_rank_or_its_info(worker: rpc_ext.Session) -> None:
+def test_worker_has_name_rank_or_info(worker: rpc_ext.Session) -> None:
     assert worker.workers == [ME]
     for to in (ME, 0, torch_rpc.get_worker_info(), torch_rpc.get_worker_info(ME)):
         assert rpc_sync(to, add, (1, 2)) == 3
@@ -52,7 +52,7 @@ def test_a_worker_is_meant_by_its_name_its_rank_or_its_info(worker: rpc_ext.Sess
 @pytest.mark.parametrize(
     ("to", "error"), [("you", ValueError), (1, ValueError), (-1, ValueError), (0.5, TypeError), (None, TypeError)]
 )
-def test_a_worker_that_is_not_there_is_refused(call: Any, to: Any, error: type[Exception]) -> None:
+def test_unknown_worker_is_refused(call: Any, to: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="worker"):
         call(to, add, (1, 2))
 
@@ -117,7 +117,7 @@ def negative_is_refused(a: torch.Tensor, b: int) -> torch.Tensor:
 @answers("test_stress_heavy_rpc_torchscript", "test_wait_all_exit_early_script_function")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")  # torch 2.13 has the former, 2.15 the latter
-def test_a_torchscript_function_is_refused_and_torch_calls_it_in_the_same_session() -> None:
+def test_torchscript_function_is_refused() -> None:
     scripted = torch.jit.script(negative_is_refused)
     for call in (rpc_async, rpc_sync, rpc_ext.remote):
         with pytest.raises(TypeError, match=r"ScriptFunction 'negative_is_refused': use torch\.distributed\.rpc"):
@@ -137,7 +137,7 @@ def test_a_torchscript_function_is_refused_and_torch_calls_it_in_the_same_sessio
     "test_py_tensors_multi_async_call",
     "test_world_size_one",
 )
-def test_many_calls_at_once_are_answered_each_with_its_own() -> None:
+def test_many_concurrent_calls_get_own_replies() -> None:
     futures = [rpc_async(ME, add, (torch.full((i,), i), 1)) for i in range(200)]
     for i, value in enumerate(wait_all(futures, timeout=PATIENCE)):
         assert torch.equal(value, torch.full((i,), i + 1))
@@ -147,7 +147,7 @@ def test_many_calls_at_once_are_answered_each_with_its_own() -> None:
 
 
 @answers("test_owner_rref_backward", "test_user_rref_backward")
-def test_gradients_go_back_through_torchs_calls_and_references() -> None:
+def test_torch_calls_carry_gradients_back() -> None:
     a, b = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     with dist_autograd.context() as context:
         product = torch_rpc.rpc_sync(ME, torch.mul, (a, b))
@@ -158,7 +158,7 @@ def test_gradients_go_back_through_torchs_calls_and_references() -> None:
     assert torch.allclose(gradients[b], (2 * a * b).detach())
 
 
-def test_calls_inside_a_distributed_autograd_context_are_refused(worker: rpc_ext.Session) -> None:
+def test_distributed_autograd_context_refuses_calls(worker: rpc_ext.Session) -> None:
     made = worker.statistics().destinations[ME].calls
     rref = rpc_ext.remote(ME, add, (1, 2))
     with dist_autograd.context():
@@ -174,7 +174,7 @@ def test_calls_inside_a_distributed_autograd_context_are_refused(worker: rpc_ext
     assert rpc_sync(ME, add, (1, 2)) == 3
 
 
-def test_a_function_that_raises_writes_nothing_on_the_callee(
+def test_raising_function_writes_nothing_on_callee(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(KeyError, match="expected") as caught:
@@ -203,7 +203,7 @@ def test_the_future_is_an_ordinary_one() -> None:
 
 
 @answers("test_callback_simple", "test_callback_chain", "test_callback_multi", "test_add_done_callback")
-def test_callbacks_run_in_order_on_the_librarys_callback_thread(gate: Gate) -> None:
+def test_callbacks_run_in_order_on_callback_thread(gate: Gate) -> None:
     callback_thread = CUDAFuture[None]()
     callback_thread.set_result(None)
     expected = callback_thread.then(lambda _: threading.get_ident(), executor=executors.callback_thread).wait()
@@ -222,7 +222,7 @@ def test_callbacks_run_in_order_on_the_librarys_callback_thread(gate: Gate) -> N
     assert served.wait() not in {expected, threading.get_ident()}  # functions are the agent's threads'
 
 
-def test_a_callback_runs_where_its_executor_says(gate: Gate) -> None:
+def test_callback_runs_on_its_executor(gate: Gate) -> None:
     with ThreadPoolExecutor(1) as pool:
         thread = pool.submit(threading.get_ident).result()
         future = rpc_async(ME, waits, (gate, 1))
@@ -232,7 +232,7 @@ def test_a_callback_runs_where_its_executor_says(gate: Gate) -> None:
 
 
 @answers("test_callback_in_rpc", "test_callback_with_ret", "test_future_in_rpc", "test_future_nested_callback")
-def test_a_callback_makes_calls_and_waits_for_them() -> None:
+def test_callback_makes_and_awaits_calls() -> None:
     nested = rpc_async(ME, add, (ONES, 1)).then_async(lambda f: rpc_async(ME, add, (f.value(), 1)))
     waited = rpc_async(ME, add, (ONES, 1)).then(lambda f: rpc_sync(ME, add, (f.value(), 2)))
     assert torch.equal(nested.wait(timeout=PATIENCE), ONES + 2)
@@ -242,7 +242,7 @@ def test_a_callback_makes_calls_and_waits_for_them() -> None:
 @answers(
     "test_callback_with_error", "test_callback_wrong_arg_num", "test_callback_wrong_arg_type", "test_callback_none"
 )
-def test_what_goes_wrong_in_a_callback_is_its_own() -> None:
+def test_callback_error_stays_its_own() -> None:
     future: CUDAFuture[None] = rpc_async(ME, raises, (ValueError("expected"),))
 
     def look(f: CUDAFuture[Any]) -> None:
@@ -264,7 +264,7 @@ def test_what_goes_wrong_in_a_callback_is_its_own() -> None:
 
 
 @answers("test_wait_all", "test_wait_all_multiple_call", "test_wait_all_with_exception")
-def test_futures_of_calls_are_combined_with_those_of_anything() -> None:
+def test_call_futures_combine_with_others() -> None:
     mixed = [rpc_async(ME, add, (i, 1)) for i in range(5)] + [submit(add, 5, 1), CUDAFuture.completed(7)]
     assert wait_all(mixed, timeout=PATIENCE) == [1, 2, 3, 4, 5, 6, 7]
     done = collect_all([*mixed, rpc_async(ME, raises, (KeyError(1),))]).wait(timeout=PATIENCE)
@@ -272,7 +272,7 @@ def test_futures_of_calls_are_combined_with_those_of_anything() -> None:
 
 
 @answers("test_wait_all_exit_early_python", "test_wait_all_exit_early_builtin", "test_wait_all_with_partial_exception")
-def test_wait_all_need_not_wait_for_what_hangs_once_one_has_failed(gate: Gate) -> None:
+def test_wait_all_stops_at_first_failure(gate: Gate) -> None:
     hanging = rpc_async(ME, waits, (gate,))
     with pytest.raises(ValueError, match="expected"):
         wait_all([hanging, rpc_async(ME, raises, (ValueError("expected"),))], timeout=PATIENCE)
@@ -304,7 +304,7 @@ def test_a_callback_has_its_callers_context(gate: Gate) -> None:
 
 @answers("test_rpc_timeouts", "test_wait_all_timeout")
 @pytest.mark.parametrize("timeout", [0.05, 0.0001])  # the engine counts in milliseconds
-def test_a_call_that_takes_too_long_says_which_and_where(gate: Gate, timeout: float) -> None:
+def test_slow_call_names_function_and_worker(gate: Gate, timeout: float) -> None:
     future = rpc_async(ME, waits, (gate,), timeout=timeout)
     with pytest.raises(TimeoutError, match=r"waits on worker 'me' has not answered within"):
         future.wait(timeout=PATIENCE)
@@ -313,7 +313,7 @@ def test_a_call_that_takes_too_long_says_which_and_where(gate: Gate, timeout: fl
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e8, 1e300])
-def test_no_limit_and_a_very_long_one_are_none(timeout: float, gate: Gate) -> None:
+def test_infinite_and_huge_timeouts_are_unlimited(timeout: float, gate: Gate) -> None:
     future = rpc_async(ME, waits, (gate, 1), timeout=timeout)
     assert gate.reached.wait(PATIENCE)
     assert not future.done()
@@ -337,7 +337,7 @@ def test_a_call_is_given_some_time(timeout: float) -> None:
             call()
 
 
-def test_the_calls_of_torch_under_a_session_still_work() -> None:
+def test_torch_calls_work_during_session() -> None:
     assert torch.equal(torch_rpc.rpc_sync(ME, torch.add, (ONES, 1)), ONES + 1)
     assert torch_rpc.rpc_async(ME, add, (1, 2)).wait() == 3
     assert torch_rpc.remote(ME, add, (1, 2)).to_here() == 3
@@ -348,7 +348,7 @@ def test_the_calls_of_torch_under_a_session_still_work() -> None:
 # ---- cancelling
 
 
-def test_the_answer_to_a_cancelled_call_is_dropped(
+def test_reply_to_cancelled_call_is_dropped(
     gate: Gate, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = rpc_async(ME, waits, (gate, ONES)), rpc_async(ME, waits, (gate,), timeout=PATIENCE)
@@ -370,7 +370,7 @@ def test_the_answer_to_a_cancelled_call_is_dropped(
 # ---- several workers (one, several times)
 
 
-def test_broadcast_and_map_return_what_each_returned() -> None:
+def test_broadcast_and_map_return_results() -> None:
     assert broadcast_call([ME, 0], add, (1,), {"b": 2}).wait(timeout=PATIENCE) == [3, 3]
     assert map_call([ME, 0], add, [(1,), (2, 3)], {"c": 1}).wait(timeout=PATIENCE) == [2, 6]
     assert broadcast_call([], add).wait(timeout=PATIENCE) == []
@@ -380,7 +380,7 @@ def test_broadcast_and_map_return_what_each_returned() -> None:
         broadcast_call([ME, "nobody"], add, (1,))
 
 
-def test_a_worker_that_comes_twice_has_both_its_outcomes_told() -> None:
+def test_repeated_worker_has_both_outcomes() -> None:
     error = map_call([ME, ME, 0], divmod, [(7, 0), (7, 2), (9, 0)]).exception(timeout=PATIENCE)
     assert isinstance(error, CallsFailedError)
     assert str(error).startswith("2 of 3 calls have failed")
@@ -388,7 +388,7 @@ def test_a_worker_that_comes_twice_has_both_its_outcomes_told() -> None:
     assert error.results == {"me[1]": (3, 1)}
 
 
-def test_a_call_that_cannot_be_made_leaves_the_others_alone() -> None:
+def test_impossible_call_spares_others() -> None:
     error = map_call([ME, ME], same, [(1,), (lambda: 1,)]).exception(timeout=PATIENCE)
     assert isinstance(error, CallsFailedError)
     assert error.results == {"me[0]": 1}
@@ -397,7 +397,7 @@ def test_a_call_that_cannot_be_made_leaves_the_others_alone() -> None:
         map_call([ME], 3, [(1,)])  # type: ignore[call-overload]
 
 
-def test_a_failed_broadcast_has_the_errors_by_worker(gate: Gate) -> None:
+def test_failed_broadcast_has_errors_by_worker(gate: Gate) -> None:
     with pytest.raises(CallsFailedError, match=r"1 of 1 calls have failed\n  me: KeyError: 'x'") as caught:
         broadcast_call([ME], raises, (KeyError("x"),)).wait(timeout=PATIENCE)
     assert list(caught.value.failures) == [ME]

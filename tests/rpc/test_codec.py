@@ -109,7 +109,7 @@ class Wrapped(torch.Tensor):
     ],
     ids=["coo", "coalesced", "csr", "bsr", "parameter"],
 )
-def test_other_tensors_are_reduced_to_plain_ones(make: Any) -> None:
+def test_other_tensors_become_plain_ones(make: Any) -> None:
     tensor = make()
     encoded = encode(Kind.VALUE, tensor)
     assert encoded.tensors
@@ -132,7 +132,7 @@ def parts_of(encoded: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 @given(st.lists(st.booleans(), min_size=1, max_size=10))
 @settings(deadline=None)
-def test_tensors_for_devices_say_where_they_belong(on_device: list[bool]) -> None:
+def test_device_tensors_name_their_target(on_device: list[bool]) -> None:
     value = [torch.ones(2, device=META if there else "cpu") for there in on_device]
     encoded = encode(Kind.CALL, value, STAGED)
     wanted = ["cuda:3" if there else None for there in on_device]
@@ -142,7 +142,7 @@ def test_tensors_for_devices_say_where_they_belong(on_device: list[bool]) -> Non
     assert [t.tolist() for t in decode(encoded.payload, host)] == [[i, i] for i in range(len(value))]
 
 
-def test_a_device_that_has_no_target_is_refused_and_the_next_value_is_not() -> None:
+def test_device_without_target_fails_one_value() -> None:
     with pytest.raises(ValueError, match=r"a tensor on meta cannot be sent to worker ''.*mapped: nothing"):
         encode(Kind.VALUE, [torch.ones(2), torch.ones(2, device=META)])
     encoded = encode(Kind.VALUE, 3)
@@ -193,13 +193,13 @@ def _fail() -> None:
     raise LookupError("does not unpickle")
 
 
-def test_values_that_encode_while_they_are_encoded() -> None:
+def test_values_may_encode_during_encoding() -> None:
     value = [torch.ones(1), Nested(torch.full((2,), 7.0)), torch.full((3,), 9.0)]
     got = decode(*parts_of(encode(Kind.VALUE, value)))
     assert [got[0].tolist(), got[1].tensor.tolist(), got[2].tolist()] == [[1], [7, 7], [9, 9, 9]]
 
 
-def test_the_same_object_twice_in_a_row_is_no_memory_of_the_first_time() -> None:
+def test_repeated_object_forgets_first_time() -> None:
     shared = ["a", "list"]
     first, second = encode(Kind.VALUE, [shared]), encode(Kind.VALUE, [shared])
     assert first.payload == second.payload

@@ -20,7 +20,7 @@ class Due(SimpleNamespace):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-def test_what_is_due_and_raises_does_not_end_the_timer_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_raising_entry_spares_timer_thread(caplog: pytest.LogCaptureFixture) -> None:
     timer = _Timer()
     looked: CUDAFuture[None] = CUDAFuture()
 
@@ -38,7 +38,7 @@ def test_what_is_due_and_raises_does_not_end_the_timer_thread(caplog: pytest.Log
     assert "while it was looked at" in caplog.text
 
 
-def test_copies_that_cannot_be_put_together_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copies_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> list[torch.Tensor]:
         raise MemoryError("no memory for a list")
 

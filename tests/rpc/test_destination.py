@@ -53,7 +53,7 @@ class Waiter(threading.Thread):
             self.error = e
 
 
-def test_calls_and_bytes_have_limits_of_their_own() -> None:
+def test_calls_and_bytes_have_separate_limits() -> None:
     of = destination(2, 100)
     assert of.try_admit(60)
     assert not of.try_admit(41)
@@ -63,7 +63,7 @@ def test_calls_and_bytes_have_limits_of_their_own() -> None:
     assert of.try_admit(60)
 
 
-def test_what_is_larger_than_all_is_admitted_alone() -> None:
+def test_oversized_call_is_admitted_alone() -> None:
     of = destination(2, 100)
     assert of.try_admit(1000)
     assert not of.try_admit(1)
@@ -72,7 +72,7 @@ def test_what_is_larger_than_all_is_admitted_alone() -> None:
     assert not of.try_admit(1000)
 
 
-def test_who_waits_is_admitted_in_order_and_not_overtaken() -> None:
+def test_waiting_calls_are_admitted_in_order() -> None:
     of = destination(10, 100)
     assert of.try_admit(60)
     large, small = Waiter(of, 80), Waiter(of, 10)
@@ -85,7 +85,7 @@ def test_who_waits_is_admitted_in_order_and_not_overtaken() -> None:
     assert (of.statistics().in_flight, of.statistics().bytes_in_flight, of.statistics().calls) == (2, 90, 3)
 
 
-def test_one_that_gives_up_lets_those_behind_it_in() -> None:
+def test_abandoned_wait_admits_next() -> None:
     of = destination(10, 100)
     assert of.try_admit(60)
     large, small = Waiter(of, 80, timeout=0.1), Waiter(of, 10, timeout=PATIENCE)
@@ -97,7 +97,7 @@ def test_one_that_gives_up_lets_those_behind_it_in() -> None:
     assert of.statistics().bytes_in_flight == 70
 
 
-def test_an_interrupt_while_waiting_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_wait_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     of = destination(1, 100)
     assert of.try_admit(1)
 
@@ -130,7 +130,7 @@ def test_closing_lets_go_who_waits() -> None:
         assert isinstance(waiter.error, InvalidStateError)
 
 
-def test_the_refusal_says_how_much_is_in_flight() -> None:
+def test_refusal_reports_amount_in_flight() -> None:
     of = destination(1, 100)
     assert of.try_admit(7)
     assert "1 calls and 7 bytes are in flight to worker 'other' (at most 1 and 100)" in str(of.would_block())
@@ -157,7 +157,7 @@ def test_the_limits_hold_whatever_comes(steps: list[tuple[int, bool]], calls: in
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 150), min_size=1, max_size=12))
-def test_everyone_who_waits_is_admitted_in_the_end(sizes: list[int]) -> None:
+def test_all_waiting_calls_are_admitted_eventually(sizes: list[int]) -> None:
     of = destination(2, 100)
     assert of.try_admit(100)
     waiters = [Waiter(of, size, timeout=PATIENCE) for size in sizes]

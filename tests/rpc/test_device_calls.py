@@ -36,9 +36,7 @@ def meeting(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("scenario", device_calls.SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_both_call_each_other_without_a_race(
-    ranks: World, meeting: Path, scenario: Callable[[str], None], schedule: str
-) -> None:
+def test_mutual_calls_have_no_race(ranks: World, meeting: Path, scenario: Callable[[str], None], schedule: str) -> None:
     def run() -> None:
         rank = dist.get_rank()
         with calling(schedule, meeting, rank=rank, size=2, seed=rank):
@@ -49,7 +47,7 @@ def test_both_call_each_other_without_a_race(
 
 @pytest.mark.parametrize("edge", ["copy.source_wait", "copy.done_record"])
 @pytest.mark.parametrize("end", ["caller", "callee"])
-def test_an_edge_that_is_missing_at_either_end_is_found_there(ranks: World, meeting: Path, edge: str, end: str) -> None:
+def test_missing_edge_is_found_at_its_end(ranks: World, meeting: Path, edge: str, end: str) -> None:
     def run() -> None:
         rank = dist.get_rank()
         guilty = rank == (0 if end == "caller" else 1)
@@ -71,9 +69,7 @@ def test_an_edge_that_is_missing_at_either_end_is_found_there(ranks: World, meet
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_call_that_waits_for_the_owner_of_an_rref_keeps_its_streams(
-    ranks: World, meeting: Path, schedule: str
-) -> None:
+def test_call_waiting_for_owner_keeps_streams(ranks: World, meeting: Path, schedule: str) -> None:
     def run() -> None:
         rank = dist.get_rank()
         with calling(schedule, meeting, rank=rank, size=2), torch.Stream("sim:0"):
@@ -85,7 +81,7 @@ def test_a_call_that_waits_for_the_owner_of_an_rref_keeps_its_streams(
     ranks.run(run)
 
 
-def test_a_device_that_is_lost_on_the_callee_fails_the_call_with_its_error(ranks: World, meeting: Path) -> None:
+def test_lost_device_on_callee_fails_call(ranks: World, meeting: Path) -> None:
     def run() -> None:
         rank = dist.get_rank()
         with calling("lazy", meeting, rank=rank, size=2):
@@ -118,7 +114,7 @@ def run_with_maps(
     ranks.run(run)
 
 
-def test_a_map_takes_tensors_to_another_device_and_back(ranks: World, meeting: Path) -> None:
+def test_map_moves_tensors_both_ways(ranks: World, meeting: Path) -> None:
     def caller(to: str) -> None:
         first, second = start_fill(1.0), start_fill(2.0, 1)
         assert rpc_sync(to, device_calls.describe, ([first, second, torch.ones(2)],)) == [
@@ -137,7 +133,7 @@ def test_a_map_takes_tensors_to_another_device_and_back(ranks: World, meeting: P
     run_with_maps(ranks, meeting, [2, 2], [maps, None], caller)
 
 
-def test_auto_with_unequal_counts_maps_what_both_have(ranks: World, meeting: Path) -> None:
+def test_auto_maps_common_devices(ranks: World, meeting: Path) -> None:
     def caller(to: str) -> None:
         assert only(rpc_sync(to, double, (start_fill(1.0),))) == 2.0
         with pytest.raises(ValueError, match=r"on sim:1 cannot be sent to worker 'worker1'.*mapped: sim:0 to sim:0\)"):
@@ -146,7 +142,7 @@ def test_auto_with_unequal_counts_maps_what_both_have(ranks: World, meeting: Pat
     run_with_maps(ranks, meeting, [2, 1], ["auto", "auto"], caller)
 
 
-def test_an_answer_on_a_device_without_a_way_back_is_an_error_of_the_call(ranks: World, meeting: Path) -> None:
+def test_reply_without_way_back_fails(ranks: World, meeting: Path) -> None:
     def caller(to: str) -> None:
         error = rpc_async(to, make, (1.0, 2)).exception(timeout=LONG)
         assert isinstance(error, ValueError)
@@ -159,7 +155,7 @@ def test_an_answer_on_a_device_without_a_way_back_is_an_error_of_the_call(ranks:
     run_with_maps(ranks, meeting, [2, 3], ["auto", "auto"], caller)
 
 
-def test_without_a_map_no_tensor_leaves_its_device(ranks: World, meeting: Path) -> None:
+def test_tensors_keep_device_without_map(ranks: World, meeting: Path) -> None:
     def caller(to: str) -> None:
         x = start_fill(1.0)
         for call in (rpc_async, remote):
@@ -171,7 +167,7 @@ def test_without_a_map_no_tensor_leaves_its_device(ranks: World, meeting: Path) 
     run_with_maps(ranks, meeting, [1, 1], [None, "auto"], caller)
 
 
-def test_a_worker_without_devices_answers_about_the_host(ranks: World, meeting: Path) -> None:
+def test_worker_without_devices_answers_on_host(ranks: World, meeting: Path) -> None:
     def run() -> None:
         rank = dist.get_rank()
         if rank == 0:
@@ -197,7 +193,7 @@ def test_a_worker_without_devices_answers_about_the_host(ranks: World, meeting: 
         ({"worker1": {"sim:0": "sim:1", "sim:1": "sim:1"}}, "sends two devices to one of worker 'worker1'"),
     ],
 )
-def test_all_workers_refuse_a_map_that_does_not_fit(ranks: World, meeting: Path, maps: Any, says: str) -> None:
+def test_all_workers_refuse_wrong_map(ranks: World, meeting: Path, maps: Any, says: str) -> None:
     def run() -> None:
         rank = dist.get_rank()
         given = maps if rank == 0 else "auto"

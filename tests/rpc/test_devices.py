@@ -30,7 +30,7 @@ def staged_pairs(found: Plan) -> tuple[list[dict[str, str]], list[dict[str, str]
     return [pairs(of.staged) for of in found.calls], [pairs(of.staged) for of in found.answers]
 
 
-def test_auto_pairs_devices_of_one_type_and_index_that_both_have() -> None:
+def test_auto_pairs_common_devices() -> None:
     for rank in (0, 1):
         calls, answers = staged_pairs(make_plan(rank, [{"sim": 1}, {"sim": 3}], ["auto", "auto"]))
         assert calls[1 - rank] == answers[1 - rank] == {"sim:0": "sim:0"}
@@ -38,24 +38,24 @@ def test_auto_pairs_devices_of_one_type_and_index_that_both_have() -> None:
         assert calls[rank] == answers[rank] == own
 
 
-def test_auto_pairs_nothing_where_one_side_has_another_type_or_the_host_only() -> None:
+def test_auto_pairs_nothing_across_types() -> None:
     for other in ({}, {"cuda": 2}):
         found = make_plan(0, [{"sim": 2}, other], ["auto", "auto"])
         assert staged_pairs(found) == ([{"sim:0": "sim:0", "sim:1": "sim:1"}, {}],) * 2
 
 
-def test_an_answer_goes_back_the_way_that_its_caller_says() -> None:
+def test_reply_follows_map_of_caller() -> None:
     maps = [{"b": {"sim:0": "sim:1"}}, {"a": {"sim:1": "sim:1"}}]
     assert staged_pairs(make_plan(0, [{"sim": 2}] * 2, maps)) == ([{}, {"sim:0": "sim:1"}], [{}, {"sim:1": "sim:1"}])
     assert staged_pairs(make_plan(1, [{"sim": 2}] * 2, maps)) == ([{"sim:1": "sim:1"}, {}], [{"sim:1": "sim:0"}, {}])
 
 
-def test_without_maps_nothing_goes_anywhere_but_answers_to_those_who_have_some() -> None:
+def test_only_mapped_callers_get_device_replies() -> None:
     found = make_plan(1, [{"sim": 1}] * 2, ["auto", None])
     assert staged_pairs(found) == ([{}, {}], [{"sim:0": "sim:0"}, {}])
 
 
-def test_a_worker_that_a_map_leaves_out_gets_nothing() -> None:
+def test_unmapped_worker_gets_nothing() -> None:
     assert staged_pairs(make_plan(0, [{"sim": 1}] * 2, [{}, "auto"]))[0] == [{}, {}]
     assert staged_pairs(make_plan(0, [{"sim": 1}] * 2, [{"a": {"sim": "sim"}}, "auto"]))[0] == [
         {"sim:0": "sim:0"},
@@ -63,7 +63,7 @@ def test_a_worker_that_a_map_leaves_out_gets_nothing() -> None:
     ]
 
 
-def test_what_tensorpipe_carries_is_left_to_it() -> None:
+def test_tensorpipe_carries_its_own_pairs() -> None:
     found = make_plan(0, [{"cuda": 2}] * 2, [{"b": {"cuda:0": "cuda:1"}}, {"a": {"cuda:1": "cuda:1"}}])
     assert {worker: pairs(of) for worker, of in found.native.items()} == {"b": {"cuda:0": "cuda:1"}}
     assert {worker: pairs(of) for worker, of in found.native_reverse.items()} == {"b": {"cuda:1": "cuda:1"}}
@@ -73,7 +73,7 @@ def test_what_tensorpipe_carries_is_left_to_it() -> None:
     assert staged_pairs(found) == ([{}, {}], [{}, {}])
 
 
-def test_devices_of_two_types_go_through_the_host() -> None:
+def test_mixed_device_types_use_host() -> None:
     counts, maps = [{"sim": 1}, {"cuda": 1}], [{"b": {"sim:0": "cuda:0"}}, None]
     caller, callee = make_plan(0, counts, maps), make_plan(1, counts, maps)
     assert (pairs(caller.calls[1].staged), caller.native, caller.native_devices) == ({"sim:0": "cuda:0"}, {}, [])
@@ -93,7 +93,7 @@ def test_devices_of_two_types_go_through_the_host() -> None:
         ({"b": {"sim:0": "sim:0", "sim:1": "sim:0"}}, "sends two devices to one of worker 'b'"),
     ],
 )
-def test_a_map_that_does_not_fit_is_refused(rank: int, maps: Any, says: str) -> None:
+def test_wrong_map_is_refused(rank: int, maps: Any, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         make_plan(rank, [{"sim": 2}, {"sim": 1}], [maps, "auto"])
 
@@ -104,11 +104,11 @@ def test_what_is_no_map_is_refused(maps: Any) -> None:
         as_json(maps)
 
 
-def test_a_map_takes_whatever_torch_takes_for_a_device() -> None:
+def test_map_accepts_every_torch_device() -> None:
     assert as_json({"b": {torch.device("cuda", 1): 0}}) == {"b": {"cuda:1": str(torch.device(0))}}
 
 
-def test_without_an_accelerator_there_are_no_devices() -> None:
+def test_no_accelerator_means_no_devices() -> None:
     if not torch.accelerator.is_available():
         assert local_devices() == {}
 
@@ -119,7 +119,7 @@ def test_those_of_the_accelerator_are_counted() -> None:
 
 
 @pytest.mark.sim(devices=2)
-def test_a_message_says_where_its_tensors_go() -> None:
+def test_message_names_targets_of_tensors() -> None:
     to_b = make_plan(0, [{"sim": 2}] * 2, [{"b": {"sim:0": "sim:1"}}, None]).calls[1]
     on_host, on_device = torch.zeros(1, device="cpu"), torch.zeros(1, device="sim:0")
     encoded = encode(Kind.VALUE, {"x": [on_host, on_device]}, to_b)
@@ -132,7 +132,7 @@ def test_a_message_says_where_its_tensors_go() -> None:
 
 
 @pytest.mark.sim(devices=2)
-def test_a_tensor_that_has_no_target_is_refused_with_those_that_there_are() -> None:
+def test_tensor_without_target_names_known_ones() -> None:
     counts = [{"sim": 2}] * 2
     some = make_plan(0, counts, [{"b": {"sim:0": "sim:1"}}, None]).calls[1]
     with pytest.raises(ValueError, match=r"on sim:1 cannot be sent to worker 'b'.*\(mapped: sim:0 to sim:1\)"):

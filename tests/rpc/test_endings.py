@@ -35,7 +35,7 @@ def end_amid(process: Child, folder: Path, scenario: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_process_with_pending_calls_ends_by(endings: Child, tmp_path: Path, way: str) -> None:
+def test_process_with_pending_calls_ends_by(endings: Child, tmp_path: Path, way: str) -> None:
     end_amid(endings, tmp_path, "pending_calls", way)
 
 
@@ -66,7 +66,7 @@ if me == 0:
 """
 
 
-def test_a_worker_that_ends_without_a_word_fails_the_calls_to_it(tmp_path: Path) -> None:
+def test_sudden_end_of_worker_fails_calls(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     with Child(ENDS_FIRST, "0", store) as stays, Child(ENDS_FIRST, "1", store) as goes:
         for child in (stays, goes):
@@ -101,7 +101,7 @@ say(rpc_ext.rpc_sync(0, same, ("still here",)))
 """
 
 
-def test_a_forked_child_calls_nobody_and_ends(tmp_path: Path) -> None:
+def test_forked_child_makes_no_calls(tmp_path: Path) -> None:
     with Child(FORKS, str(tmp_path / "store")) as process:
         assert process.hear(LONG) == "7"
         assert process.hear() == "still here"
@@ -160,7 +160,7 @@ INTERRUPTED_ASLEEP = "import _thread\n" + INTERRUPTED.replace(
 )
 
 
-def test_an_interrupt_that_wakes_nobody_is_noticed(tmp_path: Path) -> None:
+def test_silent_interrupt_is_noticed(tmp_path: Path) -> None:
     with Child(INTERRUPTED_ASLEEP, str(tmp_path / "store")) as process:
         for way in ("room", "shutdown"):
             process.say(way)

@@ -136,7 +136,7 @@ def raise_kind(index: int) -> NoReturn:
 
 @answers("test_py_raise_in_user_func", "test_custom_exception_throw_during_reconstruction", "test_remote_throw")
 @pytest.mark.parametrize("index", range(len(KINDS)))
-def test_an_error_has_its_own_type_and_message(index: int) -> None:
+def test_error_keeps_type_and_message(index: int) -> None:
     error = error_of(raise_kind, index)
     assert type(error) is type(KINDS[index][0]())
     assert KINDS[index][1] in str(error)
@@ -151,7 +151,7 @@ def test_an_error_has_its_own_type_and_message(index: int) -> None:
         assert "raise_kind" in error.remote_traceback  # type: ignore[attr-defined]
 
 
-def test_what_an_error_says_of_itself_is_kept() -> None:
+def test_error_keeps_its_own_text() -> None:
     assert error_of(raise_kind, 5).code == 7  # though its constructor cannot be called with its message
     assert not hasattr(error_of(raise_kind, 8), "lock")  # which does not pickle
     assert error_of(raise_kind, 7).number == 3
@@ -161,7 +161,7 @@ def test_what_an_error_says_of_itself_is_kept() -> None:
 
 
 @pytest.mark.parametrize("error", [StorageError, ChecksumError], ids=lambda e: e.__name__)
-def test_the_librarys_own_errors_keep_their_attributes(error: type[StorageError]) -> None:
+def test_library_errors_keep_attributes(error: type[StorageError]) -> None:
     sent = error("short", path="data", offset=5, wanted=8, got=3)
     got = error_of(raises, sent)
     assert type(got) is error
@@ -171,7 +171,7 @@ def test_the_librarys_own_errors_keep_their_attributes(error: type[StorageError]
     assert (type(missing), str(missing)) == (NotFoundError, str(NotFoundError("key")))
 
 
-def test_an_error_whose_text_cannot_be_had_arrives_all_the_same() -> None:
+def test_error_without_text_still_arrives() -> None:
     error = error_of(raise_without_text)
     assert type(error) is WithoutText
     assert "raise_without_text" in error.remote_traceback  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ def raise_without_text() -> NoReturn:
 
 
 @answers("test_py_raise_in_user_func_escaped_str")
-def test_a_message_of_several_lines_is_not_escaped() -> None:
+def test_multiline_message_is_not_escaped() -> None:
     text = "\nfirst line\n\tsecond \\n line\u00e9\x00\udc80"
     assert error_of(raises, ValueError(text)).args == (text,)
 
@@ -201,7 +201,7 @@ def raise_of_no_module() -> NoReturn:
     raise type("Made", (Exception,), {"__module__": "no.such.module"})("expected")
 
 
-def test_an_error_of_an_unknown_type_is_a_remote_error() -> None:
+def test_unknown_error_type_is_remote_error() -> None:
     for function, name in (
         (raise_local, f"{__name__}.raise_local.<locals>.Local"),
         (raise_of_no_module, "no.such.module.Made"),
@@ -214,7 +214,7 @@ def test_an_error_of_an_unknown_type_is_a_remote_error() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
-def test_what_would_end_the_caller_does_not(error: type[BaseException]) -> None:
+def test_exit_exceptions_do_not_end_caller(error: type[BaseException]) -> None:
     got = error_of(raises, error(3))
     assert type(got) is RemoteError
     assert got.type_name == f"{error.__module__}.{error.__qualname__}"
@@ -242,7 +242,7 @@ def raise_chained() -> NoReturn:
         raise error from e
 
 
-def test_causes_and_notes_are_in_the_remote_traceback() -> None:
+def test_remote_traceback_has_causes_and_notes() -> None:
     error = error_of(raise_chained)
     assert "the cause" in error.remote_traceback
     assert "direct cause" in error.remote_traceback
@@ -256,7 +256,7 @@ def through(path: int) -> CUDAFuture[Any]:
     return rpc_async(ME, through, (path - 1,)) if path else rpc_async(ME, raise_kind, (7,))
 
 
-def test_every_worker_that_an_error_comes_through_adds_one_note_and_not_all_of_them() -> None:
+def test_each_worker_adds_one_note() -> None:
     def size(error: Any) -> int:
         return sum(len(note) for note in error.__notes__)
 
@@ -268,7 +268,7 @@ def test_every_worker_that_an_error_comes_through_adds_one_note_and_not_all_of_t
     assert str(errors[3]) == "number 3"
 
 
-def test_a_worker_that_was_lost_is_still_the_one_that_was_meant() -> None:
+def test_error_keeps_name_of_lost_worker() -> None:
     error = error_of(raises, WorkerLostError("gone", worker="third"))
     assert (type(error), error.worker) == (WorkerLostError, "third")
 
@@ -297,7 +297,7 @@ def give(kind: str) -> Any:
 
 @answers("test_pickle_future")
 @pytest.mark.parametrize("call", [rpc_async, rpc_sync, rpc_ext.remote])
-def test_arguments_that_cannot_be_pickled_are_the_callers_error_at_once(call: Any) -> None:
+def test_unpicklable_arguments_fail_immediately(call: Any) -> None:
     for argument, error, text in (
         (CUDAFuture(), TypeError, "CUDAFuture"),
         (lambda: 1, Exception, "lambda"),
@@ -309,7 +309,7 @@ def test_arguments_that_cannot_be_pickled_are_the_callers_error_at_once(call: An
 
 
 @answers("test_function_not_on_callee")
-def test_arguments_that_cannot_be_unpickled_fail_the_call() -> None:
+def test_unreadable_arguments_fail_call() -> None:
     error = error_of(same, Bomb(AttributeError("no such function here")))
     assert type(error) is AttributeError
     assert error.worker == ME  # type: ignore[attr-defined]
@@ -319,13 +319,13 @@ def test_arguments_that_cannot_be_unpickled_fail_the_call() -> None:
 
 
 @answers("test_return_future", "test_return_future_async", "test_return_future_remote")
-def test_an_answer_that_cannot_be_pickled_fails_the_call() -> None:
+def test_unpicklable_reply_fails_call() -> None:
     assert "pickle" in str(error_of(give, "lambda"))
     assert type(error_of(give, "raises")) is LookupError
     assert "async_execution" in str(error_of(give, "future"))  # which says what is to be done
 
 
-def test_an_answer_that_cannot_be_unpickled_fails_the_call_and_says_so() -> None:
+def test_unreadable_reply_fails_call_with_reason() -> None:
     before = rpc_ext.statistics().destinations[ME]
     error = error_of(give, "bomb")
     assert (type(error), str(error)) == (LookupError, "bang")
@@ -335,7 +335,7 @@ def test_an_answer_that_cannot_be_unpickled_fails_the_call_and_says_so() -> None
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_an_answer_that_would_end_the_caller_does_not(error: type[BaseException]) -> None:
+def test_exiting_reply_does_not_end_caller(error: type[BaseException]) -> None:
     got = error_of(make, error)
     assert type(got) is RemoteError
     assert error.__name__ in str(got)
@@ -350,7 +350,7 @@ def drop() -> CUDAFuture[Any]:
     return CUDAFuture()
 
 
-def test_a_future_that_is_dropped_on_the_callee_fails_the_call_which_counts_as_served() -> None:
+def test_future_dropped_on_callee_fails_call() -> None:
     assert "dropped before it completed" in str(error_of(drop))
     with rpc_ext.batch(ME):
         futures = [rpc_async(ME, drop), rpc_async(ME, same, (1,))]
@@ -362,7 +362,7 @@ def test_a_future_that_is_dropped_on_the_callee_fails_the_call_which_counts_as_s
 # ---- how many times, and where they are told
 
 
-def test_each_waiting_gets_the_error_and_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_waiter_gets_unlogged_error(caplog: pytest.LogCaptureFixture) -> None:
     future: CUDAFuture[None] = rpc_async(ME, raises, (ValueError("expected"),))
     for _ in range(3):
         with pytest.raises(ValueError, match="expected"):
@@ -375,7 +375,7 @@ def test_each_waiting_gets_the_error_and_nothing_is_logged(caplog: pytest.LogCap
     assert not caplog.records
 
 
-def test_an_error_that_nobody_looks_at_is_logged_once_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_unseen_error_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     future: Any = rpc_async(ME, raises, (ValueError("unseen"),))
     wait([future], timeout=PATIENCE)
     with caplog.at_level(logging.ERROR):

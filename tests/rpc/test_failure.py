@@ -69,17 +69,17 @@ def test_any_text_arrives(text: str, cls: type[Exception]) -> None:
     assert (type(got), str(got)) == (cls, str(cls(text)))
 
 
-def test_a_constructor_of_other_arguments_is_not_called() -> None:
+def test_constructor_with_other_arguments_is_skipped() -> None:
     got = send_and_return(OfTwo(3, "expected"))
     assert (type(got), str(got), got.code) == (OfTwo, "3: expected", 3)
 
 
-def test_a_constructor_that_makes_the_message_makes_it_once() -> None:
+def test_constructor_makes_message_once() -> None:
     got = send_and_return(send_and_return(send_and_return(OfItsMessage("bread"))))
     assert str(got) == "there is no bread"
 
 
-def test_a_text_that_changes_leaves_the_arguments_as_they_are() -> None:
+def test_changing_text_keeps_arguments() -> None:
     got = send_and_return(OfNow(7))
     assert got.args == (7,)
     assert str(got).startswith("code 7 at ")
@@ -93,7 +93,7 @@ def test_attributes_travel_once() -> None:
     assert (got.args, len(got.blob)) == (("expected",), 1 << 20)
 
 
-def test_attributes_that_pickle_arrive_even_where_the_whole_does_not() -> None:
+def test_picklable_attributes_arrive() -> None:
     error = OfTwo(3, "expected")
     error.lock, error.more = lambda: 1, [1, 2]  # type: ignore[attr-defined]
     got = send_and_return(error)
@@ -101,13 +101,13 @@ def test_attributes_that_pickle_arrive_even_where_the_whole_does_not() -> None:
     assert not hasattr(got, "lock")
 
 
-def test_one_that_cannot_show_itself_without_what_was_lost_is_a_remote_error() -> None:
+def test_unprintable_error_is_remote_error() -> None:
     got = send_and_return(AboutItself(3, lambda: 1))
     assert type(got) is RemoteError
     assert str(got).endswith("AboutItself: code 3 False")
 
 
-def test_a_type_that_is_not_here_is_a_remote_error() -> None:
+def test_unknown_type_is_remote_error() -> None:
     failure = describe(raise_and_catch(ValueError("expected")), "w1")
     for changed in (
         failure._replace(module="no.such.module", pickled=b"garbage"),
@@ -122,27 +122,27 @@ def test_a_type_that_is_not_here_is_a_remote_error() -> None:
         assert got.remote_traceback == failure.traceback
 
 
-def test_a_pickle_of_something_else_is_not_taken_for_the_error() -> None:
+def test_pickle_of_other_object_is_rejected() -> None:
     for other in (KeyError("other"), 3, SystemExit(3)):
         got = rebuild(describe(ValueError("expected"), "w1")._replace(pickled=pickle.dumps(other)))
         assert (type(got), str(got)) == (ValueError, "expected")
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=lambda e: type(e).__name__)
-def test_what_ends_a_process_ends_only_its_own(error: BaseException) -> None:
+def test_exit_exceptions_end_only_own_process(error: BaseException) -> None:
     got = send_and_return(error)
     assert type(got) is RemoteError
     assert got.type_name == f"builtins.{type(error).__name__}"
 
 
-def test_the_worker_and_its_traceback_are_noted() -> None:
+def test_worker_and_traceback_are_noted() -> None:
     got = send_and_return(ValueError("expected"))
     assert got.worker == "w1"
     assert "in raised" in got.remote_traceback
     assert got.__notes__ == [f"raised on worker 'w1':\n{got.remote_traceback.rstrip()}"]
 
 
-def test_each_worker_on_the_way_adds_its_own_note() -> None:
+def test_each_worker_adds_own_note() -> None:
     error: Any = ValueError("expected")
     error.__notes__ = ["of the user"]
     sizes = []
@@ -157,11 +157,11 @@ def test_each_worker_on_the_way_adds_its_own_note() -> None:
         assert "of the user" in error.remote_traceback
 
 
-def test_the_worker_that_an_error_is_about_is_kept() -> None:
+def test_error_keeps_its_worker() -> None:
     assert send_and_return(WorkerLostError("gone", worker="third")).worker == "third"
 
 
-def test_notes_that_are_none_do_no_harm() -> None:
+def test_invalid_notes_are_harmless() -> None:
     for notes in (3, [3, "text"], None):
         error: Any = ValueError("expected")
         error.__notes__ = notes
@@ -173,7 +173,7 @@ def test_notes_that_are_none_do_no_harm() -> None:
 # ---- what the engine says
 
 
-def test_what_the_engine_says_becomes_an_error_with_the_workers_name() -> None:
+def test_engine_errors_name_the_worker() -> None:
     for kind, message, error in (
         (1, "", TimeoutError),
         (2, "the reply was refused: its signature is wrong", AuthenticationError),
@@ -193,7 +193,7 @@ def test_what_the_engine_says_becomes_an_error_with_the_workers_name() -> None:
     assert "within 2.5 s" in str(of_engine(1, "", "add", "w1", 2.5))
 
 
-def test_an_answer_that_cannot_be_read_says_so() -> None:
+def test_unreadable_reply_explains_itself() -> None:
     got: Any = of_answer(LookupError("expected"), "add", "w1")
     assert (type(got), str(got)) == (LookupError, "expected")
     assert got.__notes__ == ["the answer of worker 'w1' to add cannot be read here"]

@@ -36,7 +36,7 @@ def in_thread(target: Callable[[], Any]) -> threading.Thread:
 # ---- how many
 
 
-def test_a_call_beyond_the_number_waits_until_there_is_room(tmp_path: Path, gate: Gate) -> None:
+def test_surplus_call_waits_for_room(tmp_path: Path, gate: Gate) -> None:
     with alone(tmp_path / "rendezvous", max_in_flight=3):
         held = [rpc_async(ME, pending, (gate,)) for _ in range(3)]
         later: list[Any] = []
@@ -64,7 +64,7 @@ def test_non_blocking_raises_instead(tmp_path: Path, gate: Gate) -> None:
         assert rpc_async(ME, add, (1, 2), non_blocking=True).wait(timeout=PATIENCE) == 3
 
 
-def test_non_blocking_does_not_overtake_who_waits(tmp_path: Path, gate: Gate) -> None:
+def test_non_blocking_call_does_not_overtake(tmp_path: Path, gate: Gate) -> None:
     with alone(tmp_path / "rendezvous", max_bytes_in_flight=10_000):
         held = rpc_async(ME, waits, (gate, torch.zeros(1000)))
         later: list[Any] = []
@@ -117,7 +117,7 @@ def test_the_number_is_never_exceeded(tmp_path: Path) -> None:
 # ---- how many bytes
 
 
-def test_bytes_are_limited_too_and_what_is_larger_than_all_goes_alone(tmp_path: Path, gate: Gate) -> None:
+def test_bytes_are_limited_except_oversized_calls(tmp_path: Path, gate: Gate) -> None:
     with alone(tmp_path / "rendezvous", max_bytes_in_flight=100_000):
         small = rpc_async(ME, waits, (gate, torch.zeros(1000)))
         assert 4000 < own_statistics().bytes_in_flight < 5000
@@ -137,7 +137,7 @@ def test_bytes_are_limited_too_and_what_is_larger_than_all_goes_alone(tmp_path: 
 # ---- waiting that ends otherwise
 
 
-def test_waiting_for_room_has_the_calls_timeout(tmp_path: Path, gate: Gate) -> None:
+def test_wait_for_room_has_call_timeout(tmp_path: Path, gate: Gate) -> None:
     with alone(tmp_path / "rendezvous", max_in_flight=1):
         held = rpc_async(ME, waits, (gate, 1))
         for timeout in (0.05, 0.0001):
@@ -162,9 +162,7 @@ class Recorder:
         self.agent.call(to, payload, tensors, timeout, listener)
 
 
-def test_the_time_that_a_call_has_waited_is_of_its_timeout(
-    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_time_counts_towards_timeout(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     with alone(tmp_path / "rendezvous", max_in_flight=1) as session, monkeypatch.context() as patch:
         recorder = Recorder(session.agent)
         patch.setattr(session, "agent", recorder)
@@ -177,7 +175,7 @@ def test_the_time_that_a_call_has_waited_is_of_its_timeout(
         assert 0 < recorder.timeouts[1] < PATIENCE
 
 
-def test_a_session_that_ends_lets_go_who_waits(tmp_path: Path, gate: Gate) -> None:
+def test_ending_session_releases_waiting_callers(tmp_path: Path, gate: Gate) -> None:
     raised: list[BaseException] = []
 
     def call() -> None:
@@ -206,7 +204,7 @@ def test_limits_are_at_least_one(option: str, tmp_path: Path) -> None:
 # ---- what is counted
 
 
-def test_calls_bytes_and_failures_are_counted_exactly(tmp_path: Path, gate: Gate) -> None:
+def test_calls_bytes_failures_are_counted_exactly(tmp_path: Path, gate: Gate) -> None:
     with alone(tmp_path / "rendezvous"):
         nothing = own_statistics()
         assert nothing == rpc_ext.DestinationStatistics(
@@ -260,7 +258,7 @@ def test_what_runs_here_is_counted(tmp_path: Path, gate: Gate) -> None:
         rpc_ext.statistics()
 
 
-def test_latencies_are_those_from_the_call_to_the_future(tmp_path: Path, gate: Gate) -> None:
+def test_latencies_span_call_to_future(tmp_path: Path, gate: Gate) -> None:
     with alone(tmp_path / "rendezvous"):
         slow = rpc_async(ME, waits, (gate,))
         for i in range(99):
@@ -276,7 +274,7 @@ def test_latencies_are_those_from_the_call_to_the_future(tmp_path: Path, gate: G
     assert 0 < found.latency_p50 <= found.latency_p99 <= found.latencies[-1][0]
 
 
-def test_calls_of_a_batch_are_counted_one_by_one(tmp_path: Path) -> None:
+def test_batched_calls_are_counted_singly(tmp_path: Path) -> None:
     with alone(tmp_path / "rendezvous", max_in_flight=50):
         with batch(ME):
             futures = [rpc_async(ME, add, (i, 1)) for i in range(500)]

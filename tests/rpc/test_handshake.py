@@ -63,7 +63,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("secret", [SECRET, None])
-def test_all_see_what_each_shows_and_agree_on_a_key(
+def test_workers_share_records_and_key(
     store: MemoryStore, pool: ThreadPoolExecutor, size: int, secret: bytes | None
 ) -> None:
     begun = all_begin(pool, *(handshake(store, rank, size, secret) for rank in range(size)))
@@ -73,9 +73,7 @@ def test_all_see_what_each_shows_and_agree_on_a_key(
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_the_order_in_which_they_come_does_not_matter(
-    store: MemoryStore, pool: ThreadPoolExecutor, order: tuple[int, ...]
-) -> None:
+def test_order_of_arrival_does_not_matter(store: MemoryStore, pool: ThreadPoolExecutor, order: tuple[int, ...]) -> None:
     begun: list[Future[Any]] = []
     for rank in order:
         until(lambda: all(store.check([f"hello/{earlier}"]) for earlier in order[: len(begun)]))
@@ -83,7 +81,7 @@ def test_the_order_in_which_they_come_does_not_matter(
     assert all(one.result(PATIENCE)[0] == [0, 1, 2] for one in begun)
 
 
-def test_each_session_has_a_key_of_its_own(pool: ThreadPoolExecutor) -> None:
+def test_each_session_has_own_key(pool: ThreadPoolExecutor) -> None:
     keys = set()
     for _ in range(3):
         store = MemoryStore()
@@ -103,9 +101,7 @@ def test_rounds_come_after_the_beginning(store: MemoryStore, pool: ThreadPoolExe
 
 
 @pytest.mark.parametrize("secret", [SECRET, None])
-def test_what_is_shown_is_json_and_the_secret_is_not_in_it(
-    store: MemoryStore, pool: ThreadPoolExecutor, secret: bytes | None
-) -> None:
+def test_record_is_json_without_secret(store: MemoryStore, pool: ThreadPoolExecutor, secret: bytes | None) -> None:
     all_begin(pool, handshake(store, 0, secret=secret), handshake(store, 1, secret=secret))
     for record in store.records.values():
         mac, _, body = record.decode().partition(" ")
@@ -118,7 +114,7 @@ def test_what_is_shown_is_json_and_the_secret_is_not_in_it(
 # ---- those who do not come, or do not know
 
 
-def test_a_worker_that_does_not_come_is_named(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+def test_absent_worker_is_named(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     absent = [pool.submit(handshake(store, rank, 4, timeout=SHORT).begin, rank) for rank in (0, 2)]
     for one in absent:
         with pytest.raises(TimeoutError, match=r"worker 1, 3 of 4 has not arrived within 0\.05 s \(hello\)"):
@@ -126,9 +122,7 @@ def test_a_worker_that_does_not_come_is_named(store: MemoryStore, pool: ThreadPo
 
 
 @pytest.mark.parametrize("other", [ANOTHER, None])
-def test_a_worker_with_another_secret_is_named(
-    store: MemoryStore, pool: ThreadPoolExecutor, other: bytes | None
-) -> None:
+def test_worker_with_other_secret_is_named(store: MemoryStore, pool: ThreadPoolExecutor, other: bytes | None) -> None:
     workers = [handshake(store, 0, 3, timeout=1), handshake(store, 1, 3, other, timeout=1)]
     begun = [pool.submit(one.begin, 0) for one in workers]
     for rank, one in enumerate(begun):
@@ -139,7 +133,7 @@ def test_a_worker_with_another_secret_is_named(
         assert workers[rank].passed_over == 1
 
 
-def test_names_are_given_once_they_are_known(store: MemoryStore) -> None:
+def test_names_are_reported_once_known(store: MemoryStore) -> None:
     one = handshake(store, 0, 2, timeout=SHORT)
     one.names = ["first", "second"]
     with pytest.raises(TimeoutError, match=r"worker 1 \('second'\) of 2 has not arrived"):
@@ -180,9 +174,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
-def test_garbage_is_passed_over_until_the_worker_comes(
-    store: MemoryStore, pool: ThreadPoolExecutor, garbage: bytes
-) -> None:
+def test_garbage_is_skipped_until_worker_arrives(store: MemoryStore, pool: ThreadPoolExecutor, garbage: bytes) -> None:
     for step in ("hello", "proof"):
         store.plant(f"{step}/1", garbage)
     first = handshake(store, 0)
@@ -193,9 +185,7 @@ def test_garbage_is_passed_over_until_the_worker_comes(
 
 
 @pytest.mark.parametrize("garbage", [g for name, g in GARBAGE.items() if name != "unsigned"])
-def test_garbage_is_passed_over_without_a_secret_too(
-    store: MemoryStore, pool: ThreadPoolExecutor, garbage: bytes
-) -> None:
+def test_garbage_is_skipped_without_secret(store: MemoryStore, pool: ThreadPoolExecutor, garbage: bytes) -> None:
     store.plant("hello/1", garbage)
     first = handshake(store, 0, secret=None)
     begun = pool.submit(first.begin, 0)
@@ -206,7 +196,7 @@ def test_garbage_is_passed_over_without_a_secret_too(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("secret", [SECRET, None], ids=["signed", "unsigned"])
-def test_records_that_were_changed_by_chance_are_passed_over(store: MemoryStore, secret: bytes | None) -> None:
+def test_corrupted_records_are_skipped(store: MemoryStore, secret: bytes | None) -> None:
     """A record is as its worker has written it, or none. Without a secret it may be any that has the form."""
     value = {"nonce": "0" * 64, "value": {"devices": ["cpu"], "number": 3, "text": "\N{SNOWMAN}"}}
     handshake(store, 1, secret=secret)._show("hello", value)
@@ -250,7 +240,7 @@ def test_nothing_is_unpickled(store: MemoryStore, pool: ThreadPoolExecutor, tmp_
     assert list(tmp_path.iterdir())
 
 
-def test_what_was_written_over_is_put_back(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+def test_overwritten_record_is_restored(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     begun = pool.submit(handshake(store, 0).begin, 0)
     until(lambda: store.check(["hello/0"]))
     mine = store.get("hello/0")
@@ -264,7 +254,7 @@ def test_what_was_written_over_is_put_back(store: MemoryStore, pool: ThreadPoolE
     assert begun.result(PATIENCE)[0] == [0, 1]
 
 
-def test_it_is_logged_once_for_each_worker_and_step(
+def test_restoration_is_logged_once_per_step(
     store: MemoryStore, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = handshake(store, 0, 3)
@@ -293,9 +283,7 @@ def record_session(pool: ThreadPoolExecutor, size: int = 2) -> tuple[dict[str, b
     return dict(store.records), begun[0][1]
 
 
-def test_the_records_of_an_older_session_do_not_keep_a_new_one_from_beginning(
-    store: MemoryStore, pool: ThreadPoolExecutor
-) -> None:
+def test_old_session_records_do_not_block(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     old, old_key = record_session(pool)
     for place, record in old.items():
         store.plant(place, record)
@@ -307,7 +295,7 @@ def test_the_records_of_an_older_session_do_not_keep_a_new_one_from_beginning(
     assert key == same_key != old_key
 
 
-def test_a_worker_alone_is_not_taken_in_by_an_older_session(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+def test_single_worker_rejects_old_session(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     # With its key, the messages of that session would be taken once more.
     old, _ = record_session(pool)
 
@@ -330,7 +318,7 @@ def test_a_proof_is_of_one_worker(store: MemoryStore, pool: ThreadPoolExecutor) 
         handshake(store, 0, timeout=SHORT).begin(0)
 
 
-def test_a_record_is_of_one_step_and_of_as_many_workers(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+def test_record_belongs_to_step_and_size(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     both = [handshake(store, rank) for rank in range(2)]
     all_begin(pool, *both)
     for shown in [pool.submit(one.round, "one", True) for one in both]:
@@ -346,9 +334,7 @@ def test_a_record_is_of_one_step_and_of_as_many_workers(store: MemoryStore, pool
 
 
 @pytest.mark.parametrize("size", [2, 64])
-def test_waiting_asks_the_store_five_times_a_second_at_most_whatever_the_world(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_waiting_polls_store_slowly(store: MemoryStore, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """All workers but the last one are there, for five minutes of a clock that the test winds."""
     now = [0.0]
     clock = mock.Mock(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
@@ -362,9 +348,7 @@ def test_waiting_asks_the_store_five_times_a_second_at_most_whatever_the_world(
 
 
 @pytest.mark.parametrize("size", [2, 64])
-def test_waiting_for_proofs_asks_the_store_five_times_a_second_at_most(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_waiting_for_proofs_polls_slowly(store: MemoryStore, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     now = [0.0]
     clock = mock.Mock(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
     monkeypatch.setattr(_handshake, "time", clock)
@@ -377,7 +361,7 @@ def test_waiting_for_proofs_asks_the_store_five_times_a_second_at_most(
 
 
 @pytest.mark.parametrize("size", [2, 64])
-def test_records_that_are_all_there_are_read_with_one_request(store: MemoryStore, size: int) -> None:
+def test_complete_records_need_one_request(store: MemoryStore, size: int) -> None:
     for rank in range(1, size):
         handshake(store, rank, size)._show("step", rank)
     store.requests = 0
@@ -385,7 +369,7 @@ def test_records_that_are_all_there_are_read_with_one_request(store: MemoryStore
     assert store.requests <= 6
 
 
-def test_only_the_newest_records_are_put_back(store: MemoryStore) -> None:
+def test_only_newest_records_are_restored(store: MemoryStore) -> None:
     """So a worker that needs many rounds to end asks for no more in each."""
     one = handshake(store, 0, 1)
     for i in range(10):

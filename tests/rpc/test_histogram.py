@@ -22,7 +22,7 @@ def histogram_of(durations: list[int]) -> Histogram:
 
 @settings(deadline=None)
 @given(st.lists(DURATIONS, min_size=1, max_size=200), st.floats(0, 1))
-def test_a_quantile_is_at_most_a_bucket_above_the_exact_one(durations: list[int], q: float) -> None:
+def test_quantile_exceeds_by_one_bucket_at_most(durations: list[int], q: float) -> None:
     exact = sorted(durations)[max(0, math.ceil(q * len(durations)) - 1)] * 1e-9
     found = histogram_of(durations).quantile(q)
     assert exact <= found * (1 + 1e-9)
@@ -31,7 +31,7 @@ def test_a_quantile_is_at_most_a_bucket_above_the_exact_one(durations: list[int]
 
 @settings(deadline=None)
 @given(st.lists(DURATIONS, max_size=100))
-def test_buckets_hold_all_in_order_and_no_empty_ones(durations: list[int]) -> None:
+def test_buckets_are_ordered_and_not_empty(durations: list[int]) -> None:
     histogram = histogram_of(durations)
     buckets = histogram.buckets()
     assert sum(count for _, count in buckets) == histogram.total == len(durations)
@@ -57,11 +57,11 @@ def test_none_is_not_a_number() -> None:
 
 
 @pytest.mark.parametrize("ns", [-5, 0, 1, 7])
-def test_what_is_shorter_than_the_first_bucket_is_in_it(ns: int) -> None:
+def test_shortest_values_use_first_bucket(ns: int) -> None:
     assert histogram_of([ns]).buckets() == [(pytest.approx(9e-9), 1)]  # type: ignore[comparison-overlap]
 
 
-def test_of_a_hundred_the_p99_is_the_last_but_one() -> None:
+def test_p99_of_hundred_is_second_largest() -> None:
     durations = [1000] * 98 + [1_000_000, 1_000_000_000]
     histogram = histogram_of(durations)
     assert 1e-6 <= histogram.quantile(0.98) < 1.2e-6

@@ -87,7 +87,7 @@ def answer_after_the_end(rank: int, store: str) -> list[str]:
     return errors
 
 
-def test_an_answer_may_come_after_the_end(tmp_path: Path) -> None:
+def test_reply_may_arrive_after_end(tmp_path: Path) -> None:
     for errors in run_ranks(2, answer_after_the_end, str(tmp_path / "store")):
         assert len(errors) == 60
         assert {error.split("(")[0] for error in errors} <= {"InvalidStateError", "WorkerLostError"}
@@ -95,7 +95,7 @@ def test_an_answer_may_come_after_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("workers", [1, 16])
-def test_callbacks_of_calls_from_eight_threads_call_again(tmp_path: Path, workers: int) -> None:
+def test_callbacks_of_eight_threads_call_again(tmp_path: Path, workers: int) -> None:
     calls = soak_count(10_000)
     made = run_ranks(2, call_from_callbacks, str(tmp_path / "store"), 8, calls, workers)
     assert made == [2 * calls, 2 * calls]
@@ -112,7 +112,7 @@ def wait_in_a_callback(rank: int, store: str, workers: int) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-def test_a_callback_may_wait_for_another_call(tmp_path: Path, workers: int) -> None:
+def test_callback_may_wait_for_call(tmp_path: Path, workers: int) -> None:
     wanted = [-i for i in range(50)]
     assert run_ranks(2, wait_in_a_callback, str(tmp_path / "store"), workers) == [wanted, wanted]
 
@@ -142,7 +142,7 @@ def shut_down_gracefully(rank: int, store: str) -> None:
         rpc_async(0, same, (1,))
 
 
-def test_a_graceful_shutdown_waits_for_the_calls_in_flight(tmp_path: Path) -> None:
+def test_graceful_shutdown_waits_for_calls(tmp_path: Path) -> None:
     run_ranks(2, shut_down_gracefully, str(tmp_path / "store"))
 
 
@@ -154,12 +154,12 @@ def serve_to_the_end(rank: int, store: str, timeout: float) -> list[int]:
     return answers
 
 
-def test_who_only_serves_ends_with_the_others(tmp_path: Path) -> None:
+def test_serving_worker_ends_with_others(tmp_path: Path) -> None:
     assert run_ranks(2, serve_to_the_end, str(tmp_path / "store"), math.inf) == [list(range(100)), []]
 
 
 @pytest.mark.parametrize("timeout", [-1, math.nan, 0], ids=["negative", "nan", "0"])
-def test_a_time_for_shutdown_that_is_none_ends_nothing(tmp_path: Path, timeout: float) -> None:
+def test_invalid_shutdown_timeout_ends_nothing(tmp_path: Path, timeout: float) -> None:
     with alone(tmp_path / "store"):
         with pytest.raises(ValueError, match="a timeout is"):
             rpc_ext.shutdown(timeout=timeout)
@@ -168,7 +168,7 @@ def test_a_time_for_shutdown_that_is_none_ends_nothing(tmp_path: Path, timeout: 
 
 @pytest.mark.parametrize("what", ["start_timeout", "rpc_timeout"])
 @pytest.mark.parametrize("timeout", [0, -1, math.nan])
-def test_a_session_without_time_does_not_begin(tmp_path: Path, what: str, timeout: float) -> None:
+def test_session_without_time_does_not_begin(tmp_path: Path, what: str, timeout: float) -> None:
     with pytest.raises(ValueError, match=r"math\.inf for no limit"), alone(tmp_path / "store", **{what: timeout}):
         pass
     with alone(tmp_path / "store", **{what: math.inf}):
@@ -185,7 +185,7 @@ def call_over_sockets(rank: int, store: str) -> int:
     return answer
 
 
-def test_messages_go_the_ways_that_are_chosen(tmp_path: Path) -> None:
+def test_messages_use_chosen_transports(tmp_path: Path) -> None:
     assert run_ranks(2, call_over_sockets, str(tmp_path / "store")) == [0, 1]
 
 
@@ -208,7 +208,7 @@ def test_transports_are_those_of_the_environment(tmp_path: Path, transports: str
 
 
 @pytest.mark.parametrize("wrong", [[], ["post"]], ids=["none", "unknown"])
-def test_a_way_that_there_is_not_is_refused(tmp_path: Path, wrong: list[str]) -> None:
+def test_unknown_transport_is_refused(tmp_path: Path, wrong: list[str]) -> None:
     with pytest.raises(ValueError, match="one or more of ibv, shm, uv"), alone(tmp_path / "s", transports=wrong):
         pass
 
@@ -238,7 +238,7 @@ def shut_down_at_once(rank: int, store: str) -> list[str]:
     return errors
 
 
-def test_a_shutdown_at_once_fails_the_calls_in_flight(tmp_path: Path) -> None:
+def test_immediate_shutdown_fails_pending_calls(tmp_path: Path) -> None:
     errors = run_ranks(2, shut_down_at_once, str(tmp_path / "store"))[0]
     assert len(errors) == 2 * 102 + 1
     for error in errors:
@@ -260,7 +260,7 @@ def leave_a_function_behind(rank: int, store: str) -> bool:
     return answered
 
 
-def test_a_function_that_does_not_come_back_does_not_hold_up_shutdown(tmp_path: Path) -> None:
+def test_hanging_function_does_not_delay_shutdown(tmp_path: Path) -> None:
     assert run_ranks(2, leave_a_function_behind, str(tmp_path / "store")) == [True, True]
 
 
@@ -294,7 +294,7 @@ def begin_again(rank: int, port: int) -> list[list[str]]:
     return seen
 
 
-def test_worlds_follow_each_other_in_the_same_processes() -> None:
+def test_worlds_succeed_in_same_processes() -> None:
     """They meet at a store that outlives them, as under torchrun."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     seen = run_ranks(3, begin_again, store.port)
@@ -326,7 +326,7 @@ def come_alone(rank: int, store: str) -> None:
         assert session.workers == ["caller"]
 
 
-def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
+def test_absent_worker_is_named(tmp_path: Path) -> None:
     run_ranks(1, come_alone, str(tmp_path / "store"))
 
 
@@ -339,7 +339,7 @@ def be_namesakes(rank: int, store: str) -> None:
         assert rpc_sync(1 - rank, same, (rank,)) == rank
 
 
-def test_two_workers_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_duplicate_worker_name_is_refused(tmp_path: Path) -> None:
     run_ranks(2, be_namesakes, str(tmp_path / "store"))
 
 
@@ -359,7 +359,7 @@ def raise_in_the_body(rank: int, store: str) -> None:
         rpc_ext.statistics()
 
 
-def test_an_error_in_the_body_of_a_session_comes_out_of_it(tmp_path: Path) -> None:
+def test_session_body_error_is_raised(tmp_path: Path) -> None:
     run_ranks(2, raise_in_the_body, str(tmp_path / "store"))
 
 
@@ -376,7 +376,7 @@ def call_beside_collectives(rank: int, store: str) -> None:
     assert cfd.all_reduce(torch.ones(1)).wait(timeout=LONG).item() == 2
 
 
-def test_calls_and_collectives_run_side_by_side(tmp_path: Path) -> None:
+def test_calls_and_collectives_run_together(tmp_path: Path) -> None:
     run_ranks(2, call_beside_collectives, str(tmp_path / "store"))
 
 

@@ -41,7 +41,7 @@ def can_connect(to: socket.socket, address: Any = None) -> bool:
         return True
 
 
-def test_sockets_that_listen_are_found_and_no_others() -> None:
+def test_only_listening_sockets_are_found() -> None:
     before = _listeners.listening()
     abstract = f"\0cudafuture-{os.getpid()}"
     with listener() as tcp, listener(socket.AF_UNIX, abstract) as unix, socket.socket() as idle:
@@ -52,13 +52,13 @@ def test_sockets_that_listen_are_found_and_no_others() -> None:
     assert _listeners.listening() == before
 
 
-def test_those_at_another_address_are_none_of_ours() -> None:
+def test_sockets_at_other_addresses_are_foreign() -> None:
     before = _listeners.listening()
     with listener(address=("127.0.0.2", 0)), listener(address=("0.0.0.0", 0)):
         assert _listeners.listening() == before
 
 
-def test_nobody_can_connect_to_one_that_was_closed_and_its_descriptor_stays() -> None:
+def test_closed_listener_refuses_but_keeps_descriptor() -> None:
     before = _listeners.listening()
     with listener() as door, listener(socket.AF_UNIX, f"\0cudafuture-{os.getpid()}") as unix:
         addresses = {one: one.getsockname() for one in (door, unix)}
@@ -86,7 +86,7 @@ def test_connections_that_stand_go_on() -> None:
         assert server.recv(4) == b"ping"
 
 
-def test_who_watches_one_hears_no_more_of_it_and_can_stop_that() -> None:
+def test_closed_listener_leaves_epoll_usable() -> None:
     before = _listeners.listening()
     with listener() as door, select.epoll() as epoll, select.epoll() as bystander:
         epoll.register(door.fileno(), select.EPOLLIN)
@@ -108,7 +108,7 @@ def test_closing_leaves_no_descriptors_behind() -> None:
         assert len(os.listdir("/proc/self/fd")) == count  # noqa: PTH208
 
 
-def test_where_the_system_does_not_say_nothing_is_found(tmp_path: Path) -> None:
+def test_unknown_system_finds_no_sockets(tmp_path: Path) -> None:
     with listener(), mock.patch.object(_listeners, "_SELF", tmp_path / "none"):
         assert _listeners.listening() == set()
         _listeners.close({1})

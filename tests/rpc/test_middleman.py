@@ -80,9 +80,7 @@ PARTS = {
 
 @pytest.mark.world(2, timeout=TIMEOUT)
 @pytest.mark.parametrize("way", [TO, FROM])
-def test_a_message_that_was_changed_on_its_way_is_an_error_at_the_caller(
-    world: World, tmp_path: Path, way: int
-) -> None:
+def test_changed_message_fails_at_caller(world: World, tmp_path: Path, way: int) -> None:
     def attack(relay: Relay, session: rpc_ext.Session) -> dict[str, str]:
         errors = {}
         for _, what in itertools.product(range(ROUNDS), (*PARTS, "payload")):
@@ -114,7 +112,7 @@ def test_a_message_that_was_changed_on_its_way_is_an_error_at_the_caller(
 
 
 @pytest.mark.world(2, timeout=TIMEOUT)
-def test_a_remote_whose_message_was_changed_on_its_way_fails_at_its_caller(world: World, tmp_path: Path) -> None:
+def test_changed_remote_fails_at_caller(world: World, tmp_path: Path) -> None:
     def attack(relay: Relay, _: rpc_ext.Session) -> None:
         kept = []  # dropping a reference sends a message
 
@@ -139,7 +137,7 @@ def test_a_remote_whose_message_was_changed_on_its_way_fails_at_its_caller(world
 
 
 @pytest.mark.world(2, timeout=TIMEOUT)
-def test_a_seal_of_one_message_does_not_serve_another(world: World, tmp_path: Path) -> None:
+def test_seal_fits_only_its_message(world: World, tmp_path: Path) -> None:
     def attack(relay: Relay, session: rpc_ext.Session) -> list[str]:
         said = []
         for way in (TO, FROM):
@@ -169,7 +167,7 @@ def test_a_seal_of_one_message_does_not_serve_another(world: World, tmp_path: Pa
 
 
 @pytest.mark.world(2, timeout=TIMEOUT)
-def test_a_message_that_comes_twice_is_taken_once(world: World, tmp_path: Path) -> None:
+def test_repeated_message_is_taken_once(world: World, tmp_path: Path) -> None:
     """The engine of torch would run a request twice, and end the process over the second reply to one call."""
     folder = tmp_path / "made"
     times = soak_count(200)
@@ -200,7 +198,7 @@ def test_a_message_that_comes_twice_is_taken_once(world: World, tmp_path: Path) 
 
 
 @pytest.mark.world(3, timeout=TIMEOUT)
-def test_a_message_that_comes_by_another_connection_is_refused(world: World, tmp_path: Path) -> None:
+def test_message_on_other_connection_is_refused(world: World, tmp_path: Path) -> None:
     """Even where it comes before the worker's own: it is kept from arriving, and sent by a stranger."""
     folder = tmp_path / "made"
 
@@ -249,7 +247,7 @@ def test_a_message_that_comes_by_another_connection_is_refused(world: World, tmp
 
 
 @pytest.mark.world(2, timeout=TIMEOUT)
-def test_a_reply_that_waits_for_its_tensor_takes_no_other_reply_with_it(world: World, tmp_path: Path) -> None:
+def test_waiting_reply_spares_other_replies(world: World, tmp_path: Path) -> None:
     """An unsigned reply claims a pending call and announces a tensor. The honest reply to that call comes before it.
 
     The engine of torch would end the process over the second reply to one call.
@@ -296,7 +294,7 @@ def number_in(message: bytearray, begin: int) -> bytes:
 
 
 @pytest.mark.world(2, timeout=TIMEOUT)
-def test_memory_beside_a_message_is_neither_read_nor_written(world: World, tmp_path: Path) -> None:
+def test_memory_beside_message_is_untouched(world: World, tmp_path: Path) -> None:
     """The description of a tensor by torch says how large its memory is; it is changed to say more than there is."""
 
     def attack(relay: Relay, session: rpc_ext.Session) -> list[str]:
@@ -317,7 +315,7 @@ def test_memory_beside_a_message_is_neither_read_nor_written(world: World, tmp_p
 
 
 @pytest.mark.world(2, timeout=TIMEOUT)
-def test_nothing_is_allocated_for_a_message_that_announces_more_than_it_has(world: World, tmp_path: Path) -> None:
+def test_oversized_announcement_allocates_nothing(world: World, tmp_path: Path) -> None:
     """The connection ends, and neither of the processes."""
 
     def attack(relay: Relay, session: rpc_ext.Session) -> None:
@@ -339,9 +337,7 @@ NUMBERS = torch.arange(0x4711, 0x4711 + 1000)
 
 @pytest.mark.world(2, timeout=TIMEOUT)
 @pytest.mark.parametrize("seal", ["descriptions", "contents"])
-def test_numbers_in_a_tensor_can_be_changed_unless_the_seal_covers_contents(
-    world: World, tmp_path: Path, seal: str
-) -> None:
+def test_numbers_can_change_without_content_seal(world: World, tmp_path: Path, seal: str) -> None:
     old, new = struct.pack("<q", 0x4711 + 500), struct.pack("<q", 0)
 
     def attack(relay: Relay, session: rpc_ext.Session) -> list[str]:
@@ -365,7 +361,7 @@ def test_numbers_in_a_tensor_can_be_changed_unless_the_seal_covers_contents(
 
 
 @pytest.mark.world(2, timeout=TIMEOUT)
-def test_indices_of_a_sparse_tensor_cannot_be_changed(world: World, tmp_path: Path) -> None:
+def test_sparse_indices_cannot_change(world: World, tmp_path: Path) -> None:
     """A dense tensor to which it is added would be written at an address of the attacker's choice."""
     sparse = torch.sparse_coo_tensor(torch.tensor([[0x4711, 3]]), torch.ones(2), (0x5000,))
 
@@ -387,7 +383,7 @@ def test_indices_of_a_sparse_tensor_cannot_be_changed(world: World, tmp_path: Pa
 @pytest.mark.world(2, timeout=TIMEOUT)
 @pytest.mark.parametrize("way", [TO, FROM])
 @pytest.mark.parametrize("which", [0, 1], ids=["one device", "the other device"])
-def test_devices_of_a_tensor_cannot_be_changed(world: World, tmp_path: Path, way: int, which: int) -> None:
+def test_devices_of_tensor_cannot_change(world: World, tmp_path: Path, way: int, which: int) -> None:
     """A descriptor names a tensor's device at its sender and at its receiver. Unknown ones would end the process."""
     host = b"\xbd\x03cpu\0"  # as TensorPipe writes it: the length of the type, the type, the index
 

@@ -113,7 +113,7 @@ def tun() -> None:
     skip_without_tun()
 
 
-def test_calls_outlive_a_cable_that_is_cut_for_five_seconds() -> None:
+def test_calls_survive_five_second_cut() -> None:
     with workers_with(Cable) as (cable, workers):
         workers.do("call('at first', 100, 60)")
         assert workers.do("tell('at first')") == "['yes']"
@@ -134,7 +134,7 @@ def test_calls_outlive_a_cable_that_is_cut_for_five_seconds() -> None:
 
 
 @pytest.mark.parametrize("graceful", [False, True])
-def test_every_call_ends_when_the_cable_is_cut_for_good(graceful: bool) -> None:
+def test_permanent_cut_ends_every_call(graceful: bool) -> None:
     with workers_with(Cable) as (cable, workers):
         workers.do("futures['before'] = [rpc_async(peer, hold, timeout=3) for _ in range(100)]")
         workers.do("there = rpc_ext.remote(peer, same, (1,)); there.to_here()")
@@ -153,7 +153,7 @@ def test_every_call_ends_when_the_cable_is_cut_for_good(graceful: bool) -> None:
 
 
 @pytest.mark.usefixtures("tun")
-def test_large_tensors_arrive_whole_over_a_slow_line() -> None:
+def test_slow_line_delivers_large_tensors() -> None:
     with workers_with(partial(Relay, rate=4e6)) as (relay, workers):
         before = relay.came
         workers.do("call_with_tensors('large', 4, 1 << 18)")
@@ -164,7 +164,7 @@ def test_large_tensors_arrive_whole_over_a_slow_line() -> None:
 
 
 @pytest.mark.usefixtures("tun")
-def test_a_line_that_is_cut_in_the_midst_of_a_message_fails_its_call() -> None:
+def test_cut_during_message_fails_call() -> None:
     with workers_with(partial(Relay, rate=16e6)) as (relay, workers):
         relay.limit = relay.came + (1 << 20)
         workers.do("futures['cut'] = [rpc_async(peer, same, (torch.ones(1 << 20),), timeout=3)]")
@@ -175,7 +175,7 @@ def test_a_line_that_is_cut_in_the_midst_of_a_message_fails_its_call() -> None:
         assert workers.leave(graceful=False) == ["left", "left"]
 
 
-def test_the_others_hear_that_the_store_was_lost() -> None:
+def test_others_learn_of_lost_store() -> None:
     with workers_with(Cable) as (_, workers):
         workers.do("futures['pending'] = [rpc_async(peer, hold) for _ in range(10)]", by=workers.callee)
         workers.caller.say("os._exit(0)")

@@ -29,47 +29,47 @@ def test_there_is_none_by_default() -> None:
 
 
 @pytest.mark.parametrize("secret", [LONG, LONG.encode(), "é" * 8, bytes(SHORTEST_SECRET)])
-def test_it_is_given_as_text_or_bytes(secret: str | bytes) -> None:
+def test_secret_is_text_or_bytes(secret: str | bytes) -> None:
     assert read_secret(secret) == (secret.encode() if isinstance(secret, str) else secret)
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
-def test_it_is_what_the_file_contains_without_the_end_of_its_line(file: Path, end: str) -> None:
+def test_secret_is_file_content_without_newline(file: Path, end: str) -> None:
     file.write_text(LONG + end, newline="")
     assert read_secret(None) == LONG.encode()
 
 
-def test_blanks_and_bytes_that_are_no_text_belong_to_it(file: Path) -> None:
+def test_blanks_and_binary_belong_to_secret(file: Path) -> None:
     secret = b" \xff\x00 " * 5
     file.write_bytes(secret)
     assert read_secret(None) == secret
 
 
-def test_what_is_given_goes_before_the_file(file: Path) -> None:
+def test_given_secret_precedes_file(file: Path) -> None:
     file.write_text(LONG)
     assert read_secret("f" * SHORTEST_SECRET) == b"f" * SHORTEST_SECRET
 
 
 @pytest.mark.parametrize("secret", ["", b"", "é" * 7, LONG[1:]])
-def test_one_that_is_too_short_is_refused(secret: str | bytes) -> None:
+def test_short_secret_is_refused(secret: str | bytes) -> None:
     with pytest.raises(ValueError, match=rf"secret has \d+ bytes and needs at least {SHORTEST_SECRET}; .*token_hex"):
         read_secret(secret)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", LONG[1:].encode() + b"\n"])
-def test_a_file_with_too_short_a_one_is_named(file: Path, content: bytes) -> None:
+def test_file_with_short_secret_is_named(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     with pytest.raises(ValueError, match=rf"the secret in {file} has"):
         read_secret(None)
 
 
-def test_a_file_that_cannot_be_read_is_an_error_and_not_no_secret(file: Path) -> None:
+def test_unreadable_secret_file_is_error(file: Path) -> None:
     with pytest.raises(FileNotFoundError, match="secret"):
         read_secret(None)
 
 
 @pytest.mark.parametrize("secret", [1, ["s" * 16], bytearray(16), object()])
-def test_a_secret_of_another_type_is_refused(secret: Any) -> None:
+def test_secret_of_other_type_is_refused(secret: Any) -> None:
     with pytest.raises(TypeError, match="secret is a str or bytes"):
         read_secret(secret)
 
@@ -84,9 +84,7 @@ def test_the_error_does_not_show_it() -> None:
 @pytest.mark.parametrize(
     ("value", "error"), [(math.inf, TypeError), (4e3, TypeError), (0, ValueError), (1 << 63, ValueError)]
 )
-def test_a_limit_that_is_no_positive_number_of_64_bits_is_refused(
-    limit: str, value: float, error: type[Exception]
-) -> None:
+def test_non_positive_limit_is_refused(limit: str, value: float, error: type[Exception]) -> None:
     limits: dict[str, Any] = {limit: value}
     with pytest.raises(error, match=f"{limit} is an int"):
         rpc_ext.init_rpc("me", rank=0, world_size=1, init_method="tcp://127.0.0.1:0", **limits)

@@ -63,7 +63,7 @@ def find_explained(names: set[str]) -> set[str]:
     return {name for name in names if any(re.fullmatch(pattern, name) for pattern in REASONS)}
 
 
-def test_every_test_of_torch_is_answered_or_there_is_a_reason() -> None:
+def test_every_torch_test_has_answer_or_reason() -> None:
     names = torch_tests()
     assert len(names) > 200
     assert sorted(names - find_answered() - find_explained(names)) == []

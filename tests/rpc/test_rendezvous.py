@@ -33,22 +33,20 @@ def all_agree(pool: ThreadPoolExecutor, store: MemoryStore, size: int) -> set[in
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
-def test_all_workers_get_one_number_and_another_one_each_time(
-    store: MemoryStore, pool: ThreadPoolExecutor, size: int
-) -> None:
+def test_workers_share_new_number_each_time(store: MemoryStore, pool: ThreadPoolExecutor, size: int) -> None:
     numbers = [all_agree(pool, store, size) for _ in range(3)]
     assert [len(each) for each in numbers] == [1, 1, 1]
     assert len(set.union(*numbers)) == 3
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_a_start_that_was_given_up_holds_up_none(store: MemoryStore, pool: ThreadPoolExecutor, first: int) -> None:
+def test_abandoned_start_delays_nobody_else(store: MemoryStore, pool: ThreadPoolExecutor, first: int) -> None:
     with pytest.raises(TimeoutError):
         agree(store, first, 3, SHORT)
     assert len(all_agree(pool, store, 3)) == 1
 
 
-def test_a_worker_that_begins_again_while_others_wait_takes_part(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+def test_restarting_worker_joins_waiting_ones(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     others = [pool.submit(agree, store, rank, 3, PATIENCE) for rank in (0, 1)]
     for _ in range(3):  # each time its start is given up, and the others have a session with it, or not yet
         with pytest.raises(TimeoutError):
@@ -68,14 +66,12 @@ class Stale:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_workers_that_have_not_come_are_named(store: MemoryStore, rank: int) -> None:
+def test_absent_workers_are_named(store: MemoryStore, rank: int) -> None:
     with pytest.raises(TimeoutError, match=f"worker {', '.join(str(r) for r in range(3) if r != rank)} of 3 has not"):
         agree(store, rank, 3, SHORT)
 
 
-def test_a_worker_that_has_come_before_and_is_missing_now_is_named(
-    store: MemoryStore, pool: ThreadPoolExecutor
-) -> None:
+def test_vanished_worker_is_named(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     all_agree(pool, store, 3)
     missing = [pool.submit(agree, store, rank, 3, 5 * SHORT) for rank in (0, 1)]
     for each in missing:
@@ -85,9 +81,7 @@ def test_a_worker_that_has_come_before_and_is_missing_now_is_named(
 
 @pytest.mark.parametrize("record", [b"\x80", b"9" * 5000, b"-1", b"0", b"1 2", b""])
 @pytest.mark.parametrize("step", ["come/1", "session/1/1"])
-def test_a_record_that_another_process_has_written_is_put_back(
-    store: MemoryStore, pool: ThreadPoolExecutor, step: str, record: bytes
-) -> None:
+def test_overwritten_record_is_restored(store: MemoryStore, pool: ThreadPoolExecutor, step: str, record: bytes) -> None:
     written: list[str] = []
 
     def write_over(key: str) -> None:
@@ -103,7 +97,7 @@ def test_a_record_that_another_process_has_written_is_put_back(
 @pytest.mark.parametrize("size", [2, 64])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("stage", ["come", "seen"])
-def test_waiting_asks_the_store_five_times_a_second_at_most_whatever_the_world(
+def test_waiting_polls_store_slowly(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, size: int, rank: int, stage: str
 ) -> None:
     """All workers but the last one are there, for five minutes of a clock that the test winds."""
@@ -120,9 +114,7 @@ def test_waiting_asks_the_store_five_times_a_second_at_most_whatever_the_world(
 
 
 @pytest.mark.parametrize("pause", [0.1 * i for i in range(1, 60)])
-def test_a_second_start_begins_within_some_looks_of_the_last_worker(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, pause: float
-) -> None:
+def test_second_start_begins_soon(store: MemoryStore, monkeypatch: pytest.MonkeyPatch, pause: float) -> None:
     """The first worker finds the records of the start before, and the other one comes so many seconds later."""
     store.plant("come/1", b"1")
     store.plant("tries/1", b"1")

@@ -64,7 +64,7 @@ def worker(tmp_path: Path) -> Iterator[rpc_ext.Session]:
 
 
 @answers("test_local_rref_no_fork", "test_rref_py_pickle_not_supported", "test_rref_str")
-def test_a_reference_to_a_value_of_this_worker(worker: rpc_ext.Session) -> None:
+def test_reference_to_local_value_works(worker: rpc_ext.Session) -> None:
     value = [ONES]
     rref = RRef(value)
     assert rref.local_value() is value
@@ -92,7 +92,7 @@ def test_owners_are_compared_and_hashed(worker: rpc_ext.Session) -> None:
     "test_remote_same_worker",
     "test_rref_get_future",
 )
-def test_remote_returns_at_once_what_will_be_there(worker: rpc_ext.Session, gate: Gate) -> None:
+def test_remote_returns_immediately(worker: rpc_ext.Session, gate: Gate) -> None:
     rref = remote(ME, waits, (gate, ONES))
     future = rref.get_future()
     assert gate.reached.wait(PATIENCE)
@@ -131,7 +131,7 @@ def test_references_are_arguments_and_results(worker: rpc_ext.Session) -> None:
 
 
 @pytest.mark.parametrize("call", [rpc_async, remote])
-def test_a_reference_of_a_call_that_does_not_pickle_keeps_nobody_waiting(tmp_path: Path, call: Any) -> None:
+def test_unpicklable_call_reference_fails_immediately(tmp_path: Path, call: Any) -> None:
     with alone(tmp_path / "rendezvous") as session:
         rref = RRef(1)
         with pytest.raises((AttributeError, pickle.PicklingError)):
@@ -141,7 +141,7 @@ def test_a_reference_of_a_call_that_does_not_pickle_keeps_nobody_waiting(tmp_pat
 
 
 @answers("test_remote_with_exception")
-def test_what_the_function_raises_comes_out_of_the_reference(worker: rpc_ext.Session) -> None:
+def test_reference_raises_error_of_function(worker: rpc_ext.Session) -> None:
     for rref in (
         remote(ME, raises, (LookupError("expected"),)),
         remote(ME, async_raises),
@@ -169,7 +169,7 @@ def async_fails() -> CUDAFuture[Any]:
     return CUDAFuture.failed(LookupError("expected"))
 
 
-def test_a_value_that_an_async_function_makes_is_awaited(worker: rpc_ext.Session, gate: Gate) -> None:
+def test_async_function_value_is_awaited(worker: rpc_ext.Session, gate: Gate) -> None:
     rref = remote(ME, pending, (gate,))
     future, called = rref.get_future(), rref.rpc_async().upper()
     assert gate.reached.wait(PATIENCE)
@@ -204,7 +204,7 @@ def test_methods_are_called_through_a_reference(worker: rpc_ext.Session) -> None
 
 
 @answers("test_async_class_rref_proxy", "test_async_class_rref_proxy_async", "test_async_class_rref_proxy_remote")
-def test_errors_of_methods_come_through_a_reference(worker: rpc_ext.Session) -> None:
+def test_method_errors_pass_through_reference(worker: rpc_ext.Session) -> None:
     rref: Any = remote(ME, Adder, (7,))
     for name, error in (("non_existent", AttributeError), ("fail", LookupError)):
         with pytest.raises(error):
@@ -234,7 +234,7 @@ def test_reading_and_calling_have_timeouts(worker: rpc_ext.Session, gate: Gate) 
         remote(ME, same, (1,), timeout=-1)
 
 
-def test_waiting_for_a_value_on_its_owner_has_a_timeout(worker: rpc_ext.Session, gate: Gate) -> None:
+def test_owner_wait_has_timeout(worker: rpc_ext.Session, gate: Gate) -> None:
     rref = remote(ME, pending, (gate,))
     with pytest.raises(TimeoutError, match=r"this worker, 'me', had no value within 0.05 s"):
         rref.to_here(timeout=0.05)
@@ -248,9 +248,7 @@ def test_waiting_for_a_value_on_its_owner_has_a_timeout(worker: rpc_ext.Session,
 
 
 @pytest.mark.parametrize("making", [pending, waits])
-def test_a_value_on_its_owner_has_to_be_made_in_time(
-    worker: rpc_ext.Session, gate: Gate, making: Callable[..., Any]
-) -> None:
+def test_owner_makes_value_in_time(worker: rpc_ext.Session, gate: Gate, making: Callable[..., Any]) -> None:
     rref = remote(ME, making, (gate, 3) if making is waits else (gate,), timeout=0.05)
     asked: list[Callable[[], Any]] = [
         lambda: rref.to_here(timeout=PATIENCE),
@@ -278,7 +276,7 @@ def block(worker: rpc_ext.Session) -> Iterator[Callable[[], None]]:
     over.set()
 
 
-def test_a_value_that_was_made_late_needs_no_free_callback_thread(gate: Gate, block: Callable[[], None]) -> None:
+def test_late_value_needs_no_callback_thread(gate: Gate, block: Callable[[], None]) -> None:
     rref = remote(ME, waits, (gate, 3), timeout=0.05)
     with pytest.raises(TimeoutError):
         rref.to_here(timeout=PATIENCE)
@@ -289,9 +287,7 @@ def test_a_value_that_was_made_late_needs_no_free_callback_thread(gate: Gate, bl
 
 
 @pytest.mark.parametrize("timeout", [math.inf, PATIENCE / 2])
-def test_a_value_that_is_awaited_needs_no_free_callback_thread(
-    gate: Gate, block: Callable[[], None], timeout: float
-) -> None:
+def test_awaited_value_needs_no_callback_thread(gate: Gate, block: Callable[[], None], timeout: float) -> None:
     rref = remote(ME, waits, (gate, 3), timeout=timeout)
     assert gate.reached.wait(PATIENCE)
     block()
@@ -325,7 +321,7 @@ def make_late(file: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.world(3)
-def test_a_value_that_is_late_is_late_for_all_who_ask_before_it_is_made(world: World, tmp_path: Path) -> None:
+def test_late_value_is_late_for_everyone(world: World, tmp_path: Path) -> None:
     world.run(make_late, str(tmp_path / "rendezvous"))
 
 
@@ -343,7 +339,7 @@ def pass_on_late(file: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.world(3)
-def test_each_worker_passes_a_reference_on_after_its_time(world: World, tmp_path: Path) -> None:
+def test_each_worker_forwards_reference_late(world: World, tmp_path: Path) -> None:
     world.run(pass_on_late, str(tmp_path / "rendezvous"))
 
 
@@ -375,7 +371,7 @@ def is_a(rref: RRef[Any]) -> str:
 # ---- who runs callbacks
 
 
-def test_callbacks_of_values_made_here_may_call_this_worker_again(tmp_path: Path, gate: Gate) -> None:
+def test_callbacks_of_local_values_may_call(tmp_path: Path, gate: Gate) -> None:
     """They run on no thread of the engine's: there is but one, which brings the answer."""
     with alone(tmp_path / "rendezvous", num_worker_threads=1):
         threads: list[str] = []
@@ -391,7 +387,7 @@ def test_callbacks_of_values_made_here_may_call_this_worker_again(tmp_path: Path
         assert threads[0] != threading.current_thread().name
 
 
-def test_a_callback_that_blocks_holds_up_no_timeouts(worker: rpc_ext.Session, gate: Gate) -> None:
+def test_blocking_callback_delays_no_timeout(worker: rpc_ext.Session, gate: Gate) -> None:
     """They are kept by one thread."""
     blocked, may_go_on = threading.Event(), threading.Event()
 
@@ -410,7 +406,7 @@ def test_a_callback_that_blocks_holds_up_no_timeouts(worker: rpc_ext.Session, ga
 
 
 @answers("test_use_rref_after_shutdown", "test_non_garbage_collected_user_rref_due_to_local_circular_dependency")
-def test_a_reference_outlives_its_session_and_says_so(tmp_path: Path) -> None:
+def test_reference_outlives_session_with_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidStateError, match="init_rpc"):
         RRef(1)
     with alone(tmp_path / "rendezvous"):
@@ -436,7 +432,7 @@ def test_a_reference_outlives_its_session_and_says_so(tmp_path: Path) -> None:
 
 
 @answers("test_my_parameter_server")
-def test_one_worker_thread_is_enough_where_nobody_waits_on_it(tmp_path: Path) -> None:
+def test_one_worker_thread_is_enough(tmp_path: Path) -> None:
     with alone(tmp_path / "rendezvous", num_worker_threads=1):
         rrefs = [remote(ME, add, (i, 1)) for i in range(50)]
         assert wait_all([rref.get_future() for rref in rrefs], timeout=PATIENCE) == list(range(1, 51))
@@ -473,7 +469,7 @@ def in_a_second_session(file: str, secret: str | None) -> None:
 @pytest.mark.slow
 @pytest.mark.world(2)
 @pytest.mark.parametrize("secret", [None, "sixteen bytes and more"], ids=["open", "signed"])
-def test_references_of_a_second_session_are_as_good(world: World, tmp_path: Path, secret: str | None) -> None:
+def test_second_session_references_work(world: World, tmp_path: Path, secret: str | None) -> None:
     world.run(in_a_second_session, str(tmp_path / "rendezvous"), secret)
 
 
@@ -567,5 +563,5 @@ def use_elsewhere_while_made(file: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.world(2)
-def test_a_reference_may_be_used_and_dropped_elsewhere_before_its_value_is_made(world: World, tmp_path: Path) -> None:
+def test_reference_works_elsewhere_before_value_exists(world: World, tmp_path: Path) -> None:
     world.run(use_elsewhere_while_made, str(tmp_path / "rendezvous"))

@@ -49,7 +49,7 @@ def begin(file: str, secrets: list[str | None]) -> tuple[str, str]:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("other", [ANOTHER, None], ids=["another", "none"])
-def test_workers_with_different_secrets_do_not_come_together(world: World, tmp_path: Path, other: str | None) -> None:
+def test_workers_with_different_secrets_do_not_connect(world: World, tmp_path: Path, other: str | None) -> None:
     for rank, (kind, message) in enumerate(world.run(begin, str(tmp_path / "file"), [SECRET, other])):
         assert kind == "AuthenticationError", message
         assert f"worker {1 - rank} of 2 has not proven" in message
@@ -57,7 +57,7 @@ def test_workers_with_different_secrets_do_not_come_together(world: World, tmp_p
 
 
 @pytest.mark.world(3)
-def test_the_worker_with_another_secret_is_named_to_the_others(world: World, tmp_path: Path) -> None:
+def test_worker_with_other_secret_is_named(world: World, tmp_path: Path) -> None:
     outcomes = world.run(begin, str(tmp_path / "file"), [SECRET, SECRET, ANOTHER])
     assert [kind for kind, _ in outcomes] == ["AuthenticationError"] * 3
     assert all("worker 2 of 3 has not proven" in message for _, message in outcomes[:2])
@@ -65,7 +65,7 @@ def test_the_worker_with_another_secret_is_named_to_the_others(world: World, tmp
 
 
 @pytest.mark.world(2)
-def test_a_process_begins_again_after_a_start_that_has_failed(world: World, tmp_path: Path) -> None:
+def test_process_restarts_after_failed_start(world: World, tmp_path: Path) -> None:
     def run() -> int:
         rank = dist.get_rank()
         assert begin(str(tmp_path / "file"), [SECRET, ANOTHER])[0] == "AuthenticationError"
@@ -79,7 +79,7 @@ def test_a_process_begins_again_after_a_start_that_has_failed(world: World, tmp_
 
 @pytest.mark.soak
 @pytest.mark.world(3, timeout=soak_count(3000))
-def test_addresses_in_the_store_lead_no_message_astray(world: World, tmp_path: Path) -> None:
+def test_forged_addresses_misdirect_no_message(world: World, tmp_path: Path) -> None:
     """The agents of torch take addresses from the store as they are: a process that writes them gets all calls.
 
     The third rank writes them, before the start and during it, for this session and for later ones.
@@ -187,7 +187,7 @@ def test_torchs_own_calls_go_on_working(world: World, tmp_path: Path, uses: Call
 # ---- no secret
 
 
-def test_a_worker_without_a_secret_warns_once_of_an_address_that_others_reach(tmp_path: Path) -> None:
+def test_worker_without_secret_warns_once(tmp_path: Path) -> None:
     address = mock.patch.object(_listeners, "host", return_value="192.0.2.1")
     with mock.patch.object(_listeners, "_warned", False), address:
         with pytest.warns(RuntimeWarning, match=r"listens on 192\.0\.2\.1 and has no secret") as warned:
@@ -201,9 +201,7 @@ def test_a_worker_without_a_secret_warns_once_of_an_address_that_others_reach(tm
 @pytest.mark.parametrize(
     ("host", "secret"), [("127.0.0.1", None), ("::1", None), ("192.0.2.1", SECRET), ("fe80::1%eth0", SECRET)]
 )
-def test_it_does_not_warn_of_the_loopback_interface_nor_with_a_secret(
-    tmp_path: Path, host: str, secret: str | None
-) -> None:
+def test_loopback_or_secret_gives_no_warning(tmp_path: Path, host: str, secret: str | None) -> None:
     address = mock.patch.object(_listeners, "host", return_value=host)
     with mock.patch.object(_listeners, "_warned", False), address, alone(tmp_path / "file", secret=secret):
         pass

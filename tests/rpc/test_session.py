@@ -40,7 +40,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
-def test_functions_are_called_once_in_order_when_the_agent_has_stopped(
+def test_shutdown_functions_run_once_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], None]
 ) -> None:
     called: list[tuple[str, bool]] = []
@@ -63,9 +63,7 @@ def test_functions_are_called_once_in_order_when_the_agent_has_stopped(
     assert called[3:] == [("every session", False)]
 
 
-def test_a_function_that_raises_is_logged_and_the_others_are_called(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_raising_shutdown_function_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     called: list[int] = []
     with alone(tmp_path / "rendezvous") as session:
         session.call_at_end(lambda: raises(LookupError("expected")))
@@ -76,7 +74,7 @@ def test_a_function_that_raises_is_logged_and_the_others_are_called(
     assert "LookupError: expected" in caplog.text
 
 
-def test_an_interrupted_function_raises_after_the_others_were_called(tmp_path: Path) -> None:
+def test_interrupted_shutdown_function_raises_last(tmp_path: Path) -> None:
     called: list[int] = []
     with alone(tmp_path / "rendezvous") as session:
         session.call_at_end(lambda: raises(KeyboardInterrupt()))
@@ -95,7 +93,7 @@ session.call_at_end(lambda: print("ended", flush=True))
 """
 
 
-def test_functions_are_called_when_the_process_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_functions_run_at_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
     done = run_script(AT_EXIT, str(tmp_path / "rendezvous"))
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
@@ -112,7 +110,7 @@ def count_received(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("receive_memory", [64 * MIB, 4096, 0], ids=["pool", "small pool", "no pool"])
-def test_receive_memory_is_the_size_of_the_pool(tmp_path: Path, receive_memory: int) -> None:
+def test_receive_memory_sets_pool_size(tmp_path: Path, receive_memory: int) -> None:
     tensor = torch.arange(2 * MIB // 4, dtype=torch.int32)
     with alone(tmp_path / "rendezvous", receive_memory=receive_memory):
         outside = count_received(tensor)
@@ -120,7 +118,7 @@ def test_receive_memory_is_the_size_of_the_pool(tmp_path: Path, receive_memory: 
     assert outside == (2 * tensor.nbytes if receive_memory == 4096 else 0)
 
 
-def test_a_received_tensor_is_memory_of_the_pool(tmp_path: Path) -> None:
+def test_received_tensor_uses_pool_memory(tmp_path: Path) -> None:
     with alone(tmp_path / "rendezvous", receive_memory=64 * MIB):
         kept = rpc_sync(ME, same, (torch.ones(2 * MIB // 4),))
         pool = _agent._pools[64 * MIB]
@@ -133,6 +131,6 @@ def test_a_received_tensor_is_memory_of_the_pool(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("receive_memory", "error"), [(-1, ValueError), (1.5, TypeError), ("1", TypeError)])
-def test_receive_memory_that_is_no_number_of_bytes_is_refused(receive_memory: Any, error: type[Exception]) -> None:
+def test_invalid_receive_memory_is_refused(receive_memory: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         rpc_ext.init_rpc(ME, rank=0, world_size=1, receive_memory=receive_memory)

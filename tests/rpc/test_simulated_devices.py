@@ -81,17 +81,17 @@ def test_a_missing_edge_is_found(meeting: Path, edge: str) -> None:
 
 
 @pytest.mark.parametrize("edge", ["then_async.events", "gather.events", "then.stream"])
-def test_a_missing_edge_between_an_object_and_its_method_is_found(meeting: Path, edge: str) -> None:
+def test_missing_edge_of_method_is_found(meeting: Path, edge: str) -> None:
     assert findings(device_calls.methods_of_references, edge, meeting)[0]
 
 
-def test_a_message_that_is_sent_before_the_host_may_read_it_has_wrong_values(meeting: Path) -> None:
+def test_message_sent_early_has_wrong_values(meeting: Path) -> None:
     """Show the missing edge by wrong values: the detector does not see the reads of TensorPipe."""
     assert findings(device_calls.arguments_and_results, "host.query", meeting)[1]
 
 
 @on_each_schedule
-def test_who_does_not_wait_for_the_answer_is_found(meeting: Path, schedule: str) -> None:
+def test_caller_without_wait_is_found(meeting: Path, schedule: str) -> None:
     with calling(schedule, meeting) as me:
         future = rpc_async(me.name, double, (start_fill(1.0),))
         done = threading.Event()  # wait() would order this thread's streams, too
@@ -106,7 +106,7 @@ def test_who_does_not_wait_for_the_answer_is_found(meeting: Path, schedule: str)
 
 
 @pytest.mark.parametrize("call", ["rpc_async", "batch"])
-def test_a_device_that_is_lost_before_its_tensors_have_left_fails_the_call(meeting: Path, call: str) -> None:
+def test_device_lost_before_sending_fails_call(meeting: Path, call: str) -> None:
     with calling("lazy", meeting, devices=2) as me:
         x = start_fill(1.0)
         sim.fail("a broken bit")
@@ -123,7 +123,7 @@ def test_a_device_that_is_lost_before_its_tensors_have_left_fails_the_call(meeti
 
 
 @pytest.mark.parametrize("in_batch", [False, True])
-def test_a_call_whose_device_does_not_finish_in_time_is_over_in_time(meeting: Path, in_batch: bool) -> None:
+def test_call_with_busy_device_times_out(meeting: Path, in_batch: bool) -> None:
     with calling("lazy", meeting) as me:
         with sim.hold():
             with rpc_ext.batch(me.name) if in_batch else contextlib.nullcontext():
@@ -134,7 +134,7 @@ def test_a_call_whose_device_does_not_finish_in_time_is_over_in_time(meeting: Pa
         assert me.statistics().destinations[me.name].in_flight == 0
 
 
-def test_remote_refuses_tensors_that_go_through_the_host(meeting: Path) -> None:
+def test_remote_refuses_tensors_through_host(meeting: Path) -> None:
     with calling("lazy", meeting) as me:
         register = remote(me.name, device_calls.Register, (1.0,))
         for call in (lambda x: remote(me.name, double, (x,)), register.remote().add):

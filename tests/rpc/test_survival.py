@@ -63,7 +63,7 @@ def call_the_lost(rank: int, store: str, sent: int) -> Counter[str]:
 
 
 @LOSSES
-def test_a_callee_is_lost_in_the_midst_of_a_thousand_calls(tmp_path: Path, sent: int, error: str) -> None:
+def test_callee_dies_during_thousand_calls(tmp_path: Path, sent: int, error: str) -> None:
     ended = run_ranks(2, call_the_lost, str(tmp_path / "store"), sent, lost=[1])[0]
     assert set(ended) <= {"answered", error}
     assert ended.total() == CALLS
@@ -82,7 +82,7 @@ def batch_to_the_lost(rank: int, store: str, sent: int) -> Counter[str]:
 
 
 @LOSSES
-def test_a_callee_is_lost_in_the_midst_of_batches(tmp_path: Path, sent: int, error: str) -> None:
+def test_callee_dies_during_batches(tmp_path: Path, sent: int, error: str) -> None:
     ended = run_ranks(2, batch_to_the_lost, str(tmp_path / "store"), sent, lost=[1])[0]
     assert set(ended) <= {"answered", error}
     assert ended.total() == CALLS
@@ -116,7 +116,7 @@ def wait_for_room_at_the_lost(rank: int, store: str, sent: int) -> Counter[str]:
 
 
 @LOSSES
-def test_calls_that_wait_for_room_end_when_the_callee_is_lost(tmp_path: Path, sent: int, error: str) -> None:
+def test_waiting_calls_end_with_callee(tmp_path: Path, sent: int, error: str) -> None:
     ended = run_ranks(2, wait_for_room_at_the_lost, str(tmp_path / "store"), sent, lost=[1])[0]
     assert ended.total() == 8 * 8
     assert ended[error] > 0
@@ -161,7 +161,7 @@ def call_in_batch(timeout: float) -> Any:
 
 
 @LOSSES
-def test_whatever_is_asked_of_a_lost_worker_fails(tmp_path: Path, sent: int, error: str) -> None:
+def test_requests_to_lost_worker_fail(tmp_path: Path, sent: int, error: str) -> None:
     results = run_ranks(2, call_in_every_way, str(tmp_path / "store"), sent, lost=[1])[0]
     assert len(results) == 8
     assert set(results.values()) == {error}
@@ -183,7 +183,7 @@ def go_on_without_it(rank: int, store: str) -> None:
         rpc_async("third", same, (1,))
 
 
-def test_the_others_go_on_and_a_graceful_shutdown_names_who_is_missing(tmp_path: Path) -> None:
+def test_graceful_shutdown_names_lost_worker(tmp_path: Path) -> None:
     run_ranks(3, go_on_without_it, str(tmp_path / "store"), lost=[1])
 
 
@@ -210,7 +210,7 @@ def count_serving() -> int:
     return rpc_ext.statistics().serving
 
 
-def test_a_reference_to_what_a_lost_worker_has_fails_the_call_and_names_the_worker(tmp_path: Path) -> None:
+def test_reference_into_lost_worker_names_it(tmp_path: Path) -> None:
     run_ranks(3, pass_on_what_a_lost_worker_has, str(tmp_path / "store"), lost=[1])
 
 
@@ -234,7 +234,7 @@ def use_what_is_late(rank: int, store: str) -> None:
             assert late.to_here() is None
 
 
-def test_a_value_that_is_not_made_in_time_is_a_timeout_wherever_the_reference_goes(tmp_path: Path) -> None:
+def test_late_value_times_out_everywhere(tmp_path: Path) -> None:
     run_ranks(2, use_what_is_late, str(tmp_path / "store"))
 
 
@@ -266,9 +266,9 @@ def meet_the_stopped(rank: int, store: str) -> None:
     assert stopped.exception(timeout=LONG) is not None
 
 
-def test_a_barrier_names_the_first_worker_if_that_has_stopped(tmp_path: Path) -> None:
+def test_barrier_names_stopped_first_worker(tmp_path: Path) -> None:
     run_ranks(2, meet_the_stopped, str(tmp_path / "store"), lost=[0])
 
 
-def test_a_graceful_shutdown_does_not_wait_for_ever_for_answers(tmp_path: Path) -> None:
+def test_graceful_shutdown_does_not_hang(tmp_path: Path) -> None:
     run_ranks(2, leave_the_stopped, str(tmp_path / "store"), lost=[1])

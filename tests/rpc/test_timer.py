@@ -23,7 +23,7 @@ def timer() -> Iterator[_Timer]:
     timer.end()
 
 
-def test_a_time_that_no_lock_can_wait_for_does_not_end_the_thread(timer: _Timer) -> None:
+def test_unlockable_duration_spares_thread(timer: _Timer) -> None:
     now = time.perf_counter()
     timer.schedule(Thing(), now + 1e300)
     thing = Thing()
@@ -47,7 +47,7 @@ class Thing:
         return None
 
 
-def test_an_object_is_looked_at_when_it_is_due_and_not_before(timer: _Timer) -> None:
+def test_entry_is_visited_when_due(timer: _Timer) -> None:
     late, soon = Thing(), Thing()
     due = time.perf_counter() + 0.05
     timer.schedule(late, due + 1000)
@@ -59,7 +59,7 @@ def test_an_object_is_looked_at_when_it_is_due_and_not_before(timer: _Timer) -> 
     late.done.wait(timeout=PATIENCE)
 
 
-def test_an_object_that_asks_for_it_is_looked_at_again(timer: _Timer) -> None:
+def test_entry_may_ask_for_another_visit(timer: _Timer) -> None:
     thing = Thing(again=5)
     timer.schedule(thing, 0)
     thing.done.wait(timeout=PATIENCE)
@@ -67,7 +67,7 @@ def test_an_object_that_asks_for_it_is_looked_at_again(timer: _Timer) -> None:
 
 
 @pytest.mark.parametrize("error", [LookupError("of a look"), SystemExit(3)], ids=lambda e: type(e).__name__)
-def test_a_look_that_raises_is_repeated_and_the_thread_goes_on(
+def test_raising_visit_is_repeated(
     timer: _Timer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     class Failing(Thing):
@@ -86,7 +86,7 @@ def test_a_look_that_raises_is_repeated_and_the_thread_goes_on(
     assert "has raised; it is called again" in caplog.text
 
 
-def test_cancelled_objects_are_released_and_take_no_room(timer: _Timer) -> None:
+def test_cancelled_entries_are_released(timer: _Timer) -> None:
     later = time.perf_counter() + 1000
     things = [Thing() for _ in range(1000)]
     for thing in things:
@@ -122,7 +122,7 @@ def test_futures_expire_unless_they_are_done() -> None:
     assert done.value() == 1
 
 
-def test_futures_that_wait_for_references_fail_when_the_session_ends_and_afterwards() -> None:
+def test_ended_session_fails_reference_futures() -> None:
     server = Server("me", 1)
     before: CUDAFuture[int] = CUDAFuture()
     done: CUDAFuture[int] = CUDAFuture()

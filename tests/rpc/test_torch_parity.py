@@ -114,7 +114,7 @@ def test_a_call_completes_a_cuda_future() -> None:
     ("function", "error"),
     [(raise_value_error, ValueError), (raise_type_error, TypeError)],
 )
-def test_a_remote_error_has_the_type_that_torch_gives_it(function: Any, error: type[Exception]) -> None:
+def test_remote_error_has_torch_type(function: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="expected"):
         rpc.rpc_async(ME, function).wait()
     future = call(function)
@@ -125,7 +125,7 @@ def test_a_remote_error_has_the_type_that_torch_gives_it(function: Any, error: t
     assert isinstance(future.then(lambda f: f.value()).exception(timeout=60), error)
 
 
-def test_a_remote_error_of_another_type_is_torchs_runtime_error_with_its_text() -> None:
+def test_other_remote_error_is_runtime_error() -> None:
     error = call(raise_key_error).exception(timeout=60)
     with pytest.raises(RuntimeError, match="KeyError") as caught:
         rpc.rpc_async(ME, raise_key_error).wait()
@@ -134,7 +134,7 @@ def test_a_remote_error_of_another_type_is_torchs_runtime_error_with_its_text() 
 
 
 @answers("test_wait_all_with_exception", "test_wait_all_with_partial_exception")
-def test_one_remote_failure_among_many_is_raised() -> None:
+def test_one_remote_failure_is_raised() -> None:
     futures = [call(torch.add, ONES, i) for i in range(10)]
     assert [v[0, 0].item() for v in wait_all(futures, timeout=60)] == list(range(1, 11))
     with pytest.raises(Exception, match="expected"):
@@ -143,7 +143,7 @@ def test_one_remote_failure_among_many_is_raised() -> None:
 
 
 @answers("test_callback_in_rpc", "test_callback_with_ret")
-def test_a_callee_may_wait_for_a_chain_of_its_own() -> None:
+def test_callee_may_wait_for_own_chain() -> None:
     assert torch.equal(call(waits_in_the_callee, ONES).wait(timeout=60), ONES + 2)
     nested = call(torch.add, ONES, 1).then_async(lambda f: call(torch.add, f.wait(), 1)).then(add_one)
     assert torch.equal(nested.wait(timeout=60), ONES + 3)
@@ -161,7 +161,7 @@ def test_the_future_of_a_remote_reference() -> None:
 
 @answers("test_async_function_with_future_ctor", "test_async_function_with_future_ctor_remote")
 @pytest.mark.parametrize("function", [chain, make_by_hand])
-def test_a_bridged_future_is_what_async_execution_wants(function: Any) -> None:
+def test_async_execution_takes_bridged_future(function: Any) -> None:
     assert torch.equal(rpc.rpc_sync(ME, function, args=(ONES, 2)), ONES + 3)
     assert torch.equal(rpc.remote(ME, function, args=(ONES, 2)).to_here(), ONES + 3)
 
@@ -170,18 +170,18 @@ def test_many_calls_out_of_one() -> None:
     assert torch.equal(call(fan_out, ONES, 4).wait(timeout=60), ONES * 4 + 6)
 
 
-def test_a_failed_bridged_future_fails_the_call() -> None:
+def test_failed_bridged_future_fails_call() -> None:
     with pytest.raises(RuntimeError, match="expected"):
         rpc.rpc_sync(ME, fail)
 
 
-def test_a_cuda_future_itself_is_refused_by_async_execution() -> None:
+def test_async_execution_refuses_cuda_future() -> None:
     with pytest.raises(RuntimeError, match=r"must return a torch\.futures\.Future"):
         rpc.rpc_sync(ME, not_bridged)
 
 
 @answers("test_pickle_future", "test_return_future", "test_return_future_async", "test_return_future_remote")
-def test_a_future_is_neither_argument_nor_result() -> None:
+def test_future_cannot_be_argument_or_result() -> None:
     with pytest.raises(TypeError, match=CANNOT_PICKLE):
         rpc.rpc_async(ME, len, args=([CUDAFuture[int]()],))
     with pytest.raises(RuntimeError, match=CANNOT_PICKLE):

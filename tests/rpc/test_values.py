@@ -87,7 +87,7 @@ def test_tensors_arrive_wherever_they_stand() -> None:
     assert [t.tolist() for t in rpc_sync(ME, torch.nonzero, (torch.eye(2),))] == [[0, 0], [1, 1]]
 
 
-def test_every_dtype_arrives_or_is_refused_before_it_is_sent() -> None:
+def test_every_dtype_arrives_or_is_refused() -> None:
     refused = []
     for dtype in DTYPES:
         tensor = values(dtype, 5, 3)
@@ -179,7 +179,7 @@ def test_nested_tensors_arrive(layout: torch.layout) -> None:
     assert [t.tolist() for t in got.unbind()] == [[1, 1], [0, 1, 2]]
 
 
-def test_what_is_a_parameter_or_requires_grad_is_and_does_so_there() -> None:
+def test_parameter_and_requires_grad_are_kept() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     got, leaf, of_graph = rpc_sync(ME, same, ((parameter, torch.ones(1, requires_grad=True), parameter * 2),))
     assert isinstance(got, torch.nn.Parameter)
@@ -199,7 +199,7 @@ def test_what_is_a_parameter_or_requires_grad_is_and_does_so_there() -> None:
     ],
     ids=["slice", "shrunk", "sparse", "parameter"],
 )
-def test_a_tensor_without_elements_arrives_whatever_its_offset(make: Callable[[], torch.Tensor]) -> None:
+def test_empty_tensor_arrives_with_any_offset(make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
     with rpc_ext.batch(ME):
         batched = rpc_async(ME, same, ([tensor],))
@@ -259,7 +259,7 @@ def make_unsendable(kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", UNSENDABLE)
-def test_a_tensor_that_cannot_be_sent_is_refused_at_the_call(kind: str) -> None:
+def test_unsendable_tensor_is_refused(kind: str) -> None:
     tensor = UNSENDABLE[kind]()
     with pytest.raises(TensorError):
         rpc_async(ME, same, (tensor,))
@@ -273,7 +273,7 @@ def test_a_tensor_that_cannot_be_sent_is_refused_at_the_call(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["freed", "freed values", "zeros", "functional"])
-def test_torchs_own_calls_refuse_such_a_tensor_and_end_no_process(kind: str) -> None:
+def test_torch_calls_refuse_unsendable_tensor(kind: str) -> None:
     with pytest.raises(TensorError):
         torch_rpc.rpc_sync(ME, same, (UNSENDABLE[kind](),))
     with pytest.raises(RuntimeError, match=r"memory|storage"):
@@ -281,7 +281,7 @@ def test_torchs_own_calls_refuse_such_a_tensor_and_end_no_process(kind: str) -> 
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())])
-def test_a_tensor_inside_of_a_transform_is_refused(transform: Any) -> None:
+def test_tensor_inside_transform_is_refused(transform: Any) -> None:
     def body(x: torch.Tensor) -> torch.Tensor:
         with pytest.raises(TensorError, match="has no memory of its own"):
             rpc_sync(ME, same, (x,))
@@ -290,7 +290,7 @@ def test_a_tensor_inside_of_a_transform_is_refused(transform: Any) -> None:
     transform(body)(torch.ones(3, 2))
 
 
-def test_tensors_of_inference_mode_and_no_grad_arrive() -> None:
+def test_inference_and_no_grad_tensors_arrive() -> None:
     with torch.inference_mode():
         assert torch.equal(rpc_sync(ME, add, (ONES, 1)), ONES + 1)
     with torch.no_grad():

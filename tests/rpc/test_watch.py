@@ -49,7 +49,7 @@ def be_watched(rank: int, store: str, sent: int, patience: float) -> Any:
 @pytest.mark.parametrize(
     ("sent", "patience", "cause"), [(signal.SIGKILL, LONG, "NoneType"), (signal.SIGSTOP, BRIEF, "TimeoutError")]
 )
-def test_a_worker_that_dies_or_falls_silent_is_lost(tmp_path: Path, sent: int, patience: float, cause: str) -> None:
+def test_dead_or_silent_worker_is_lost(tmp_path: Path, sent: int, patience: float, cause: str) -> None:
     found = run_ranks(2, be_watched, str(tmp_path / "store"), sent, patience, lost=[1])
     assert found[0] == cause
 
@@ -78,7 +78,7 @@ def lose_a_client_while_blocked(rank: int, store: str, folder: str) -> int:
 
 
 @pytest.mark.slow
-def test_service_ends_the_session_of_a_dead_client_while_a_callback_blocks(tmp_path: Path) -> None:
+def test_service_drops_dead_client_despite_callback(tmp_path: Path) -> None:
     arguments = (str(tmp_path / "store"), str(tmp_path / "served"))
     assert run_ranks(2, lose_a_client_while_blocked, *arguments, lost=[1])[0] == 0
 
@@ -96,7 +96,7 @@ def test_a_watch_ends_with_rpc(tmp_path: Path) -> None:
         watch("me")
 
 
-def test_watch_ends_with_its_session_although_another_one_begins(tmp_path: Path) -> None:
+def test_watch_ends_with_its_session(tmp_path: Path) -> None:
     with alone(tmp_path / "first"):
         watched = watch("me")
     with alone(tmp_path / "second"):
@@ -140,7 +140,7 @@ def serves() -> bool:
 
 
 @pytest.mark.slow
-def test_a_client_that_was_silent_gets_its_named_session_back_and_is_told_of_its_private_one(tmp_path: Path) -> None:
+def test_silent_client_recovers_only_named_session(tmp_path: Path) -> None:
     keys, said = run_ranks(2, fall_silent, str(tmp_path / "store"), str(tmp_path / "served"))
     assert len(keys) == 1
     assert f"worker 'callee' was silent for {BRIEF:g} s, and its private keys were deleted" in said
