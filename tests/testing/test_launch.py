@@ -24,20 +24,20 @@ def script(folder: Path, code: str) -> Path:
     return path
 
 
-def test_a_script_runs_on_every_rank_with_its_arguments(tmp_path: Path) -> None:
+def test_script_runs_on_every_rank(tmp_path: Path) -> None:
     finished = torchrun(script(tmp_path, ""), 2, "--flag", "x", env={"OWN": "set"})
     assert sorted(finished.stdout.split("\n"))[1:] == ["rank 0 of 2 --flag x set", "rank 1 of 2 --flag x set"]
     assert finished.returncode == 0
 
 
-def test_a_script_that_fails_shows_what_it_wrote(tmp_path: Path) -> None:
+def test_failing_script_shows_output(tmp_path: Path) -> None:
     path = script(tmp_path, "raise ValueError('of the script')")
     with pytest.raises(RuntimeError, match=r"(?s)ended with code 1.*rank 0 of 1.*ValueError: of the script"):
         torchrun(path, 1)
     assert torchrun(path, 1, check=False).returncode == 1
 
 
-def test_a_script_that_hangs_shows_its_stack_and_is_gone(tmp_path: Path) -> None:
+def test_hanging_script_shows_stack_and_ends(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = f"open({str(pid)!r}, 'w').write(str(os.getpid()))\ndef hang_here(): time.sleep(1000)\nhang_here()"
     with pytest.raises(TimeoutError, match=r"(?s)did not end within 20 seconds.*in hang_here"):

@@ -45,7 +45,7 @@ def expect_a_new_world(world: World, old: list[int]) -> None:
 
 
 @pytest.mark.world(2)
-def test_a_function_runs_on_every_rank_and_returns_by_rank(world: World) -> None:
+def test_function_returns_results_by_rank(world: World) -> None:
     factor = 3
 
     def total(start: int, *, step: int) -> float:
@@ -57,7 +57,7 @@ def test_a_function_runs_on_every_rank_and_returns_by_rank(world: World) -> None
 
 
 @pytest.mark.world(2)
-def test_processes_are_used_again_in_a_world_of_their_own(world: World) -> None:
+def test_processes_serve_several_worlds(world: World) -> None:
     first = pids(world)
     assert sorted(pids(world)) == sorted(first)
     assert world.run(lambda: dist.get_world_size()) == [2, 2]
@@ -74,7 +74,7 @@ class TestTheClosestMarkerGivesTheSize:
 
 
 @pytest.mark.world(2)
-def test_every_failure_arrives_with_its_traceback_and_its_type(world: World) -> None:
+def test_failures_keep_traceback_and_type(world: World) -> None:
     old = pids(world)
 
     def fail() -> None:
@@ -108,7 +108,7 @@ def test_the_others_fail_with_the_first(world: World) -> None:
 
 
 @pytest.mark.world(2, timeout=2)
-def test_a_rank_that_hangs_shows_its_stack_and_is_ended(world: World) -> None:
+def test_hanging_rank_shows_stack_and_ends(world: World) -> None:
     old = pids(world)
 
     def hang_here() -> None:
@@ -120,7 +120,7 @@ def test_a_rank_that_hangs_shows_its_stack_and_is_ended(world: World) -> None:
     expect_a_new_world(world, old)
 
 
-def test_stacks_that_are_still_being_written_are_waited_for() -> None:
+def test_unfinished_stacks_are_waited_for() -> None:
     whole = 'Thread 1:\n  File "a.py", line 1 in f\nThread 2:\n  File "<frozen runpy>", line 1 in _run_module_as_main\n'
 
     class Slow(Worker):
@@ -138,7 +138,7 @@ def test_stacks_that_are_still_being_written_are_waited_for() -> None:
 
 
 @pytest.mark.world(2, timeout=2)
-def test_a_rank_that_is_stopped_is_ended(world: World) -> None:
+def test_stopped_rank_is_ended(world: World) -> None:
     old = pids(world)
     with pytest.raises(WorldError, match="rank 1 of 2 has not come back in time"):
         world.run(lambda: os.kill(os.getpid(), signal.SIGSTOP) if dist.get_rank() == 1 else None)
@@ -154,7 +154,7 @@ def test_a_rank_that_is_stopped_is_ended(world: World) -> None:
         (lambda: sys.exit(4), "(?s)rank 1 of 2 failed.*SystemExit: 4"),
     ],
 )
-def test_a_rank_whose_process_ends_says_how(world: World, end: object, says: str) -> None:
+def test_ended_rank_reports_its_status(world: World, end: object, says: str) -> None:
     old = pids(world)
 
     def run() -> None:
@@ -178,7 +178,7 @@ def test_a_crash_shows_where_it_was(world: World) -> None:
 
 
 @pytest.mark.world(1)
-def test_a_forked_child_that_comes_back_is_reported_and_the_answer_is_its_parents(world: World) -> None:
+def test_returning_forked_child_is_reported(world: World) -> None:
     def fork() -> None:
         child = os.fork()
         if child != 0:
@@ -190,7 +190,7 @@ def test_a_forked_child_that_comes_back_is_reported_and_the_answer_is_its_parent
 
 
 @pytest.mark.world(1)
-def test_a_forked_child_that_ends_by_itself_is_nobodys_business(world: World) -> None:
+def test_exiting_forked_child_is_ignored(world: World) -> None:
     def fork() -> int:
         child = os.fork()
         if child == 0:
@@ -212,7 +212,7 @@ time.sleep(1000)
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("own_session", [False, True])
-def test_a_process_that_is_left_behind_is_reported_and_ended(world: World, own_session: bool, tmp_path: Path) -> None:
+def test_abandoned_process_is_reported_and_ended(world: World, own_session: bool, tmp_path: Path) -> None:
     def leak() -> None:
         if dist.get_rank() == 0:
             command = [sys.executable, "-c", ORPHAN, str(tmp_path / "pid")]
@@ -226,7 +226,7 @@ def test_a_process_that_is_left_behind_is_reported_and_ended(world: World, own_s
 
 
 @pytest.mark.world(2)
-def test_what_cannot_be_pickled_is_a_failure_of_the_function(world: World) -> None:
+def test_unpicklable_result_fails_function(world: World) -> None:
     with pytest.raises(WorldError, match="cannot pickle"):
         world.run(lambda: (i for i in range(3)))
     with pytest.raises(TypeError, match="cannot pickle"):
@@ -295,7 +295,7 @@ def test_the_example_passes(tmp_path: Path) -> None:
     assert "2 passed" in run.stdout, run.stdout
 
 
-def test_the_workers_end_with_a_test_run_that_is_killed(tmp_path: Path) -> None:
+def test_workers_end_with_killed_run(tmp_path: Path) -> None:
     (tmp_path / "test_outside.py").write_text(
         textwrap.dedent("""
         import os, signal, pytest
