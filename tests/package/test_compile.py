@@ -70,7 +70,7 @@ def test_every_public_entry_breaks_the_graph() -> None:
     assert list(find_unmarked()) == []
 
 
-def test_every_native_method_is_of_a_type_that_dynamo_binds() -> None:
+def test_native_methods_have_dynamo_types() -> None:
     native = {name: entry for name, entry in METHODS.items() if name.startswith("cudafuture.future.CUDAFuture.")}
     assert "cudafuture.future.CUDAFuture.wait" in native
     assert [name for name, entry in native.items() if not isinstance(entry, NATIVE)] == []
@@ -97,14 +97,14 @@ FULL_GRAPHS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", FULL_GRAPHS)
-def test_a_full_graph_is_refused_with_the_name_of_the_entry(name: str) -> None:
+def test_full_graph_refusal_names_entry(name: str) -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
         torch.compile(FULL_GRAPHS[name], backend="eager", fullgraph=True)(torch.ones(2))
     assert name in str(raised.value).partition("from user code")[0]  # which quotes the line above, with the name
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=in_soak_alone)])
-def test_code_before_and_after_an_entry_is_compiled(group: ProcessGroup, backend: str) -> None:
+def test_code_around_entry_is_compiled(group: ProcessGroup, backend: str) -> None:
     compiled: list[str] = []
 
     def program(group: ProcessGroup, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -124,9 +124,7 @@ def test_code_before_and_after_an_entry_is_compiled(group: ProcessGroup, backend
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("backend", "options"), soak_cases(product(["eager", "aot_eager"], OPTIONS), 2), ids=str)
-def test_a_compiled_train_step_updates_what_a_plain_one_does(
-    tmp_path: Path, backend: str, options: dict[str, Any]
-) -> None:
+def test_compiled_step_updates_like_plain_one(tmp_path: Path, backend: str, options: dict[str, Any]) -> None:
     compiled: list[str] = []
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
@@ -179,7 +177,7 @@ def outcome(entry: Callable[[torch.Tensor, DiskStore], object], x: torch.Tensor,
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_tensors_without_memory_are_carried_or_refused(name: str, group: ProcessGroup, tmp_path: Path) -> None:
+def test_tensors_without_memory_pass_or_fail(name: str, group: ProcessGroup, tmp_path: Path) -> None:
     store, seen = DiskStore(tmp_path), []
     store.write("known", torch.ones(2)).wait()
 

@@ -41,7 +41,7 @@ def test_variables_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "fast", "-1", "0", "nan", "1e12"])
-def test_a_value_that_makes_no_sense_is_refused_by_name(text: str) -> None:
+def test_nonsensical_value_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=r"CUDAFUTURE_SUBMIT_THREADS=.*at least 1"):
         config.read({"CUDAFUTURE_SUBMIT_THREADS": text})
 
@@ -63,19 +63,19 @@ def test_debug_is_a_list_of_words(text: str, on: tuple[bool, bool]) -> None:
 
 
 @pytest.mark.parametrize("text", ["orders", "ORDER", "order,all", "1"])
-def test_a_word_that_debug_does_not_know_is_refused_by_name(text: str) -> None:
+def test_unknown_debug_word_is_refused(text: str) -> None:
     with pytest.raises(
         ValueError, match=rf"CUDAFUTURE_DEBUG='{text}': use order, origin, ownership, or leave it empty"
     ):
         config.read({"CUDAFUTURE_DEBUG": text})
 
 
-def test_an_unknown_transport_is_refused_by_name() -> None:
+def test_unknown_transport_is_refused() -> None:
     with pytest.raises(ValueError, match="CUDAFUTURE_RPC_TRANSPORTS='tcp': use ibv, shm, uv, or leave it empty"):
         config.read({"CUDAFUTURE_RPC_TRANSPORTS": "tcp"})
 
 
-def test_the_table_names_every_variable_that_is_read() -> None:
+def test_table_names_every_variable() -> None:
     asked = []
 
     class Spy(dict[str, str]):
@@ -87,13 +87,13 @@ def test_the_table_names_every_variable_that_is_read() -> None:
     assert sorted(asked) == sorted(set(re.findall(r"``(CUDAFUTURE_\w+)``", config.__doc__)))
 
 
-def test_every_error_is_in_the_tree_that_the_docstring_draws() -> None:
+def test_error_tree_is_complete() -> None:
     for name in errors.__all__:
         assert issubclass(getattr(errors, name), errors.CUDAFutureError)
         assert re.search(rf"\b{name}\b", errors.__doc__), name
 
 
-def test_storage_errors_carry_where_and_how_much() -> None:
+def test_storage_errors_carry_place_and_amount() -> None:
     error = errors.StorageError("short read", errno=5, path="/x", offset=1, wanted=3, got=2)
     assert isinstance(error, OSError)
     assert (error.errno, error.path, error.offset, error.wanted, error.got) == (5, "/x", 1, 3, 2)
@@ -104,7 +104,7 @@ def test_storage_errors_carry_where_and_how_much() -> None:
 @pytest.mark.parametrize(
     "duplicate", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"]
 )
-def test_storage_errors_keep_their_number_on_the_way_to_others(
+def test_storage_errors_keep_number_when_pickled(
     duplicate: Callable[[errors.QuotaError], errors.QuotaError],
 ) -> None:
     error = duplicate(errors.QuotaError("no room", errno=28, path="/x", offset=1, wanted=3, got=2))
@@ -113,11 +113,11 @@ def test_storage_errors_keep_their_number_on_the_way_to_others(
     assert str(error) == "no room"
 
 
-def test_an_empty_name_of_a_secret_file_is_none() -> None:
+def test_empty_secret_file_name_means_none() -> None:
     assert config.read({"CUDAFUTURE_RPC_SECRET_FILE": ""}).rpc_secret_file is None
 
 
-def test_a_lost_worker_is_a_connection_error_that_has_its_name() -> None:
+def test_lost_worker_is_named_connection_error() -> None:
     error = errors.WorkerLostError("worker 'b' was lost", worker="b")
     assert isinstance(error, errors.RemoteError)
     assert isinstance(error, ConnectionError)
@@ -126,7 +126,7 @@ def test_a_lost_worker_is_a_connection_error_that_has_its_name() -> None:
     assert (error.type_name, error.remote_traceback) == ("", "")
 
 
-def test_failed_calls_carry_the_errors_and_the_other_results_by_worker() -> None:
+def test_failed_calls_carry_results_by_worker() -> None:
     error = errors.CallsFailedError("1 of 2 calls has failed", {"a": KeyError("k")}, {"b": 3})
     assert error.failures["a"].args == ("k",)
     assert error.results == {"b": 3}

@@ -123,7 +123,7 @@ def test_optimizers_with_state_in_a_store(tmp_path: Path) -> None:
     assert torch.equal(weights[0], same[0])
 
 
-def test_images_reach_the_device_through_pinned_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_images_reach_device_through_pinned_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with torch.device("cpu"):
         archive = write_archive(tmp_path, images(7))
     for x, labels in prefetch(TgzImages(archive, batch=4), SIM):
@@ -139,7 +139,7 @@ def test_images_reach_the_device_through_pinned_memory(tmp_path: Path, caplog: p
     assert "not pinned" not in caplog.text
 
 
-def test_pipelines_compute_what_the_whole_model_computes() -> None:
+def test_pipelines_compute_whole_model() -> None:
     def layers() -> list[nn.Module]:
         torch.manual_seed(0)
         return [nn.Linear(4, 4, device=SIM), nn.Linear(4, 1, device=SIM)]
@@ -157,7 +157,7 @@ def test_pipelines_compute_what_the_whole_model_computes() -> None:
             torch.testing.assert_close(ours.grad, theirs.grad.to(ours.device))
 
 
-def test_tensors_on_disk_by_the_api_of_tensornvme(tmp_path: Path) -> None:
+def test_tensornvme_api_stores_tensors(tmp_path: Path) -> None:
     x, path = make_numbers(3), tmp_path / "file"
     offloader = DiskOffloader(tmp_path)
     offloader.sync_write(x)

@@ -139,7 +139,7 @@ def test_the_code_on_a_page_runs(page: Path, group: None, rpc: object, monkeypat
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_code_on_a_page_is_passed_over(page: Path) -> None:
+def test_no_page_code_is_skipped(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     fences = FENCE.findall(text)
     assert len(re.findall(r"^\s*(```|~~~)", text, re.MULTILINE)) == 2 * len(fences), "a block is indented or not closed"
@@ -149,7 +149,7 @@ def test_no_code_on_a_page_is_passed_over(page: Path) -> None:
         assert source.startswith(">>>") or ">>>" not in source, "examples and plain code do not mix in one block"
 
 
-def test_the_tree_of_errors_is_the_one_in_the_code() -> None:
+def test_documented_error_tree_matches_code() -> None:
     drawn = [line.strip() for line in (errors.__doc__ or "").splitlines() if "--" in line or "(RuntimeError)" in line]
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     (tree,) = [source for language, source in FENCE.findall(page) if language == "text"]
@@ -167,7 +167,7 @@ def test_the_tree_of_errors_is_true(name: str) -> None:
     assert ("|   " in row) == (bases[0] != "CUDAFutureError")
 
 
-def test_code_that_is_wrong_is_found_out() -> None:
+def test_wrong_code_is_found() -> None:
     assert "Expected:\n    3\nGot:\n    2" in run_page("```python\n>>> 1 + 1\n3\n```\n", "page", {})
     assert "NameError" in run_page("```python\nx = 1\n```\n\n```python\n>>> x\n1\n>>> y\n1\n```\n", "page", {})
     with pytest.raises(ZeroDivisionError):
@@ -320,14 +320,14 @@ def test_the_examples_of_a_docstring_run(name: str, group: None, rpc: Callable[[
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")  # of the compiler
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"] if SOAK else ["aot_eager"])
 @pytest.mark.parametrize("name", COMPILED)
-def test_the_examples_of_a_docstring_run_in_compiled_functions(
+def test_docstring_examples_run_in_compiled_functions(
     name: str, backend: str, group: None, rpc: Callable[[], object]
 ) -> None:
     assert not report_on(name, rpc, backend)
 
 
 @pytest.mark.parametrize("name", [name for name in COMPILED if not NEEDS_GRADIENTS.search(WITH_EXAMPLES[name].__doc__)])
-def test_the_examples_of_a_docstring_run_in_inference_mode(name: str, group: None, rpc: Callable[[], object]) -> None:
+def test_docstring_examples_run_in_inference_mode(name: str, group: None, rpc: Callable[[], object]) -> None:
     with torch.inference_mode():
         assert not report_on(name, rpc)
 

@@ -100,7 +100,7 @@ def test_a_process_ends_amid_everything_by(forker: Forker, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_process_that_was_not_forked_ends_amid_everything_by(way: str) -> None:
+def test_unforked_process_ends_amid_everything_by(way: str) -> None:
     command = [sys.executable, "-W", FORK_WARNING, "-c", SCRIPT, way, *EVERYTHING]
     environment = os.environ | {"PYTHONPATH": str(TESTS)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
@@ -134,7 +134,7 @@ for last in [False] * 20 + [True]:
 
 
 @pytest.mark.parametrize("size", [2, 20_000])  # the second is in flight for longer
-def test_a_process_ends_with_a_collective_in_flight_as_well_as_torch_lets_it(size: int) -> None:
+def test_process_ends_with_collective_in_flight(size: int) -> None:
     for _ in range(soak_count(20)):
         with Child(COLLECTIVE, str(size)) as process:
             assert process.end() in (0, -signal.SIGABRT)
@@ -157,7 +157,7 @@ import cudafuture
 """
 
 
-def test_what_comes_too_late_at_exit_is_not_waited_for() -> None:
+def test_late_work_at_exit_is_abandoned() -> None:
     with Child(TOO_LATE) as process:
         assert process.hear() == (
             "InvalidStateError: the process is exiting: the completion of this future, or of another, came too late"
@@ -178,7 +178,7 @@ atexit.register(say, "exiting")  # runs before the library's own
 """
 
 
-def test_ctrl_c_ends_an_exit_that_waits_for_a_callback() -> None:
+def test_ctrl_c_ends_exit_behind_callback() -> None:
     with Child(BLOCKED) as process:
         assert process.hear() == "exiting"
         ended = False

@@ -264,7 +264,7 @@ def test_forked_children_exit_cleanly(outcomes: dict[str, Outcome]) -> None:
 
 
 @pytest.mark.parametrize("call", REFUSED)
-def test_a_forked_child_is_refused_by_name_and_reason(outcomes: dict[str, Outcome], call: str) -> None:
+def test_forked_child_is_refused_with_reason(outcomes: dict[str, Outcome], call: str) -> None:
     outcome = outcomes[call]
     assert outcome.get("error") == "cudafuture.errors.InvalidStateError", outcome
     assert f"was used in process {outcome['parent']} before it forked" in outcome["message"]
@@ -272,11 +272,11 @@ def test_a_forked_child_is_refused_by_name_and_reason(outcomes: dict[str, Outcom
 
 
 @pytest.mark.parametrize("call", ALLOWED)
-def test_a_forked_child_may_look_at_what_is_done_and_drop_everything(outcomes: dict[str, Outcome], call: str) -> None:
+def test_forked_child_may_inspect_and_drop(outcomes: dict[str, Outcome], call: str) -> None:
     assert outcomes[call].get("value") == "7", outcomes[call]
 
 
-def test_after_an_import_alone_a_forked_child_may_use_the_library() -> None:
+def test_import_alone_allows_use_in_child() -> None:
     with Child(FORK_FIRST) as child:
         assert child.hear() == "all ended well"
         assert child.end() == 0
@@ -284,7 +284,7 @@ def test_after_an_import_alone_a_forked_child_may_use_the_library() -> None:
 
 
 @pytest.mark.soak
-def test_a_fork_amid_threads_that_complete_futures_never_hangs_the_child() -> None:
+def test_fork_amid_completions_never_hangs() -> None:
     count = soak_count(200)
     with Child(FORK_IN_THE_MIDDLE, str(count)) as child:
         assert [child.hear() for _ in range(count)] == [str(i) for i in range(count)]

@@ -39,7 +39,7 @@ print(cudafuture.__file__)
 """
 
 
-def test_the_licences_of_what_is_linked_statically_are_installed() -> None:
+def test_licences_of_linked_code_are_installed() -> None:
     installed = importlib.metadata.distribution("cudafuture")
     texts = {path.name: path.read_text() for path in installed.files or () if "licenses" in path.parts}
     assert "Wenzel Jakob" in texts["nanobind.txt"]
@@ -73,7 +73,7 @@ def wheel_metadata(sdist: Path, folder: Path) -> Message:
         return metadata_of(folder / backend.prepare_metadata_for_build_wheel(str(folder)) / "METADATA")
 
 
-def test_an_sdist_has_the_files_of_the_build_only_and_requires_any_supported_torch(sdist: Path) -> None:
+def test_sdist_has_only_build_files(sdist: Path) -> None:
     assert {path.name for path in sdist.iterdir()} == PARTS
     assert [path.name for path in (sdist / "tools").iterdir()] == ["package_metadata.py"]
     assert {path.name for path in (sdist / "licenses").iterdir()} >= {"nanobind.txt", "liburing.txt"}
@@ -85,7 +85,7 @@ def test_an_sdist_has_the_files_of_the_build_only_and_requires_any_supported_tor
 
 
 @pytest.mark.parametrize("installed", [None, "2.12.1", "2.15.0a0+git1234567", "2.13.0+cu130"])
-def test_a_wheel_requires_the_minor_version_of_the_torch_that_it_is_built_against(
+def test_wheel_requires_torch_minor_version(
     sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str | None
 ) -> None:
     installed = installed or importlib.metadata.version("torch")
@@ -95,7 +95,7 @@ def test_a_wheel_requires_the_minor_version_of_the_torch_that_it_is_built_agains
     assert [r for r in required if r.startswith("torch")] == [f"torch=={major}.{minor}.*"]
 
 
-def test_a_build_without_torch_says_how_to_build(sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_without_torch_explains_itself(sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -106,7 +106,7 @@ def test_a_build_without_torch_says_how_to_build(sdist: Path, tmp_path: Path, mo
     assert "pip install --no-build-isolation ." in str(caught.value)
 
 
-def test_the_description_has_no_link_into_the_checkout(sdist: Path, tmp_path: Path) -> None:
+def test_description_has_no_checkout_links(sdist: Path, tmp_path: Path) -> None:
     """A package index shows the description, and none of the files that a relative link leads to."""
     for metadata in (metadata_of(sdist / "PKG-INFO"), wheel_metadata(sdist, tmp_path)):
         text = metadata.get_payload()
@@ -117,7 +117,7 @@ def test_the_description_has_no_link_into_the_checkout(sdist: Path, tmp_path: Pa
         assert re.findall(r"""(?:href|src)=["'](?!https?://)""", text) == []
 
 
-def test_the_docs_name_no_extra_that_cannot_be_installed() -> None:
+def test_docs_name_only_installable_extras() -> None:
     """The library is on no package index: an extra is installed from a checkout."""
     known = importlib.metadata.metadata("cudafuture").get_all("Provides-Extra") or ()
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
@@ -129,7 +129,7 @@ def test_the_docs_name_no_extra_that_cannot_be_installed() -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="compiles everything once more; CUDAFUTURE_SOAK=1 does it")
-def test_a_plain_install_works_without_the_checkout(sdist: Path, tmp_path: Path) -> None:
+def test_plain_install_works_without_checkout(sdist: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     scripts = sysconfig.get_path("scripts")
     environment = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"}  # cmake and ninja may be there

@@ -20,7 +20,7 @@ def test_the_stub_is_what_was_built() -> None:
     assert differences(STUB, _C) == []
 
 
-def test_the_stub_of_rpc_ext_is_what_was_built() -> None:
+def test_rpc_ext_stub_matches_module() -> None:
     assert differences(RPC_STUB, rpc_C) == []
 
 
@@ -111,7 +111,7 @@ DOCTORED = {
 
 
 @pytest.mark.parametrize(("wanted", "doctored", "complaint"), DOCTORED.values(), ids=DOCTORED.keys())
-def test_a_stub_that_is_wrong_is_found_out(wanted: str, doctored: str, complaint: str) -> None:
+def test_wrong_stub_is_found(wanted: str, doctored: str, complaint: str) -> None:
     assert wanted in STUB, "the stub has changed: doctor something that it still says"
     found = differences(STUB.replace(wanted, doctored), _C)
     assert any(complaint in difference for difference in found), found
@@ -134,17 +134,17 @@ DOCTORED_RPC = {
 
 
 @pytest.mark.parametrize(("wanted", "doctored", "complaint"), DOCTORED_RPC.values(), ids=DOCTORED_RPC.keys())
-def test_a_stub_of_rpc_ext_that_is_wrong_is_found_out(wanted: str, doctored: str, complaint: str) -> None:
+def test_wrong_rpc_ext_stub_is_found(wanted: str, doctored: str, complaint: str) -> None:
     assert wanted in RPC_STUB, "the stub has changed: doctor something that it still says"
     found = differences(RPC_STUB.replace(wanted, doctored), rpc_C)
     assert any(complaint in difference for difference in found), found
 
 
-def test_a_default_that_the_stub_leaves_open_is_no_difference() -> None:
+def test_open_default_is_no_difference() -> None:
     assert differences(STUB.replace("priority: int = 0", "priority: int = ..."), _C) == []
 
 
-def test_each_overload_of_a_stub_is_compared() -> None:
+def test_each_stub_overload_is_compared() -> None:
     good = "    @overload\n    def result(self, timeout: None = None) -> _T: ...\n"
     assert differences(STUB.replace("    def result(", good + "    @overload\n    def result("), _C) == []
     bad = "    @overload\n    def result(self, seconds: None = None) -> _T: ...\n"
