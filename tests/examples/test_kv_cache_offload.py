@@ -61,7 +61,7 @@ def results(tmp_path: Path) -> Any:
     return json.loads((tmp_path / "results.json").read_text())
 
 
-def test_blocks_come_back_from_the_disk_here_and_on_another_worker(tmp_path: Path) -> None:
+def test_blocks_return_from_both_disks(tmp_path: Path) -> None:
     finished = decode(tmp_path, "--block-kib", "64", "96")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     written = results(tmp_path)
@@ -85,7 +85,7 @@ def test_blocks_come_back_from_the_disk_here_and_on_another_worker(tmp_path: Pat
     assert [path.name for path in (tmp_path / "store").iterdir()] == []
 
 
-def test_without_a_launcher_it_uses_its_own_disk(tmp_path: Path) -> None:
+def test_own_disk_is_used_without_launcher(tmp_path: Path) -> None:
     options = ["--folder", str(tmp_path / "store"), "--json", str(tmp_path / "results.json"), "--ahead", "0"]
     command = [sys.executable, str(EXAMPLES / "kv_cache_offload.py"), *LITTLE, *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -95,7 +95,7 @@ def test_without_a_launcher_it_uses_its_own_disk(tmp_path: Path) -> None:
 
 
 @in_soak_alone
-def test_a_pool_in_which_all_has_room_is_no_test_of_anything(tmp_path: Path) -> None:
+def test_pool_with_enough_room_is_refused(tmp_path: Path) -> None:
     finished = decode(tmp_path, "--pool", "1000")
     assert finished.returncode != 0
     assert results(tmp_path)["checks"] == {
@@ -118,7 +118,7 @@ def test_a_stale_block_is_noticed(tmp_path: Path) -> None:
 
 
 @in_soak_alone
-def test_a_block_that_was_never_written_is_noticed(tmp_path: Path) -> None:
+def test_unwritten_block_is_noticed(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(AN_EVICTION_THAT_WRITES_NOTHING)
     finished = decode(tmp_path, script=script)
@@ -143,7 +143,7 @@ class Held:
         return CUDAFuture.completed(out)
 
 
-def test_a_place_is_used_again_when_its_block_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_place_is_reused_after_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     example = importlib.import_module("kv_cache_offload")
     store = Held()
@@ -165,7 +165,7 @@ def test_a_place_is_used_again_when_its_block_is_written(monkeypatch: pytest.Mon
     assert pool.counts == example.Counts(written=2, read=1, waited=pool.counts.waited)
 
 
-def test_a_write_that_fails_comes_out_of_what_waits_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_reaches_its_waiter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     example = importlib.import_module("kv_cache_offload")
     store = Held()

@@ -16,7 +16,7 @@ from support.storing import held
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "offload_activations.py"
 
 
-def test_activations_go_to_disk_and_come_back(tmp_path: Path) -> None:
+def test_activations_return_from_disk(tmp_path: Path) -> None:
     options = ["--folder", str(tmp_path / "store"), "--depth", "12", "--rows", "24576", "--in-flight", "24"]
     done = subprocess.run([sys.executable, str(EXAMPLE), *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -27,9 +27,7 @@ def test_activations_go_to_disk_and_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_the_host")
-def test_an_activation_that_is_changed_while_it_is_written_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activation_changed_during_write_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("offload_activations", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None

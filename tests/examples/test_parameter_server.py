@@ -48,7 +48,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("world")
-def test_two_trainers_learn_asynchronously_with_signed_messages(tmp_path: Path) -> None:
+def test_two_trainers_learn_with_signed_messages(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(secrets.token_hex(32))
     path = tmp_path / "results.json"
@@ -71,7 +71,7 @@ def test_two_trainers_learn_asynchronously_with_signed_messages(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.xdist_group("world")
 @in_soak_alone
-def test_training_that_has_not_learnt_exits_with_an_error(tmp_path: Path) -> None:
+def test_training_without_learning_exits_with_error(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     script = EXAMPLES / "parameter_server.py"
     finished = launch(script, "--steps", "2", "--json", str(path))
@@ -100,7 +100,7 @@ def settings(**changed: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"learning_rate": 1e-3, "slack": 1, **changed})
 
 
-def test_the_answer_to_a_trainer_that_is_too_far_ahead_is_held(example: ModuleType) -> None:
+def test_answer_to_fast_trainer_is_held(example: ModuleType) -> None:
     shard = example.Shard(torch.zeros(2), 2, settings())
     first, second = (shard.push(0, version, torch.ones(2)) for version in range(2))
     assert first.wait()[0] == 1
@@ -111,14 +111,14 @@ def test_the_answer_to_a_trainer_that_is_too_far_ahead_is_held(example: ModuleTy
     assert torch.equal(values, shard.values)
 
 
-def test_staleness_is_the_number_of_updates_in_between(example: ModuleType) -> None:
+def test_staleness_counts_updates_between(example: ModuleType) -> None:
     shard = example.Shard(torch.zeros(2), 2, settings(slack=100))
     for trainer, version in [(0, 0), (0, 1), (0, 2), (1, 0)]:
         shard.push(trainer, version, torch.ones(2)).wait()
     assert shard.staleness == {0: 3, 3: 1}
 
 
-def test_values_that_were_fetched_do_not_change_with_later_gradients(example: ModuleType) -> None:
+def test_fetched_values_survive_later_gradients(example: ModuleType) -> None:
     shard = example.Shard(torch.zeros(2), 1, settings())
     version, values = shard.fetch()
     shard.push(0, 0, torch.ones(2)).wait()

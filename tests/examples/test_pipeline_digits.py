@@ -34,7 +34,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False, timeout=500)
 
 
-def test_the_pipeline_and_the_plain_model_end_with_the_same_parameters() -> None:
+def test_pipeline_and_plain_model_agree() -> None:
     finished = run(str(EXAMPLE))
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert finished.stdout.count("the same parameters as the plain model: True") == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 from support.child import RUN_PYTEST, run_script
 
 
-def test_the_bugs_of_the_prefetcher_are_found() -> None:
+def test_prefetcher_bugs_are_found() -> None:
     example = Path(__file__).resolve().parents[2] / "examples" / "test_prefetcher.py"
     options = ["--disable-plugin-autoload", "-p", "cudafuture.testing.plugin", "-p", "no:cacheprovider"]
     done = run_script(RUN_PYTEST, *options, "-c", "/dev/null", str(example))

@@ -67,7 +67,7 @@ def state(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, St
     return states, store, buckets
 
 
-def test_memory_is_taken_again_only_when_the_disk_has_what_was_in_it(state: tuple[Any, Store, list[Any]]) -> None:
+def test_memory_is_reused_after_its_write(state: tuple[Any, Store, list[Any]]) -> None:
     states, store, (a, *_) = state
     assert set(store.in_flight) == {("read", "a/moments"), ("read", "b/moments")}, "two at a time"
     reduced: CUDAFuture[torch.Tensor] = CUDAFuture()
@@ -83,7 +83,7 @@ def test_memory_is_taken_again_only_when_the_disk_has_what_was_in_it(state: tupl
     assert set(store.in_flight) == {("read", "b/moments"), ("read", "c/moments")}
 
 
-def test_state_is_read_only_when_its_own_write_is_done_too(state: tuple[Any, Store, list[Any]]) -> None:
+def test_state_is_read_after_its_write(state: tuple[Any, Store, list[Any]]) -> None:
     states, store, (a, b, _) = state
     for bucket in (a, b):
         store.finish("read", f"{'ab'[bucket.index]}/moments")
@@ -94,7 +94,7 @@ def test_state_is_read_only_when_its_own_write_is_done_too(state: tuple[Any, Sto
     assert set(store.in_flight) == {("read", "a/moments"), ("read", "c/moments")}
 
 
-def test_a_write_that_fails_fails_the_updates_that_follow(state: tuple[Any, Store, list[Any]]) -> None:
+def test_failed_write_fails_later_updates(state: tuple[Any, Store, list[Any]]) -> None:
     states, store, (a, b, c) = state
     for bucket in (a, b):
         store.finish("read", f"{'ab'[bucket.index]}/moments")
@@ -108,7 +108,7 @@ def test_a_write_that_fails_fails_the_updates_that_follow(state: tuple[Any, Stor
         states.finish()
 
 
-def test_state_that_differs_by_one_bit_is_named(state: tuple[Any, Store, list[Any]]) -> None:
+def test_state_differing_by_bit_is_named(state: tuple[Any, Store, list[Any]]) -> None:
     remote_state = importlib.import_module("_remote_state")
     _, store, buckets = state
     for bucket in buckets:

@@ -68,7 +68,7 @@ def nothing_is_left(tmp_path: Path) -> bool:
     return [path.name for path in (tmp_path / "store").rglob("*")] == []
 
 
-def test_two_trainers_get_their_states_back_by_signed_calls(tmp_path: Path) -> None:
+def test_two_trainers_recover_states(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(secrets.token_hex(32))
     finished = launch(tmp_path, 3, "--steps", "100", "--secret-file", str(secret))
@@ -90,7 +90,7 @@ def test_two_trainers_get_their_states_back_by_signed_calls(tmp_path: Path) -> N
 
 
 @in_soak_alone
-def test_a_state_that_comes_back_stale_is_noticed(tmp_path: Path) -> None:
+def test_stale_state_is_noticed(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(A_STATE_THAT_IS_NOT_WRITTEN_AGAIN)
     finished = launch(tmp_path, 2, "--steps", "3", script=script)
@@ -103,7 +103,7 @@ def test_a_state_that_comes_back_stale_is_noticed(tmp_path: Path) -> None:
 
 
 @in_soak_alone
-def test_the_node_leaves_in_order_when_a_trainer_breaks(tmp_path: Path) -> None:
+def test_node_leaves_when_trainer_breaks(tmp_path: Path) -> None:
     script = tmp_path / "breaks.py"
     script.write_text(A_TRAINER_THAT_BREAKS)
     finished = launch(tmp_path, 3, script=script)

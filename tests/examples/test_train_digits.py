@@ -99,7 +99,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.slow
-def test_training_learns_overlaps_and_equals_blocking_calls(tmp_path: Path) -> None:
+def test_training_learns_overlaps_and_matches_blocking(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     code, printed, results = train(tmp_path, "--epochs", "6", "--folder", str(folder))
     assert code == 0, printed
@@ -132,7 +132,7 @@ def test_training_learns_overlaps_and_equals_blocking_calls(tmp_path: Path) -> N
         assert re.findall(rf"^  {words}: +(\d+\.\d\d) s$", printed, re.MULTILINE) == [f"{results['seconds'][loop]:.2f}"]
 
 
-def test_what_overlap_gains_is_a_comparison_on_the_same_disk(example: ModuleType) -> None:
+def test_gain_compares_on_same_disk(example: ModuleType) -> None:
     seconds = {"overlapped": 3.0, "blocking": 4.0, "blocking in memory": 2.0}
     assert example.gain(seconds) == (
         "overlap takes 0.75 of the time of blocking calls\n"
@@ -169,7 +169,7 @@ def assert_in_order(step: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @in_soak_alone
-def test_training_that_has_not_learnt_exits_with_an_error(tmp_path: Path) -> None:
+def test_training_without_learning_exits_with_error(tmp_path: Path) -> None:
     code, printed, results = train(tmp_path, "--epochs", "1", "--no-compare", "--state", "memory")
     assert code != 0
     assert results["checks"] == {"accuracy": False, "same on every rank": True}
@@ -188,7 +188,7 @@ def test_training_that_has_not_learnt_exits_with_an_error(tmp_path: Path) -> Non
         pytest.param("write_not_the_last", "same state on the disk", marks=in_soak_alone),
     ],
 )
-def test_state_that_is_a_little_wrong_is_noticed(tmp_path: Path, wrong: str, noticed: str) -> None:
+def test_slightly_wrong_state_is_noticed(tmp_path: Path, wrong: str, noticed: str) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(STATE_THAT_IS_WRONG)
     code, printed, results = train(tmp_path, wrong, "--epochs", "1", script=script)
@@ -199,7 +199,7 @@ def test_state_that_is_a_little_wrong_is_noticed(tmp_path: Path, wrong: str, not
 
 
 @pytest.mark.slow
-def test_a_write_that_fails_comes_out_of_a_forward(tmp_path: Path) -> None:
+def test_failed_write_reaches_forward(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(STATE_THAT_IS_WRONG)
     ran = launch(script, "write_and_fail", "--folder", str(tmp_path / "disk"))
@@ -211,14 +211,14 @@ def test_a_write_that_fails_comes_out_of_a_forward(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @in_soak_alone
-def test_one_bit_that_differs_between_ranks_is_noticed(tmp_path: Path) -> None:
+def test_bit_difference_between_ranks_is_noticed(tmp_path: Path) -> None:
     script = tmp_path / "changed_bit.py"
     script.write_text(SCRIPT_WITH_ONE_CHANGED_BIT)
     ran = launch(script)
     assert ran.returncode == 0, ran.stderr
 
 
-def test_one_bit_that_differs_from_another_loop_is_noticed(example: ModuleType) -> None:
+def test_bit_difference_from_loop_is_noticed(example: ModuleType) -> None:
     torch.manual_seed(0)
     ours, theirs = example.make_model(), example.make_model()
     theirs.load_state_dict(ours.state_dict())
@@ -228,7 +228,7 @@ def test_one_bit_that_differs_from_another_loop_is_noticed(example: ModuleType) 
     assert example.differing(ours, theirs) == ["conv2.weight"]
 
 
-def test_the_next_forward_waits_for_each_layer_right_before_it(example: ModuleType) -> None:
+def test_next_forward_waits_layer_by_layer(example: ModuleType) -> None:
     model = example.make_model()
     buckets = example.make_buckets(model, 0)
     order: list[str] = []
@@ -262,9 +262,7 @@ def test_the_next_forward_waits_for_each_layer_right_before_it(example: ModuleTy
         (10_000, [["fc2", "fc1", "conv3", "conv2", "conv1"]]),
     ],
 )
-def test_buckets_hold_whole_layers_in_reverse_order_of_use(
-    example: ModuleType, kib: int, groups: Sequence[Sequence[str]]
-) -> None:
+def test_buckets_hold_layers_in_reverse(example: ModuleType, kib: int, groups: Sequence[Sequence[str]]) -> None:
     model = example.make_model()
     buckets = example.make_buckets(model, kib)
     assert [list(bucket.layers) for bucket in buckets] == groups
@@ -272,7 +270,7 @@ def test_buckets_hold_whole_layers_in_reverse_order_of_use(
     assert sorted(owned) == sorted(id(p) for p in model.parameters())
 
 
-def test_overlap_counts_only_the_time_that_spans_share(example: ModuleType) -> None:
+def test_overlap_counts_only_shared_time(example: ModuleType) -> None:
     timeline = importlib.import_module("_timeline")
     us = 1000
     spans = [
@@ -295,7 +293,7 @@ def test_overlap_counts_only_the_time_that_spans_share(example: ModuleType) -> N
     assert timeline.overlap_in_step(spans, 1)["update_during_backward_us"] == 20
 
 
-def test_a_watched_future_counts_until_it_was_last_seen_pending(example: ModuleType) -> None:
+def test_watched_future_counts_until_last_pending(example: ModuleType) -> None:
     timeline = importlib.import_module("_timeline").Timeline()
     future: CUDAFuture[None] = CUDAFuture()
     heard = timeline.watch("all_reduce", 0, future, where="gloo")
@@ -311,14 +309,14 @@ def test_a_watched_future_counts_until_it_was_last_seen_pending(example: ModuleT
     assert completed < update.start < update.end == update.until
 
 
-def test_the_outcome_of_a_watched_future_is_passed_on(example: ModuleType) -> None:
+def test_watched_future_outcome_is_passed_on(example: ModuleType) -> None:
     timeline = importlib.import_module("_timeline").Timeline()
     assert timeline.watch("read", 0, CUDAFuture.completed(7)).wait() == 7
     with pytest.raises(ArithmeticError, match="on purpose"):
         timeline.watch("read", 0, CUDAFuture.failed(ArithmeticError("on purpose"))).wait()
 
 
-def test_the_typical_step_is_of_median_length_and_shows_what_reaches_into_it(example: ModuleType) -> None:
+def test_typical_step_has_median_length(example: ModuleType) -> None:
     timeline = importlib.import_module("_timeline")
     us = 1000
     lengths = [500, 10, 30, 1000, 20]  # the first one is not warm; the last one, below, takes 40
@@ -353,5 +351,5 @@ def test_the_typical_step_is_of_median_length_and_shows_what_reaches_into_it(exa
         (-100, 101, "◄" + " " * 23),
     ],
 )
-def test_a_bar_lies_where_the_span_does(example: ModuleType, begin: float, us: float, picture: str) -> None:
+def test_bar_lies_at_its_span(example: ModuleType, begin: float, us: float, picture: str) -> None:
     assert importlib.import_module("_timeline")._bar(begin, us, 240) == picture

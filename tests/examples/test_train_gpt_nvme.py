@@ -41,7 +41,7 @@ def train(tmp_path: Path, *options: str, script: Path = EXAMPLE) -> tuple[subpro
 
 
 @pytest.mark.parametrize("when", ["step", pytest.param("backward", marks=in_soak_alone)])
-def test_training_with_state_on_disk_equals_training_in_memory(tmp_path: Path, when: str) -> None:
+def test_disk_training_equals_memory_training(tmp_path: Path, when: str) -> None:
     finished, results = train(tmp_path, "--short", *SMALL, "--steps", "24", "--when", when)
     disk, serial, memory = results["disk"], results["serial"], results["memory"]
     assert finished.returncode == 0, finished.stdout
@@ -60,7 +60,7 @@ def test_training_with_state_on_disk_equals_training_in_memory(tmp_path: Path, w
 
 
 @in_soak_alone
-def test_different_parameters_and_a_loss_that_does_not_fall_are_failures(tmp_path: Path) -> None:
+def test_differences_and_constant_loss_are_failures(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(A_LITTLE_WRONG)
     finished, results = train(tmp_path, *SMALL, "--steps", "1", script=script)
@@ -72,7 +72,7 @@ def test_different_parameters_and_a_loss_that_does_not_fall_are_failures(tmp_pat
 
 @in_soak_alone
 @pytest.mark.parametrize("options", [[], ["--when", "step"]])
-def test_training_with_state_on_disk_takes_less_memory(tmp_path: Path, options: list[str]) -> None:
+def test_disk_training_takes_less_memory(tmp_path: Path, options: list[str]) -> None:
     finished, results = train(tmp_path, *options)
     assert finished.returncode == 0, finished.stdout
     saved = results["memory"]["peak_bytes"] - results["disk"]["peak_bytes"]

@@ -31,7 +31,7 @@ def run(script: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=500)
 
 
-def test_both_loops_end_with_the_same_parameters() -> None:
+def test_both_loops_end_with_same_parameters() -> None:
     finished = run(EXAMPLE)
     assert finished.returncode == 0, finished.stderr
     assert "both loops end with the same parameters: True" in finished.stdout

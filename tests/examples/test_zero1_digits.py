@@ -38,7 +38,7 @@ def train(n: int, tmp_path: Path, *args: str, script: Path = EXAMPLES / "zero1_d
     return finished, json.loads(path.read_text())
 
 
-def test_two_ranks_learn_as_plain_torch_does_with_half_of_the_state(tmp_path: Path) -> None:
+def test_two_ranks_learn_with_half_state(tmp_path: Path) -> None:
     finished, results = train(2, tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert results["checks"] == {
@@ -54,14 +54,14 @@ def test_two_ranks_learn_as_plain_torch_does_with_half_of_the_state(tmp_path: Pa
 
 
 @in_soak_alone
-def test_three_ranks_have_shards_that_are_padded(tmp_path: Path) -> None:
+def test_three_ranks_have_padded_shards(tmp_path: Path) -> None:
     finished, results = train(3, tmp_path, "--epochs", "2")
     results["checks"].pop("accuracy")
     assert all(results["checks"].values()), finished.stdout
     assert results["state_bytes"] * 3 > results["full_state_bytes"]
 
 
-def test_state_on_disk_gives_the_same_training(tmp_path: Path) -> None:
+def test_disk_state_gives_same_training(tmp_path: Path) -> None:
     _, results = train(2, tmp_path, "--epochs", "1", "--state", "disk")
     results["checks"].pop("accuracy")
     assert results["checks"].pop("the state is on disk")
@@ -70,7 +70,7 @@ def test_state_on_disk_gives_the_same_training(tmp_path: Path) -> None:
 
 
 @in_soak_alone
-def test_gradients_that_are_a_little_wrong_are_noticed(tmp_path: Path) -> None:
+def test_slightly_wrong_gradients_are_noticed(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(A_LITTLE_WRONG)
     finished, results = train(2, tmp_path, "--epochs", "1", script=script)
