@@ -48,7 +48,7 @@ class Run:
         self.verdicts = {row["name"]: row["verdict"] for row in self.rows}
 
 
-def test_a_row_that_fails_is_reported_and_the_next_one_follows(tmp_path: Path) -> None:
+def test_failed_row_is_reported_and_next_runs(tmp_path: Path) -> None:
     run = Run(tmp_path, "--only", "fails", "skipped", "last")
     assert run.done.returncode == 1
     assert run.verdicts == {"fails": "failed", "skipped": "skipped", "last": "ok"}
@@ -57,29 +57,27 @@ def test_a_row_that_fails_is_reported_and_the_next_one_follows(tmp_path: Path) -
     assert "skipped skipped: there is no disk" in run.done.stdout
 
 
-def test_a_run_that_is_cut_leaves_the_rows_before(tmp_path: Path) -> None:
+def test_cut_run_leaves_earlier_rows(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert run.done.returncode == 9
     assert list(run.verdicts) == ["copy-small", "copy-large", "fails", "skipped", "last"]
 
 
 @pytest.mark.parametrize(("options", "code"), [((), 0), (("--check",), 1)])
-def test_a_limit_that_is_broken_is_an_error_where_limits_are_checked(
-    tmp_path: Path, options: tuple[str, ...], code: int
-) -> None:
+def test_broken_limit_fails_checked_run(tmp_path: Path, options: tuple[str, ...], code: int) -> None:
     run = Run(tmp_path, "--only", "copy", *options)
     assert run.done.returncode == code
     assert run.verdicts == {"copy-small": "ok", "copy-large": "over"}
 
 
-def test_a_rehearsal_takes_no_figures_and_breaks_no_limit(tmp_path: Path) -> None:
+def test_rehearsal_takes_no_figures(tmp_path: Path) -> None:
     run = Run(tmp_path, "--rehearse", "--check", "--only", "copy", "skipped")
     assert run.done.returncode == 0, run.done.stderr
     assert run.verdicts == {"copy-small": "rehearsed", "copy-large": "rehearsed", "skipped": "skipped"}
     assert all("measured" not in row for row in run.rows)
 
 
-def test_a_name_that_no_row_has_is_refused(tmp_path: Path) -> None:
+def test_unknown_row_name_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, "--only", "cop")
     assert run.done.returncode == 2
     assert "no row is named cop; there are copy-small, " in run.done.stderr
