@@ -163,7 +163,7 @@ def test_no_python_header_below_bind(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", sim_files("runtime"), ids=ids)
-def test_the_simulated_accelerators_runtime_knows_no_torch(file: Path) -> None:
+def test_simulator_runtime_knows_no_torch(file: Path) -> None:
     for header, by in foreign_headers(file).items():
         assert not TORCH_HEADER.fullmatch(header), f"{header} is included by {by}; torch begins in device/"
 
@@ -184,14 +184,14 @@ def test_includes_point_down(file: Path) -> None:
             assert folder(ours) in allowed, f"{folder(file)}/ may not include {name}"
 
 
-def test_the_module_of_rpc_includes_one_header_of_the_core() -> None:
+def test_rpc_module_includes_one_core_header() -> None:
     shared = {name for file in rpc_files() for name, ours in includes(file) if not ours and (NATIVE / name).is_file()}
     assert shared == SHARED
     assert not [name for file in SHARED for name, ours in includes(NATIVE / file) if ours is not None]
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
-def test_our_headers_are_named_from_the_include_root(file: Path) -> None:
+def test_headers_are_named_from_include_root(file: Path) -> None:
     root = include_root(file)
     for name, ours in includes(file):
         assert ours is None or (root / name).is_file(), f'write #include "{folder(file)}/{name}"'
@@ -216,7 +216,7 @@ def test_every_source_has_its_header(file: Path) -> None:
 CLASS = re.compile(r"^(?:class|struct|enum|enum class) (\w+)(?: final)?(?: :[^;]*)? \{", re.MULTILINE)
 
 
-def test_each_class_of_the_native_modules_has_a_name_of_its_own() -> None:
+def test_native_classes_have_unique_names() -> None:
     where: dict[str, list[str]] = {}
     for file in [*cpp_files(), *rpc_files()]:
         for name in CLASS.findall(file.read_text(encoding="utf-8")):

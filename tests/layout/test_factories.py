@@ -72,7 +72,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_missing_arguments_of_a_factory_are_found(line: str) -> None:
+def test_missing_factory_arguments_are_found(line: str) -> None:
     call = ast.parse(line).body[0]
     assert isinstance(call, ast.Expr)
     assert isinstance(call.value, ast.Call)

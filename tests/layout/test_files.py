@@ -91,7 +91,7 @@ def test_the_stub_parses(package: Path) -> None:
     ast.parse((package / "_C.pyi").read_text(encoding="utf-8"))
 
 
-def test_the_wheel_has_both_packages_and_no_sources_but_those_that_users_build() -> None:
+def test_wheel_has_packages_without_private_sources() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (packages, excluded) = (
         re.search(rf"^wheel.{key} = (\[.*?\])$", text, re.MULTILINE | re.DOTALL) for key in ("packages", "exclude")

@@ -146,7 +146,7 @@ def read(summary: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_every_phase_of_a_part_runs_where_there_is_a_gpu(tmp_path: Path, part: str) -> None:
+def test_every_phase_runs_on_gpu(tmp_path: Path, part: str) -> None:
     check = Check(tmp_path, part, "OUT").finish()
     assert check.run.returncode == 0, check.errors
     assert check.phases == list(PARTS[part])
@@ -157,7 +157,7 @@ def test_every_phase_of_a_part_runs_where_there_is_a_gpu(tmp_path: Path, part: s
     assert f"output of {check.commands[0]}" in (check.out / "machine.txt").read_text()
 
 
-def test_without_a_gpu_the_tests_run_on_the_simulated_accelerator(tmp_path: Path) -> None:
+def test_tests_without_gpu_use_simulator(tmp_path: Path) -> None:
     check = Check(tmp_path, "tests", "OUT", device="no CUDA").finish()
     assert check.run.returncode == 0, check.errors
     assert check.phases == [name for name in PARTS["tests"] if name != "sanitizer"]
@@ -172,7 +172,7 @@ def test_figures_need_cuda(tmp_path: Path) -> None:
     assert check.commands == []
 
 
-def test_limits_of_benchmarks_are_checked_on_a_gpu_alone(tmp_path: Path) -> None:
+def test_limits_are_checked_only_on_gpu(tmp_path: Path) -> None:
     for folder, device, checked in (("gpu", "CUDA 13.0, a GPU", True), ("fake", "CUDA 13.0, fakecuda", False)):
         (tmp_path / folder).mkdir()
         check = Check(tmp_path / folder, "tests", "OUT", device=device).finish()
@@ -181,7 +181,7 @@ def test_limits_of_benchmarks_are_checked_on_a_gpu_alone(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("wheels", [(), ("more-1.whl",)])
-def test_without_a_wheel_the_package_is_built(tmp_path: Path, part: str, wheels: tuple[str, ...]) -> None:
+def test_missing_wheel_builds_package(tmp_path: Path, part: str, wheels: tuple[str, ...]) -> None:
     check = Check(tmp_path, part, "OUT", wheels=wheels).finish()
     assert check.run.returncode == 0, check.errors
     expected = ["build" if name == "wheel" else name for name in PARTS[part]]
@@ -189,7 +189,7 @@ def test_without_a_wheel_the_package_is_built(tmp_path: Path, part: str, wheels:
 
 
 @pytest.mark.parametrize("phase", ["wheel", "installed"])
-def test_a_wheel_that_cannot_be_used_is_replaced_by_a_build(tmp_path: Path, phase: str) -> None:
+def test_unusable_wheel_is_replaced_by_build(tmp_path: Path, phase: str) -> None:
     check = Check(tmp_path, "tests", "OUT", fails=f"*{WORDS[phase]}*").finish()
     assert check.run.returncode == 1
     begin = check.phases.index("wheel")
@@ -198,7 +198,7 @@ def test_a_wheel_that_cannot_be_used_is_replaced_by_a_build(tmp_path: Path, phas
 
 
 @pytest.mark.parametrize(("part", "phase"), EVERY)
-def test_a_phase_that_fails_is_reported_and_the_others_run(tmp_path: Path, part: str, phase: str) -> None:
+def test_failed_phase_is_reported_and_others_run(tmp_path: Path, part: str, phase: str) -> None:
     check = Check(tmp_path, part, "OUT", fails=f"*{WORDS[phase]}*").finish()
     assert check.run.returncode == 1
     assert set(check.phases) >= set(PARTS[part])
@@ -210,7 +210,7 @@ def test_a_phase_that_fails_is_reported_and_the_others_run(tmp_path: Path, part:
 
 @pytest.mark.parametrize(("part", "phase"), EVERY)
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_a_cut_leaves_the_phases_so_far(tmp_path: Path, part: str, phase: str, sent: signal.Signals) -> None:
+def test_cut_leaves_phases_so_far(tmp_path: Path, part: str, phase: str, sent: signal.Signals) -> None:
     check = Check(tmp_path, part, "OUT", hangs=f"*{WORDS[phase]}*")
     check.cut(sent)
     phases = list(PARTS[part])
@@ -222,7 +222,7 @@ def test_a_cut_leaves_the_phases_so_far(tmp_path: Path, part: str, phase: str, s
     assert len(list(check.out.iterdir())) <= 8
 
 
-def test_a_signal_ends_the_processes_of_a_phase(tmp_path: Path) -> None:
+def test_signal_ends_processes_of_phase(tmp_path: Path) -> None:
     check = Check(tmp_path, "tests", "OUT", hangs="*--phase tests*")
     check.cut(signal.SIGTERM)
     assert check.run.returncode == 130
@@ -231,7 +231,7 @@ def test_a_signal_ends_the_processes_of_a_phase(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_a_cut_at_any_moment_leaves_a_readable_summary(tmp_path: Path, sent: signal.Signals) -> None:
+def test_cut_always_leaves_readable_summary(tmp_path: Path, sent: signal.Signals) -> None:
     for moment in range(20):
         folder = tmp_path / str(moment)
         folder.mkdir()
@@ -243,7 +243,7 @@ def test_a_cut_at_any_moment_leaves_a_readable_summary(tmp_path: Path, sent: sig
             read(check.summary)
 
 
-def test_a_phase_is_stopped_at_its_limit_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_phase_stops_at_its_limit(tmp_path: Path) -> None:
     script = tmp_path / "bin" / "timeout"
     script.parent.mkdir()
     script.write_text(TIMEOUT)
@@ -255,7 +255,7 @@ def test_a_phase_is_stopped_at_its_limit_and_the_next_one_runs(tmp_path: Path) -
     assert "gpu: ok" in check.summary
 
 
-def test_no_phase_begins_after_the_time_of_the_part(tmp_path: Path) -> None:
+def test_no_phase_begins_after_deadline(tmp_path: Path) -> None:
     check = Check(tmp_path, "tests", "OUT", LIMIT="6").finish()
     assert check.run.returncode == 1
     assert check.commands == []
@@ -263,7 +263,7 @@ def test_no_phase_begins_after_the_time_of_the_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_dry_run_prints_the_commands_and_runs_none(tmp_path: Path, part: str) -> None:
+def test_dry_run_prints_without_running(tmp_path: Path, part: str) -> None:
     check = Check(tmp_path, "--dry-run", part, "OUT").finish()
     assert check.run.returncode == 0, check.errors
     assert check.commands == []

@@ -55,7 +55,7 @@ def run(folder: Path, *options: str, **environment: str) -> tuple[int, list[dict
 
 
 @pytest.mark.parametrize("options", [(), ("-p", "xdist", "-n", "2")], ids=["one process", "several"])
-def test_each_result_is_written_once_and_counted(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_each_result_is_written_once(tmp_path: Path, options: tuple[str, ...]) -> None:
     code, results, summary = run(tmp_path, *options)
     assert code == 1
     assert len(results) == len({result["test"] for result in results}) == 9
@@ -68,7 +68,7 @@ def test_each_result_is_written_once_and_counted(tmp_path: Path, options: tuple[
     assert summary[-1] == f"    in all: {counts}"
 
 
-def test_a_cut_leaves_the_results_so_far(tmp_path: Path) -> None:
+def test_cut_leaves_results_so_far(tmp_path: Path) -> None:
     code, results, summary = run(tmp_path, CUT="1")
     assert code == -signal.SIGKILL
     assert [result["outcome"] for result in results] == [
@@ -78,7 +78,7 @@ def test_a_cut_leaves_the_results_so_far(tmp_path: Path) -> None:
     assert "a fixture" in summary[1]
 
 
-def test_a_file_that_cannot_be_imported_is_an_error(tmp_path: Path) -> None:
+def test_unimportable_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import missing_module")
     code, results, summary = run(tmp_path)
     assert code == 2

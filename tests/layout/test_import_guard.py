@@ -41,7 +41,7 @@ def error_of(checkout: Path, statement: str = "import cudafuture", *, after: Pat
 
 
 @pytest.mark.parametrize("package", [PACKAGE, RPC], ids=lambda package: package.name)
-def test_an_unbuilt_checkout_says_so_in_one_sentence(checkout: Path, package: Path) -> None:
+def test_unbuilt_checkout_is_explained(checkout: Path, package: Path) -> None:
     error = error_of(checkout, f"import {package.name}")
     assert error.startswith("ImportError: ")
     assert "not built" in error
@@ -49,7 +49,7 @@ def test_an_unbuilt_checkout_says_so_in_one_sentence(checkout: Path, package: Pa
 
 
 @pytest.mark.parametrize("package", [PACKAGE, RPC], ids=lambda package: package.name)
-def test_an_unbuilt_checkout_names_the_installed_package_that_it_hides(
+def test_unbuilt_checkout_names_hidden_package(
     checkout: Path, tmp_path_factory: pytest.TempPathFactory, package: Path
 ) -> None:
     site = tmp_path_factory.mktemp("site")
@@ -60,13 +60,13 @@ def test_an_unbuilt_checkout_names_the_installed_package_that_it_hides(
     assert "Run Python in another folder" in error
 
 
-def test_a_build_without_its_native_module_counts_as_unbuilt(checkout: Path) -> None:
+def test_build_without_module_counts_as_unbuilt(checkout: Path) -> None:
     build(checkout, torch="2.13.0")
     (checkout / "cudafuture" / "_C.py").unlink()
     assert "not built" in error_of(checkout)
 
 
-def test_another_torch_minor_is_refused_by_both_names(checkout: Path) -> None:
+def test_other_torch_minor_names_both_versions(checkout: Path) -> None:
     build(checkout, torch="2.12.1+cpu")
     error = error_of(checkout)
     assert error.startswith("ImportError: ")

@@ -42,7 +42,7 @@ def would_do(checkout: Path, *arguments: str) -> list[str]:
     return [line for line in make(checkout, "-n", *arguments) if not line.startswith(("touch", "mkdir", "make: "))]
 
 
-def test_a_fresh_clone_makes_an_environment_and_builds_in_it(checkout: Path) -> None:
+def test_fresh_clone_makes_environment_and_builds(checkout: Path) -> None:
     python = f"{checkout}/.venv/bin/python"
     assert would_do(checkout, "setup") == [
         "tools/venv.sh python3 .venv",
@@ -51,25 +51,25 @@ def test_a_fresh_clone_makes_an_environment_and_builds_in_it(checkout: Path) -> 
     ]
 
 
-def test_files_can_be_compiled_separately_in_a_build_folder_of_their_own(checkout: Path) -> None:
+def test_separate_compilation_has_own_folder(checkout: Path) -> None:
     build = would_do(checkout, "setup", "UNITY=OFF")[-1]
     assert "-C cmake.define.CUDAFUTURE_UNITY=OFF -C build-dir=build/{wheel_tag}-files -e ." in build
 
 
-def test_the_python_and_the_folder_of_the_environment_can_be_chosen(checkout: Path) -> None:
+def test_environment_python_and_folder_are_chosen(checkout: Path) -> None:
     steps = would_do(checkout, "setup", "PYTHON=/opt/some/python", "VENV=/tmp/elsewhere")
     assert steps[0] == "tools/venv.sh /opt/some/python /tmp/elsewhere"
     assert all(step.startswith("/tmp/elsewhere/bin/python ") for step in steps[1:])
 
 
-def test_without_an_environment_the_chosen_python_is_used_as_it_is(checkout: Path) -> None:
+def test_chosen_python_is_used_without_environment(checkout: Path) -> None:
     steps = would_do(checkout, "setup", f"PYTHON={sys.executable}", "VENV=")
     assert not any("venv.sh" in step for step in steps)
     assert all(step.startswith(f"{sys.executable} ") for step in steps)
 
 
 @pytest.mark.parametrize("command", ["demo", "test", "lint"])
-def test_what_has_been_set_up_is_not_set_up_again(checkout: Path, command: str) -> None:
+def test_finished_setup_is_not_repeated(checkout: Path, command: str) -> None:
     state = checkout / ".venv" / ".cudafuture"
     state.mkdir(parents=True)
     for step in ("python", "has-build", "has-test", "has-demo", "has-lint", "built"):
@@ -88,7 +88,7 @@ def test_what_has_been_set_up_is_not_set_up_again(checkout: Path, command: str) 
         ("rpc_ext/calls.py", []),
     ],
 )
-def test_what_has_changed_decides_what_is_done_again(checkout: Path, changed: str, does: list[str]) -> None:
+def test_changes_decide_repeated_steps(checkout: Path, changed: str, does: list[str]) -> None:
     state = checkout / ".venv" / ".cudafuture"
     state.mkdir(parents=True)
     for step in ("python", "has-build", "built"):
@@ -100,14 +100,14 @@ def test_what_has_changed_decides_what_is_done_again(checkout: Path, changed: st
     assert all(what in step for what, step in zip(does, steps, strict=True))
 
 
-def test_the_tests_run_in_parallel_and_the_native_ones_with_them(checkout: Path) -> None:
+def test_tests_run_in_parallel_with_native_ones(checkout: Path) -> None:
     for command, jobs in (("test", r"\d+"), ("soak", "auto")):
         steps = would_do(checkout, command)
         assert any(re.search(f"-m pytest -n {jobs} --maxprocesses 8 ", step) for step in steps)
         assert [step.split()[-1] for step in steps if "native_tests.sh" in step] == ["thread", "address"]
 
 
-def test_ci_runs_lint_and_the_tests_of_the_readme(checkout: Path, tmp_path: Path) -> None:
+def test_ci_runs_lint_and_readme_tests(checkout: Path, tmp_path: Path) -> None:
     recorder = tmp_path / "bin" / "make"
     recorder.parent.mkdir()
     recorder.write_text('#!/bin/sh\necho "$@" >> "$RECORD"\n')
@@ -119,7 +119,7 @@ def test_ci_runs_lint_and_the_tests_of_the_readme(checkout: Path, tmp_path: Path
     assert "make test " in (checkout / "README.md").read_text()
 
 
-def test_only_the_soak_rehearses_the_checks_of_a_gpu_with_the_kit_of_its_environment(checkout: Path) -> None:
+def test_only_soak_rehearses_gpu_checks(checkout: Path) -> None:
     steps = would_do(checkout, "soak", "GPU_VENV=/tmp/elsewhere")
     begin = steps.index("tools/gpu_kit.sh /tmp/elsewhere")
     assert steps[begin + 1] == "tools/gpu_rehearsal.sh /tmp/elsewhere"
@@ -127,6 +127,6 @@ def test_only_the_soak_rehearses_the_checks_of_a_gpu_with_the_kit_of_its_environ
     assert not any("gpu" in step for step in would_do(checkout, "test"))
 
 
-def test_only_the_soak_runs_the_matrix_of_versions(checkout: Path) -> None:
+def test_only_soak_runs_matrix(checkout: Path) -> None:
     assert would_do(checkout, "soak")[-1] == "tools/matrix.sh"
     assert not any("matrix.sh" in step for step in would_do(checkout, "test"))

@@ -57,7 +57,7 @@ class Matrix:
         self.results = {(torch, python): (result, reason) for torch, python, result, reason in rows}
 
 
-def test_every_torch_and_every_python_is_run_once(tmp_path: Path) -> None:
+def test_every_torch_and_python_runs_once(tmp_path: Path) -> None:
     matrix = Matrix(tmp_path)
     assert matrix.run.returncode == 0, matrix.run.stderr
     assert list(matrix.results) == ALL
@@ -74,17 +74,17 @@ def test_environments_are_deleted_and_logs_stay(tmp_path: Path) -> None:
     assert [path.suffix for path in matrix.folder.iterdir()] == [".log"]
 
 
-def test_a_chosen_torch_is_run_on_a_chosen_python(tmp_path: Path) -> None:
+def test_chosen_torch_runs_on_chosen_python(tmp_path: Path) -> None:
     matrix = Matrix(tmp_path, "--torch", "2.12 2.15", "--python", "3.13")
     assert list(matrix.results) == [("2.12", "3.13"), ("2.15", "3.13")]
 
 
-def test_the_torch_of_the_gpu_kit_is_run_on_the_python_of_that_kit(tmp_path: Path) -> None:
+def test_gpu_kit_torch_runs_on_its_python(tmp_path: Path) -> None:
     matrix = Matrix(tmp_path, "--torch", "2.11 2.12")
     assert list(matrix.results) == [("2.11", "3.12"), ("2.12", "3.11")]
 
 
-def test_a_missing_python_is_skipped_with_a_reason(tmp_path: Path) -> None:
+def test_missing_python_is_skipped_with_reason(tmp_path: Path) -> None:
     matrix = Matrix(tmp_path, pythons="3.11 3.12")
     assert matrix.run.returncode == 0, matrix.run.stderr
     assert list(matrix.results) == ALL
@@ -105,9 +105,7 @@ def test_a_missing_python_is_skipped_with_a_reason(tmp_path: Path) -> None:
         ("*fakecuda*-k?cuda*", "cuda", True),
     ],
 )
-def test_a_step_that_fails_is_the_reason_and_the_exit_status(
-    tmp_path: Path, fails: str, step: str, afterwards: bool
-) -> None:
+def test_failed_step_is_reason_and_status(tmp_path: Path, fails: str, step: str, afterwards: bool) -> None:
     matrix = Matrix(tmp_path, "--torch", "2.14", fails=fails)
     assert matrix.run.returncode == 1
     result, reason = matrix.results["2.14", "3.11"]
@@ -116,14 +114,14 @@ def test_a_step_that_fails_is_the_reason_and_the_exit_status(
     assert any("tests/device" in command for command in matrix.commands) == afterwards
 
 
-def test_a_failure_does_not_stop_the_other_combinations(tmp_path: Path) -> None:
+def test_failure_spares_other_combinations(tmp_path: Path) -> None:
     matrix = Matrix(tmp_path, fails="*torch==2.12*")
     assert matrix.run.returncode == 1
     results = [result for result, _ in matrix.results.values()]
     assert results == ["failed" if pair == ("2.12", "3.11") else "passed" for pair in ALL]
 
 
-def test_a_dry_run_prints_the_commands_and_runs_none(tmp_path: Path) -> None:
+def test_dry_run_prints_without_running(tmp_path: Path) -> None:
     matrix = Matrix(tmp_path, "--dry-run")
     assert matrix.run.returncode == 0, matrix.run.stderr
     named = re.findall(r"^torch (2\.\d+)\.\d+, Python (3\.\d+)$", matrix.run.stdout, re.MULTILINE)

@@ -89,7 +89,7 @@ def test_imports_point_down(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", cpp_files(), ids=lambda f: f.name)
-def test_the_native_module_calls_what_it_may(file: Path) -> None:
+def test_native_module_calls_only_allowed_modules(file: Path) -> None:
     for name in re.findall(r'"cudafuture\.(\w+)"', file.read_text(encoding="utf-8")):
         assert name in CALLED_BY_NATIVE, f"the native module may not import cudafuture.{name}"
         assert is_module(f"cudafuture.{name}"), f"there is no cudafuture.{name}"
@@ -128,7 +128,7 @@ CALLS = [f for f in BELOW_THE_FRONT_DOOR if room(module_name(f)).startswith("rpc
 
 
 @pytest.mark.parametrize("file", [f for f in CALLS if not is_of_store(module_name(f))], ids=ids)
-def test_remote_calls_do_not_know_remote_stores(file: Path) -> None:
+def test_remote_calls_import_no_remote_stores(file: Path) -> None:
     chain = chain_to_store(file)
     assert not chain, f"remote calls must not import remote stores: {' imports '.join(chain)}"
 

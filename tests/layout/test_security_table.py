@@ -10,7 +10,7 @@ from layout.tree import ROOT
 
 ATTACKS = [ROOT / "tests/rpc/test_middleman.py", ROOT / "tests/rpc/test_authentication.py"]
 TESTS = [*ATTACKS, ROOT / "tests/rpc/test_secrets.py", ROOT / "tests/remote_store/test_secrets.py"]
-WITHOUT_AN_ATTACK = {"test_tensors_travel_after_the_doors_were_closed"}
+WITHOUT_AN_ATTACK = {"test_tensors_travel_with_closed_listeners"}
 UNPROVEN = {"sees the network", "has the secret"}  # nothing keeps these attackers from what the table says
 
 
@@ -27,7 +27,7 @@ def names_of_tests(files: list[object]) -> set[str]:
 
 
 @pytest.mark.parametrize("attacker", rows())
-def test_a_row_is_shown_by_tests_that_exist(attacker: str) -> None:
+def test_row_names_existing_tests(attacker: str) -> None:
     named = set(rows()[attacker])
     assert bool(named) != (attacker in UNPROVEN)
     assert named <= names_of_tests(list(TESTS))

@@ -42,21 +42,21 @@ ENDS = (TORCH[0], TORCH[-1])
 AFTER = (ENDS[1][0], ENDS[1][1] + 1)
 
 
-def test_the_matrix_runs_every_minor_version_once() -> None:
+def test_matrix_runs_every_minor_version_once() -> None:
     for versions in (TORCH, PYTHON):
         first, last = versions[0], versions[-1]
         assert versions == [(first[0], n) for n in range(first[1], last[1] + 1)]
     assert all(re.fullmatch(r"\d+\.\d+\.\d+", release) for release in read_list("TORCH"))
 
 
-def test_the_reference_versions_are_in_the_matrix() -> None:
+def test_matrix_has_reference_versions() -> None:
     assert minor(find(r"^REFERENCE_TORCH=(\S+)$", "tools/matrix.sh")[0]) in TORCH
     assert minor(find(r"^REFERENCE_PYTHON=(\S+)$", "tools/matrix.sh")[0]) in PYTHON
     assert minor(find(r"^GPU_TORCH=(\S+)$", "tools/matrix.sh")[0]) in TORCH
     assert minor(find(r"^GPU_PYTHON=(\S+)$", "tools/matrix.sh")[0]) in PYTHON
 
 
-def test_the_readme_names_the_versions_of_the_matrix() -> None:
+def test_readme_names_matrix_versions() -> None:
     assert span(r"torch (\d\.\d+) to (\d\.\d+), CPU and CUDA", "README.md") == ENDS
     assert span(r"^Linux; Python (\d\.\d+) to (\d\.\d+);", "README.md") == (PYTHON[0], PYTHON[-1])
     python, torch = find(r"each torch on Python (\S+), with torch (\S+) on each Python", "README.md")
@@ -67,7 +67,7 @@ def test_the_readme_names_the_versions_of_the_matrix() -> None:
     assert find(r"^GPU_PYTHON=(\S+)$", "tools/matrix.sh") == (python,)
 
 
-def test_pyproject_requires_and_classifies_the_versions_of_the_matrix() -> None:
+def test_pyproject_matches_matrix_versions() -> None:
     assert span(r'"torch>=([\d.]+),<([\d.]+)"', "pyproject.toml") == (TORCH[0], AFTER)
     assert minor(find(r'^requires-python = ">=([\d.]+)"', "pyproject.toml")[0]) == PYTHON[0]
     classified = re.findall(r'"Programming Language :: Python :: (\d\.\d+)"', text("pyproject.toml"))
@@ -75,28 +75,28 @@ def test_pyproject_requires_and_classifies_the_versions_of_the_matrix() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
-def test_the_docs_install_what_builds_the_package(page: str) -> None:
+def test_docs_install_build_requirements(page: str) -> None:
     required = re.findall(r'"([^"]+)"', find(r"^requires = \[(.*)\]$", "pyproject.toml")[0])
     assert re.findall(r'"([^"]+)"', find(r"^pip install (.*) cmake ninja ", page)[0]) == required
 
 
-def test_cmake_warns_outside_of_the_versions_of_the_matrix() -> None:
+def test_cmake_warns_outside_matrix() -> None:
     pattern = r"TORCH_VERSION VERSION_LESS (\S+) OR TORCH_VERSION VERSION_GREATER_EQUAL ([\d.]+)"
     assert span(pattern, "cmake/torch.cmake") == (TORCH[0], AFTER)
     assert span(r"tested with torch (\d\.\d+) to (\d\.\d+);", "cmake/torch.cmake") == ENDS
     assert minor(find(r"find_package\(Python (\S+) REQUIRED", "CMakeLists.txt")[0]) == PYTHON[0]
 
 
-def test_the_import_guard_names_the_versions_of_the_matrix() -> None:
+def test_import_guard_names_matrix_versions() -> None:
     assert span(r'^_SUPPORTED = "torch (\S+) to (\S+)"$', "cudafuture/_native.py") == ENDS
 
 
-def test_the_environment_has_a_torch_of_the_matrix() -> None:
+def test_environment_torch_is_in_matrix() -> None:
     release = find(r'^TORCH_WITHOUT_GPU = "torch==(\S+)"$', "tools/environment.py")[0]
     assert release in read_list("TORCH")
 
 
-def test_the_gpu_kit_is_made_for_a_combination_of_the_matrix() -> None:
+def test_gpu_kit_combination_is_in_matrix() -> None:
     (release,) = find(r"^TORCH=(\S+)", "tools/gpu_kit.sh")
     assert release in read_list("TORCH")
     assert minor(release) == minor(find(r"^GPU_TORCH=(\S+)$", "tools/matrix.sh")[0])
@@ -109,6 +109,6 @@ def test_the_environment_refuses_an_older_python() -> None:
     assert minor(find(r"needs Python (\d\.\d+) or newer", "tools/venv.sh")[0]) == PYTHON[0]
 
 
-def test_the_linters_check_for_the_oldest_python() -> None:
+def test_linters_check_for_oldest_python() -> None:
     assert find(r'^target-version = "py(\d+)"', "pyproject.toml") == ("{}{}".format(*PYTHON[0]),)
     assert minor(find(r'^python_version = "([\d.]+)"', "pyproject.toml")[0]) == PYTHON[0]
