@@ -83,7 +83,7 @@ def work_through(prefetcher: NaivePrefetcher) -> list[float]:
 
 
 @pytest.mark.sim(schedule="lazy")
-def test_the_naive_prefetcher_has_two_bugs() -> None:
+def test_naive_prefetcher_has_two_bugs() -> None:
     with pytest.raises(sim.RaceError) as found, sim.detect_races():
         assert work_through(NaivePrefetcher(batches(), "sim")) != [0.0, 1.0, 2.0, 3.0]
 
@@ -95,12 +95,12 @@ def test_the_naive_prefetcher_has_two_bugs() -> None:
 
 
 @pytest.mark.sim(schedule="lazy")
-def test_the_mended_one_has_none() -> None:
+def test_mended_prefetcher_has_no_bug() -> None:
     assert work_through(Prefetcher(batches(), "sim")) == [0.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.sim(schedule="free")
-def test_copies_overlap_with_the_work() -> None:
+def test_copies_overlap_with_work() -> None:
     copying = BATCH * 4 / 1e6  # milliseconds at the speed set below
     sim.set_speeds(sim.Speeds(compute=1e15, copy=1e9, launch=0))
     work_through(Prefetcher(batches(), "sim"))

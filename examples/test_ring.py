@@ -31,7 +31,7 @@ def ring_sum(mine: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.world(3)
-def test_every_rank_gets_the_sum(world: World) -> None:
+def test_every_rank_gets_sum(world: World) -> None:
     def check() -> list[float]:
         mine = torch.arange(4.0) * dist.get_rank()
         total = ring_sum(mine)
@@ -43,7 +43,7 @@ def test_every_rank_gets_the_sum(world: World) -> None:
 
 
 @pytest.mark.world(2, timeout=20)
-def test_a_rank_that_fails_is_named(world: World) -> None:
+def test_failing_rank_is_named(world: World) -> None:
     def fail_on_the_second() -> None:
         assert dist.get_rank() != 1, "what rank 1 has to say"
 

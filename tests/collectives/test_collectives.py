@@ -88,7 +88,7 @@ def test_group_without_rank_0_matches_torch(world: World, ranks: list[int]) -> N
 
 
 @pytest.mark.world(3)
-def test_a_callback_gets_what_torch_gives(world: World) -> None:
+def test_callback_gets_torch_result(world: World) -> None:
     def run() -> None:
         place = Place(root=1)
         expect_common(compare(place, ALL, DTYPES, within=in_a_callback(None)), ALL)

@@ -147,7 +147,7 @@ def test_padded_shards_match_up_to_summation(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_the_state_is_what_was_registered(world: World) -> None:
+def test_hook_gets_registered_state(world: World) -> None:
     def check() -> None:
         group = cfd.new_group()
         seen = []

@@ -151,7 +151,7 @@ def test_device_results_match_host(three_ranks: World, schedule: str) -> None:
     three_ranks.run(run)
 
 
-def test_reductions_other_than_the_sum(ranks: World) -> None:
+def test_other_reductions_work(ranks: World) -> None:
     def run() -> None:
         from support.comparison import REDUCING
 
@@ -602,7 +602,7 @@ def test_failed_device_puts_rank_out_of_step() -> None:
     run_ranks(2, break_the_device)
 
 
-def test_a_collective_cannot_be_cancelled(ranks: World) -> None:
+def test_collective_cannot_be_cancelled(ranks: World) -> None:
     def run() -> None:
         with simulate("lazy") as sim:
             with sim.hold():
@@ -650,7 +650,7 @@ def test_torch_bridges_keep_order(ranks: World, schedule: str) -> None:
     ranks.run(run)
 
 
-def test_from_a_thread_of_an_executor(ranks: World) -> None:
+def test_executor_thread_may_issue(ranks: World) -> None:
     def run() -> None:
         with simulate("jitter"):
             group = cfd.new_group(timeout=dt.timedelta(seconds=LONG))

@@ -309,7 +309,7 @@ def fork_and_send(rank: int) -> None:
     assert cfd.all_reduce(ones(4)).wait(timeout=LONG).tolist() == [2.0] * 4
 
 
-def test_a_forked_child_sends_nothing() -> None:
+def test_forked_child_sends_nothing() -> None:
     run_ranks(2, fork_and_send)
 
 

@@ -59,7 +59,7 @@ def compare(place: Place, owner: Any, **more: Any) -> None:
 
 
 @SIZES
-def test_every_rank_gets_what_torch_gives(world: World, n: int) -> None:
+def test_object_results_match_torch(world: World, n: int) -> None:
     def run() -> None:
         for root in range(dist.get_world_size()):
             for by_global_rank in (False, True):
@@ -126,7 +126,7 @@ def test_group_without_rank_0_matches_torch(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_nothing_gets_between_their_steps(world: World) -> None:
+def test_object_steps_stay_together(world: World) -> None:
     def run() -> None:
         rank = dist.get_rank()
         lists: list[list[Any]] = [[None, None] for _ in range(20)]
@@ -147,7 +147,7 @@ def test_nothing_gets_between_their_steps(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_callbacks_may_use_them(world: World) -> None:
+def test_callbacks_may_use_object_collectives(world: World) -> None:
     def run() -> None:
         rank = dist.get_rank()
 

@@ -107,7 +107,7 @@ def test_callbacks_run_in_attachment_order(world: World) -> None:
 
 
 @pytest.mark.world(1)
-def test_a_callback_never_runs_inline(world: World) -> None:
+def test_callback_never_runs_inline(world: World) -> None:
     def run() -> bool:
         future = cfd.all_reduce(torch.ones(1))
         future.wait(timeout=LONG)

@@ -28,7 +28,7 @@ def ones(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.world(2)
-def test_ranks_that_agree_notice_nothing(world: World) -> None:
+def test_agreeing_ranks_notice_nothing(world: World) -> None:
     def run() -> None:
         with compare_order():
             rank = dist.get_rank()
@@ -157,7 +157,7 @@ print("told\\n", end="", flush=True)
 """
 
 
-def test_the_variable_turns_it_on(tmp_path: Path) -> None:
+def test_variable_turns_comparison_on(tmp_path: Path) -> None:
     script = tmp_path / "differ.py"
     script.write_text(SCRIPT)
     assert torchrun(script, 2, env={"CUDAFUTURE_DEBUG": "order"}).stdout.count("told") == 2

@@ -163,7 +163,7 @@ def test_recv_from_any_is_compared_late() -> None:
 
 
 @pytest.mark.world(2)
-def test_tensors_of_the_same_size_fit(world: World) -> None:
+def test_tensors_of_same_size_fit(world: World) -> None:
     def run() -> None:
         rank = dist.get_rank()
         mine, into = (ones(4), ones(2, 2)) if rank else (ones(2, 2), ones(4))
@@ -191,7 +191,7 @@ def test_tensors_of_the_same_size_fit(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_ranks_whose_operations_fit_notice_nothing(world: World) -> None:
+def test_matching_operations_are_not_reported(world: World) -> None:
     def run() -> None:
         rank, peer, pg = dist.get_rank(), 1 - dist.get_rank(), cfd.ProcessGroup()
         taken = compare(Place(root=1), ALL, [torch.float32, torch.complex64], ours)

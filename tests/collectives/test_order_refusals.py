@@ -127,7 +127,7 @@ def test_endless_issuing_chain_is_stopped(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_the_profiler_works_beside_side_groups(world: World) -> None:
+def test_profiler_works_beside_side_groups(world: World) -> None:
     def run() -> int:
         cfd.all_reduce(ones(1)).then_async(lambda f: cfd.all_reduce(f.value())).wait(timeout=LONG)
         cfd.all_gather_object([None, None], 1).wait(timeout=LONG)

@@ -34,7 +34,7 @@ def torch_sends(dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.world(2)
-def test_every_dtype_that_torch_sends_arrives(world: World) -> None:
+def test_every_torch_dtype_arrives(world: World) -> None:
     def run() -> list[torch.dtype]:
         rank, sent = dist.get_rank(), []
         for dtype in DTYPES:

@@ -51,7 +51,7 @@ def shape(function: Callable[..., Any], *without: str) -> Shape:
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "new_group"])
-def test_the_parameters_are_those_of_torch(name: str) -> None:
+def test_parameters_match_torch(name: str) -> None:
     if name not in dist.distributed_c10d.__all__:
         pytest.skip("this torch does not have it")
     theirs = shape(getattr(dist, name), "async_op")
@@ -160,7 +160,7 @@ def total(pg: cfd.ProcessGroup) -> float | None:
 
 
 @pytest.mark.world(4)
-def test_new_group_makes_what_torch_makes(world: World) -> None:
+def test_new_group_matches_torch(world: World) -> None:
     def run() -> list[Any]:
         rank = dist.get_rank()
         everyone = cfd.new_group()
@@ -244,7 +244,7 @@ def test_split_assigns_each_rank_one_group(world: World) -> None:
 
 
 @pytest.mark.world(3)
-def test_gather_single_gives_what_gather_gives(world: World) -> None:
+def test_gather_single_matches_gather(world: World) -> None:
     def run() -> None:
         rank, pg = dist.get_rank(), cfd.ProcessGroup()
         for shape in ((6, 2), (3, 2, 2), (12,)):  # joined, stacked, flat

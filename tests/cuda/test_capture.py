@@ -44,7 +44,7 @@ def replay(graph: torch.cuda.CUDAGraph, x: torch.Tensor, y: torch.Tensor, value:
     return float(y[0])
 
 
-def test_a_non_blocking_wait_is_recorded(cuda: Cuda, x: torch.Tensor) -> None:
+def test_non_blocking_wait_is_recorded(cuda: Cuda, x: torch.Tensor) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         side = torch.cuda.Stream()

@@ -100,7 +100,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_values_are_those_of_torch(ranks: World, name: str) -> None:
+def test_values_match_torch(ranks: World, name: str) -> None:
     def run() -> None:
         rank, size, case = dist.get_rank(), dist.get_world_size(), CASES[name]
         torch.cuda.set_device(rank)

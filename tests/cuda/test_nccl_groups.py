@@ -16,7 +16,7 @@ SIZE = 3
     "way",
     ["new_group", "split", "new_group of a subgroup", "local synchronization", "local synchronization with options"],
 )
-def test_only_the_members_create_a_group(way: str) -> None:
+def test_only_members_create_group(way: str) -> None:
     results = run_nccl(SIZE, nccl_groups.create_without_the_others, SIZE, way, binds_device=True)
     for rank in nccl_groups.MEMBERS:
         total, objects, device, name, is_urgent = results[rank]
@@ -33,5 +33,5 @@ def test_survivors_continue_in_own_group() -> None:
     assert run_nccl(SIZE, nccl_ranks.go_on_without, SIZE, 0, lost=[0], binds_device=True) == [None, 128.0, 128.0]
 
 
-def test_failed_creation_leaves_the_registry_unchanged() -> None:
+def test_failed_creation_leaves_registry_unchanged() -> None:
     assert run_nccl(SIZE, nccl_groups.fail_to_create, SIZE, binds_device=True) == [None, (True, 2.0), (True, 2.0)]

@@ -176,7 +176,7 @@ def test_objects_and_callbacks_use_caller_device(ranks: World) -> None:
         fresh.run(run)
 
 
-def test_the_zero1_example_trains_over_nccl(ranks: World, tmp_path: Path) -> None:
+def test_zero1_example_trains_over_nccl(ranks: World, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     examples = Path(__file__).parents[2] / "examples"
     path = tmp_path / "results.json"

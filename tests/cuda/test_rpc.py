@@ -46,7 +46,7 @@ def test_two_workers_call_each_other(ranks: World, tmp_path: Path, scenario: Cal
 
 @pytest.mark.parametrize("seal", ["descriptions", "contents"])
 @pytest.mark.parametrize("scenario", cuda_calls.SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_a_signed_session_carries_the_same(
+def test_signed_session_carries_tensors(
     ranks: World, tmp_path: Path, scenario: Callable[[str], None], seal: str
 ) -> None:
     both(ranks, tmp_path / "meeting", scenario, secret="what only these two know", seal=seal)
@@ -64,7 +64,7 @@ def test_remote_takes_gpu_tensors_unless_sealed(tmp_path: Path, cuda: Cuda) -> N
 
 
 @pytest.mark.parametrize("scenario", cuda_calls.SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_a_worker_calls_itself(tmp_path: Path, cuda: Cuda, scenario: Callable[[str], None]) -> None:
+def test_worker_calls_itself(tmp_path: Path, cuda: Cuda, scenario: Callable[[str], None]) -> None:
     with begin(tmp_path / "meeting", 0, 1):
         scenario("worker0")
 

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-def test_the_sanitizer_finds_a_race(cuda: Cuda) -> None:
+def test_sanitizer_finds_race(cuda: Cuda) -> None:
     from torch.cuda._sanitizer import CUDASanitizerErrors
 
     x = cuda.empty().fill_(1)
@@ -89,7 +89,7 @@ def test_to_torch_and_back(cuda: Cuda) -> None:
     assert cuda.read(CUDAFuture.from_torch(source).wait(non_blocking=True).mul_(2)) == 10.0
 
 
-def test_the_events_of_a_future(cuda: Cuda) -> None:
+def test_future_events_are_clean(cuda: Cuda) -> None:
     future = cuda.complete(2.0)
     stream = torch.cuda.Stream()
     future.events[cuda.at()].wait(stream)

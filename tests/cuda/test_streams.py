@@ -43,7 +43,7 @@ def test_producer_may_name_cuda_stream(cuda: Cuda) -> None:
     assert cuda.read(future.wait(non_blocking=True)) == 4.0
 
 
-def test_an_external_stream_produces_and_consumes(cuda: Cuda, foreign: torch.cuda.ExternalStream) -> None:
+def test_external_stream_produces_and_consumes(cuda: Cuda, foreign: torch.cuda.ExternalStream) -> None:
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     with torch.cuda.stream(foreign):
         x = cuda.produce(5.0)

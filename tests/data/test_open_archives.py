@@ -75,7 +75,7 @@ def test_dropped_iterator_closes_archive_immediately(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", ["tar", "tgz"])
-def test_a_reader_can_be_closed_twice(tmp_path: Path, packing: str) -> None:
+def test_reader_can_be_closed_twice(tmp_path: Path, packing: str) -> None:
     archive = write_archive(tmp_path, images(1), packing)
     reader = Reader(str(archive), build_index(str(archive)))
     for _ in range(2):

@@ -46,7 +46,7 @@ def test_grey_16_bit_images_keep_range(tmp_path: Path, kind: str, mode: str) -> 
     assert all(channel.flatten().tolist() == [0, 3, 128, 255] for channel in pixels)
 
 
-def test_an_orientation_is_not_applied(tmp_path: Path) -> None:
+def test_orientation_is_not_applied(tmp_path: Path) -> None:
     orientation, file = Image.Exif(), io.BytesIO()
     orientation[0x0112] = 6
     Image.new("RGB", (4, 2)).save(file, "JPEG", exif=orientation)
@@ -73,7 +73,7 @@ def test_inconvertible_modes_are_refused(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.parametrize("batch", [None, 2])
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_transform_stop_iteration_is_an_error(tmp_path: Path, batch: int | None, failing: int) -> None:
+def test_transform_stop_iteration_is_error(tmp_path: Path, batch: int | None, failing: int) -> None:
     calls = iter(range(9))
 
     def transform(pixels: torch.Tensor) -> torch.Tensor:

@@ -53,12 +53,12 @@ def test_archive_classes_are_sorted(tmp_path: Path, packing: str, index: Any) ->
 
 
 @several_ways
-def test_given_classes_set_the_labels(tmp_path: Path, packing: str, index: Any) -> None:
+def test_given_classes_set_labels(tmp_path: Path, packing: str, index: Any) -> None:
     dataset = TgzImages(write_archive(tmp_path, images(3), packing), index=index, classes=["y", "unused", "z", "x"])
     assert [int(label) for _, label in dataset] == [2, 0, 3]
 
 
-def test_an_empty_archive_has_no_images(tmp_path: Path) -> None:
+def test_empty_archive_has_no_images(tmp_path: Path) -> None:
     for packing in PACKINGS:
         archive = write_archive(tmp_path, [], packing)
         assert classes_of(archive) == []
@@ -74,14 +74,14 @@ def test_images_are_resized_exactly(tmp_path: Path, size: int | tuple[int, int])
     assert bytes(pixels.permute(1, 2, 0).flatten().tolist()) == image.tobytes()
 
 
-def test_images_are_converted_to_the_mode(tmp_path: Path) -> None:
+def test_images_are_converted_to_mode(tmp_path: Path) -> None:
     ((pixels, _),) = TgzImages(write_archive(tmp_path, images(1)), mode="L")
     assert tuple(pixels.shape) == (1, SIDE, SIDE)
     assert bytes(pixels.flatten().tolist()) == Image.open(io.BytesIO(png(pixels_of(0)))).convert("L").tobytes()
 
 
 @pytest.mark.parametrize("batch", [None, 2])
-def test_the_transform_gets_the_uint8_tensor(tmp_path: Path, batch: int | None) -> None:
+def test_transform_gets_uint8_tensor(tmp_path: Path, batch: int | None) -> None:
     seen: list[torch.Tensor] = []
 
     def halve(pixels: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_arguments_out_of_range_are_refused(tmp_path: Path, arguments: dict[str,
         TgzImages(archive, **arguments)
 
 
-def test_a_missing_archive_is_an_oserror(tmp_path: Path) -> None:
+def test_missing_archive_is_oserror(tmp_path: Path) -> None:
     for call in (TgzImages, classes_of):
         with pytest.raises(FileNotFoundError):
             call(tmp_path / "none.tgz")

@@ -98,7 +98,7 @@ def test_state_of_other_part_is_refused(archive: Path) -> None:
 
 
 @pytest.mark.parametrize("index", ["auto", False])
-def test_a_dataloader_resumes_in_each_worker(archive: Path, index: Any) -> None:
+def test_dataloader_resumes_in_each_worker(archive: Path, index: Any) -> None:
     dataset = TgzImages(archive, index=index, batch=2, shuffle=3)
     dataset.set_epoch(1)
     whole = numbers(DataLoader(dataset, batch_size=None, num_workers=2))

@@ -44,7 +44,7 @@ def test_prefetch_resumes_at_every_batch(archive: Path, batch: int | None, index
             assert numbers(resumed) == numbers(whole)  # the epoch after that
 
 
-def test_prefetch_resumes_in_a_later_epoch(archive: Path) -> None:
+def test_prefetch_resumes_in_later_epoch(archive: Path) -> None:
     dataset = TgzImages(archive, batch=2, shuffle=True)
     whole = []
     for epoch in range(3):
@@ -100,7 +100,7 @@ def test_start_used_by_main_is_not_reused(archive: Path, in_turn: InTurn) -> Non
 
 
 @pytest.mark.parametrize(("workers", "count"), [(0, 0), (0, 1), (1, 0), (None, 0), (None, 2)])
-def test_no_workers_mean_the_main_process(archive: Path, in_turn: InTurn, workers: int | None, count: int) -> None:
+def test_no_workers_mean_main_process(archive: Path, in_turn: InTurn, workers: int | None, count: int) -> None:
     dataset = TgzImages(archive, batch=2)
     dataset.load_state_dict({"epoch": 0, "batches": 2, "workers": workers})
     assert len(in_turn(dataset, count)) == 2

@@ -35,7 +35,7 @@ def flat(batches: list[list[Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize(("workers", "ranks", "index", "batch", "shuffle"), MATRIX)
-def test_every_image_comes_exactly_once(
+def test_each_image_arrives_exactly_once(
     archive: Path, in_turn: InTurn, workers: int, ranks: int, index: Any, batch: int | None, shuffle: int
 ) -> None:
     found = []
@@ -96,7 +96,7 @@ def test_ranks_come_from_torch_distributed(archive: Path) -> None:
     assert len(dataset) == COUNT
 
 
-def test_persistent_workers_see_the_epoch(archive: Path) -> None:
+def test_persistent_workers_see_epoch(archive: Path) -> None:
     dataset = TgzImages(archive, shuffle=1, batch=4)
     loader = DataLoader(dataset, batch_size=None, num_workers=1, persistent_workers=True)
     orders = []

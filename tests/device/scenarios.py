@@ -172,7 +172,7 @@ SCENARIOS: dict[str, Scenario] = {
         "device.read(done.value())",
     ),
     "then.record_stream": reuse(
-        test_lifetime.test_a_callback_tells_the_allocator, "future.then(lambda done: done.value() * 3)"
+        test_lifetime.test_callback_tells_allocator, "future.then(lambda done: done.value() * 3)"
     ),
     "to_torch.stream": race(
         test_torch_futures.test_our_value_is_ordered_in_torch,
@@ -223,10 +223,10 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "scope.device": wrong_device(test_scopes.test_device_inside_use_streams_does_not_stay, "event.synchronize()"),
     "caller.device": wrong_device(test_scopes.test_callback_has_device_of_caller, "event.synchronize()"),
-    "guard.record": wrong_device(test_guards.test_completing_with_a_value_elsewhere, "future.set_result("),
+    "guard.record": wrong_device(test_guards.test_completion_with_value_elsewhere_works, "future.set_result("),
     "guard.block": wrong_device(test_guards.test_stream_waits_for_other_device, "future.wait(non_blocking=True)"),
-    "guard.query": wrong_device(test_guards.test_asking_for_what_is_elsewhere, "future.ready()"),
-    "guard.synchronize": wrong_device(test_guards.test_synchronizing_with_what_is_elsewhere, ".synchronize()"),
+    "guard.query": wrong_device(test_guards.test_query_of_other_device_works, "future.ready()"),
+    "guard.synchronize": wrong_device(test_guards.test_synchronizing_with_other_device_works, ".synchronize()"),
     "guard.destroy": wrong_device(test_guards.test_surplus_events_elsewhere_are_destroyed, "del futures"),
     "guard.to_torch": wrong_device(test_guards.test_torch_event_covers_other_device, ".to_torch_event()"),
     # in storage: the engine's thread has no stack of Python

@@ -23,7 +23,7 @@ def test_any_stream_may_read_awaited_value(device: Device) -> None:
     assert asyncio.run(main()) == 2.0
 
 
-def test_awaiting_waits_for_the_device(accelerator: Device) -> None:
+def test_awaiting_waits_for_device(accelerator: Device) -> None:
     async def main() -> bool:
         future = accelerator.complete(2.0)
         await future
@@ -94,7 +94,7 @@ def test_device_wait_in_loop_warns(sim: ModuleType) -> None:
     asyncio.run(main())
 
 
-def test_the_host_may_read_after_awaiting(device: Device) -> None:
+def test_host_may_read_after_awaiting(device: Device) -> None:
     async def main() -> float:
         host = device.make_pinned()
         future: CUDAFuture[torch.Tensor] = CUDAFuture()
@@ -180,7 +180,7 @@ def test_as_completed_follows_device_order(accelerator: Device) -> None:
 
 
 @OTHER_THREAD
-def test_awaiting_a_child_on_another_device(pair: Device) -> None:
+def test_awaited_child_may_be_elsewhere(pair: Device) -> None:
     async def main() -> float:
         moved = pair.complete(2.0, 0).then(lambda done: done.value().to(pair.at(1), non_blocking=True))
         return pair.read(await moved)

@@ -13,7 +13,7 @@ from support.harness import Device
 HOST = torch.ones(3)
 
 
-def test_devices_are_those_of_the_value(device: Device) -> None:
+def test_future_has_devices_of_value(device: Device) -> None:
     future: CUDAFuture[list[torch.Tensor]] = CUDAFuture()
     assert future.devices == ()
     future.set_result([device.produce(1.0, i) for i in device.indices()])
@@ -58,7 +58,7 @@ def test_accelerator_value_fails_host_future(accelerator: Device) -> None:
     assert isinstance(future.exception(), DeviceMismatchError)
 
 
-def test_tensors_that_are_named_count_too(pair: Device) -> None:
+def test_named_tensors_count_too(pair: Device) -> None:
     future = CUDAFuture[Any](devices=[pair.at(0)])
     future.set_result(None, tensors=[pair.produce(1.0, 1)])
     assert isinstance(future.exception(), DeviceMismatchError)
@@ -70,7 +70,7 @@ def test_host_tensors_fit_everywhere(device: Device) -> None:
     assert future.wait()[0] is HOST
 
 
-def test_the_producers_stream_must_be_inside(pair: Device) -> None:
+def test_producers_stream_must_be_inside(pair: Device) -> None:
     future = CUDAFuture[Any](devices=[pair.at(0)])
     with pytest.raises(DeviceMismatchError, match="stream"):
         future.set_result(None, stream=pair.stream(index=1))
@@ -79,7 +79,7 @@ def test_the_producers_stream_must_be_inside(pair: Device) -> None:
     assert future.wait() == 7
 
 
-def test_the_callbacks_stream_must_be_inside(pair: Device) -> None:
+def test_callbacks_stream_must_be_inside(pair: Device) -> None:
     future = CUDAFuture[Any](devices=[pair.at(0)])
     with pytest.raises(DeviceMismatchError, match="callback"):
         future.then(lambda _: None, stream=pair.stream(index=1))

@@ -141,7 +141,7 @@ def test_capture_refuses_file_transfers(accelerator: Device, tmp_path: Path) -> 
         assert accelerator.read(x) == 2.0
 
 
-def test_showing_a_captured_future_asks_nothing(accelerator: Device) -> None:
+def test_repr_of_captured_future_queries_nothing(accelerator: Device) -> None:
     with complete_in_capture(accelerator) as future:
         assert "captured" in repr(future.events[accelerator.at()])
         assert "completed" in repr(future)
@@ -205,7 +205,7 @@ def test_copies_spare_other_thread_capture(accelerator: Device, thread: str) -> 
 
 @pytest.mark.parametrize("pin", [True, False])
 @pytest.mark.parametrize("pack", [True, False])
-def test_prefetching_does_not_end_a_capture(accelerator: Device, pin: bool, pack: bool) -> None:
+def test_prefetching_does_not_end_capture(accelerator: Device, pin: bool, pack: bool) -> None:
     captured, loaded = threading.Event(), threading.Event()
 
     def batches() -> Iterator[torch.Tensor]:

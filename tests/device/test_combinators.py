@@ -123,7 +123,7 @@ def test_as_completed_ignores_devices(accelerator: Device) -> None:
         assert not future.ready()
 
 
-def test_a_part_may_be_gathered_twice(device: Device) -> None:
+def test_part_may_be_gathered_twice(device: Device) -> None:
     part = device.complete(2.0)
     with device.on(device.stream()):
         first, second = gather(part, part).wait(non_blocking=True)
@@ -131,7 +131,7 @@ def test_a_part_may_be_gathered_twice(device: Device) -> None:
         assert device.read(first) == 2.0
 
 
-def test_the_whole_outlives_its_parts(device: Device) -> None:
+def test_whole_outlives_its_parts(device: Device) -> None:
     parts = [device.complete(1.0), device.complete(2.0)]
     whole = gather(*parts)
     del parts

@@ -131,7 +131,7 @@ def test_waiting_thread_is_woken_and_ordered(device: Device) -> None:
 
 
 @pytest.mark.parametrize("where", ["default", "callback_thread", "inline"])
-def test_what_submit_returns_is_ordered(device: Device, where: str) -> None:
+def test_submit_result_is_ordered(device: Device, where: str) -> None:
     executor = None if where == "default" else getattr(executors, where)
     future = submit(device.produce, 2.0, executor=executor)
     with device.on(device.stream()):

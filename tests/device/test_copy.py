@@ -63,7 +63,7 @@ DTYPES = (torch.float64, torch.bfloat16, torch.int8, torch.int64, torch.bool, to
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_goes_there_and_back(accelerator: Device, dtype: torch.dtype) -> None:
+def test_every_dtype_survives_round_trip(accelerator: Device, dtype: torch.dtype) -> None:
     x = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
     there = copy(x, accelerator.at()).wait(non_blocking=True)
     assert there.dtype is dtype
@@ -96,7 +96,7 @@ def test_structure_and_other_values_are_kept(accelerator: Device) -> None:
 
 
 @pytest.mark.parametrize("target", ["cpu", "accelerator"])
-def test_a_value_without_tensors_arrives(device: Device, target: str) -> None:
+def test_value_without_tensors_arrives(device: Device, target: str) -> None:
     assert copy([1, "two"], "cpu" if target == "cpu" else device.at()).wait() == [1, "two"]
 
 
@@ -169,7 +169,7 @@ def test_callback_follows_copy(accelerator: Device) -> None:
     assert copy(doubled.wait(non_blocking=True), "cpu").wait().unique().tolist() == [8.0]
 
 
-def test_a_callback_copies_back(accelerator: Device) -> None:
+def test_callback_copies_back(accelerator: Device) -> None:
     there = copy(torch.full((SIZE,), 4.0), accelerator.at())
     back = there.then_async(lambda done: copy(done.value() + 1, "cpu"))
     assert back.wait().unique().tolist() == [5.0]
@@ -243,7 +243,7 @@ def test_sources_on_several_devices_are_ordered(pair: Device, target: str) -> No
 
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("target", ["host", "here", "there"])
-def test_whatever_device_is_current_stays_current(pair: Device, current: int, target: str) -> None:
+def test_current_device_stays_current(pair: Device, current: int, target: str) -> None:
     x = [pair.produce(1.0, i) for i in (0, 1)]
     with pair.select(current):
         before = [pair.current(i) for i in (0, 1)]
@@ -303,7 +303,7 @@ def test_absent_device_is_refused(accelerator: Device) -> None:
             copy(value, torch.device(accelerator.name, accelerator.index(accelerator.count)))
 
 
-def test_nothing_is_copied_out_of_meta(device: Device) -> None:
+def test_meta_tensor_is_refused(device: Device) -> None:
     with pytest.raises(RuntimeError, match="meta"):
         copy([torch.ones(1, device="meta"), device.empty()], device.at())
 
@@ -325,7 +325,7 @@ def test_everything_is_copied_to_meta(accelerator: Device) -> None:
     assert [(x.device.type, x.shape) for x in copied] == [("meta", x.shape) for x in value]
 
 
-def test_device_work_that_fails_is_reported(accelerator: Device) -> None:
+def test_failing_device_work_is_reported(accelerator: Device) -> None:
     if accelerator.name != "sim":
         pytest.skip("breaks the device")
     from cudafuture.testing import sim

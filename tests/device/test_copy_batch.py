@@ -225,7 +225,7 @@ def test_released_stream_gets_next_owner(accelerator: Device) -> None:
     assert own_stream(accelerator.at(), -1).stream_id == before
 
 
-def test_work_runs_on_an_own_stream(accelerator: Device) -> None:
+def test_work_runs_on_own_stream(accelerator: Device) -> None:
     own = own_stream(accelerator.at(), -1)
     with accelerator.hold(), use_streams(own):
         x = torch.full((SIZE,), 3.0, device=accelerator.at())
@@ -239,6 +239,6 @@ def test_own_stream_ignores_current_device(pair: Device) -> None:
         assert pair.current_index() == 0
 
 
-def test_a_priority_above_zero_is_refused(accelerator: Device) -> None:
+def test_priority_above_zero_is_refused(accelerator: Device) -> None:
     with pytest.raises(ValueError, match="lower is more urgent"):
         own_stream(accelerator.at(), 1)

@@ -81,7 +81,7 @@ def test_waiting_stream_may_read(accelerator: Device) -> None:
         assert accelerator.read(future.value()) == 4.0
 
 
-def test_the_current_stream_waits_by_default(accelerator: Device) -> None:
+def test_current_stream_waits_by_default(accelerator: Device) -> None:
     future = accelerator.complete(4.0)
     with accelerator.stream():
         future.events[accelerator.at()].wait()
@@ -134,13 +134,13 @@ def test_torch_event_ignores_current_device(pair: Device) -> None:
         del event  # torch's own: whoever drops it sees to the device
 
 
-def test_the_events_cannot_be_changed(accelerator: Device) -> None:
+def test_events_cannot_be_changed(accelerator: Device) -> None:
     events = accelerator.complete(1.0).events
     with pytest.raises(TypeError):
         events[accelerator.at()] = None  # type: ignore[index]
 
 
-def test_an_event_outlives_its_future(accelerator: Device) -> None:
+def test_event_outlives_its_future(accelerator: Device) -> None:
     future = accelerator.complete(4.0)
     event, x = future.events[accelerator.at()], future.value()
     del future

@@ -147,7 +147,7 @@ def test_failure_without_bounds_has_no_events(device: Device) -> None:
     assert isinstance(future.exception(), KeyError)
 
 
-def test_a_cancelled_future_has_no_events(device: Device) -> None:
+def test_cancelled_future_has_no_events(device: Device) -> None:
     future = make_bounded(device)
     assert future.cancel()
     assert dict(future.events) == {}

@@ -68,7 +68,7 @@ def direct(accelerator: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     return accelerator
 
 
-def test_what_is_written_is_read(direct: Device, tmp_path: Path) -> None:
+def test_written_data_is_read(direct: Device, tmp_path: Path) -> None:
     with GDSFile(tmp_path / "file", "w+") as file:
         for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
             tensor = torch.arange(1000).remainder(7).to(dtype)
@@ -131,7 +131,7 @@ def test_errors(direct: Device, tmp_path: Path) -> None:
     assert isinstance(file.read(x).exception(timeout=PATIENCE), InvalidStateError)
 
 
-def test_kvikio_has_to_be_there(accelerator: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kvikio_is_reported(accelerator: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)
     with pytest.raises(ImportError, match="pip install kvikio-cu13"):
         GDSFile(tmp_path / "file", "w")

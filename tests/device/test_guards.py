@@ -12,7 +12,7 @@ from support.harness import Device
 MANY = 1100  # more events than the pool keeps for a device
 
 
-def test_completing_with_a_value_elsewhere(pair: Device) -> None:
+def test_completion_with_value_elsewhere_works(pair: Device) -> None:
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     with pair.on(pair.stream(index=1)):
         x = pair.produce(1.0, 1)
@@ -24,7 +24,7 @@ def test_completing_with_a_value_elsewhere(pair: Device) -> None:
     assert future.devices == (pair.at(1),)
 
 
-def test_asking_for_what_is_elsewhere(pair: Device) -> None:
+def test_query_of_other_device_works(pair: Device) -> None:
     future = pair.complete(1.0, 1)
     while not future.ready():
         pass
@@ -32,7 +32,7 @@ def test_asking_for_what_is_elsewhere(pair: Device) -> None:
     assert pair.current_index() == 0
 
 
-def test_synchronizing_with_what_is_elsewhere(pair: Device) -> None:
+def test_synchronizing_with_other_device_works(pair: Device) -> None:
     future = pair.complete(1.0, 1)
     future.events[pair.at(1)].synchronize()
     assert future.ready()
@@ -47,12 +47,12 @@ def test_stream_waits_for_other_device(pair: Device) -> None:
     assert pair.read(future.value()) == 1.0
 
 
-def test_waiting_for_what_is_elsewhere(pair: Device) -> None:
+def test_wait_for_other_device_works(pair: Device) -> None:
     x = pair.complete(1.0, 1).wait()
     assert pair.read(x) == 1.0
 
 
-def test_a_blocking_callback_behind_work_elsewhere(pair: Device) -> None:
+def test_blocking_callback_follows_work_elsewhere(pair: Device) -> None:
     side = pair.stream(index=1)
     with pair.hold(side):
         child = pair.complete(1.0, 1, stream=side).then(lambda done: done.value(), non_blocking=False)
@@ -75,6 +75,6 @@ def test_torch_event_covers_other_device(pair: Device) -> None:
         del event  # torch's own: whoever drops it sees to the device
 
 
-def test_a_gather_of_what_is_elsewhere(pair: Device) -> None:
+def test_gather_of_other_device_works(pair: Device) -> None:
     whole = gather(pair.complete(1.0, 1), pair.complete(2.0, 1))
     assert [pair.read(x) for x in whole.wait()] == [1.0, 2.0]

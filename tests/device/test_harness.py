@@ -13,7 +13,7 @@ def figures(*of_calls: float) -> tuple[Callable[[], float], list[float]]:
     return lambda: left.pop(0), left
 
 
-def test_measuring_ends_when_a_figure_repeats() -> None:
+def test_measuring_ends_when_figure_repeats() -> None:
     measure, left = figures(30.0, 17.0, 9.0, 5.05, 5.0, 4.0)
     assert settle(measure) == 5.0
     assert left == [4.0]

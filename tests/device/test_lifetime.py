@@ -20,7 +20,7 @@ def overwrite(device: Device, stream: torch.Stream | None) -> torch.Tensor:
         return device.produce(-1.0)
 
 
-def test_who_waits_tells_the_allocator(device: Device) -> None:
+def test_waiter_tells_allocator(device: Device) -> None:
     producer, consumer = device.stream(), device.stream()
     future = device.complete(2.0, stream=producer)
     with device.hold(consumer):
@@ -34,7 +34,7 @@ def test_who_waits_tells_the_allocator(device: Device) -> None:
         assert device.read(other) == -1.0
 
 
-def test_a_callback_tells_the_allocator(device: Device) -> None:
+def test_callback_tells_allocator(device: Device) -> None:
     producer = device.stream()
     future = device.complete(2.0, stream=producer)
     child = future.then(lambda done: done.value() * 3)
@@ -46,7 +46,7 @@ def test_a_callback_tells_the_allocator(device: Device) -> None:
         assert device.read(other) == -1.0
 
 
-def test_a_done_callback_tells_the_allocator(device: Device) -> None:
+def test_done_callback_tells_allocator(device: Device) -> None:
     producer, consumer = device.stream(), device.stream()
     kept: list[torch.Tensor] = []
     with device.on(consumer):
@@ -108,7 +108,7 @@ def test_hold_bypasses_allocator(accelerator: Device, lifetime: Any, deferred: i
         assert accelerator.sim.statistics().deferred_blocks == deferred
 
 
-def test_a_child_does_not_inherit_hold(accelerator: Device) -> None:
+def test_child_does_not_inherit_hold(accelerator: Device) -> None:
     if not isinstance(accelerator, Simulated):
         pytest.skip("the allocator does not say what it holds back")
     future = Future(lifetime="hold")

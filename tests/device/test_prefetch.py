@@ -120,7 +120,7 @@ STRUCTURES: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_batch_keeps_its_structure(device: Device, structure: str) -> None:
+def test_batch_keeps_its_structure(device: Device, structure: str) -> None:
     batch, tensor_of = STRUCTURES[structure]
     for arrived in prefetch([batch, batch], device.at()):
         assert type(arrived) is type(batch) or structure == "parameter"
@@ -336,7 +336,7 @@ def test_copy_waits_for_consumer_of_memory(accelerator: Device) -> None:
     assert values(doubled) == [2 * i for i in range(12)]
 
 
-def test_the_copy_runs_beside_the_consumer(accelerator: Device) -> None:
+def test_copy_runs_beside_consumer(accelerator: Device) -> None:
     epoch = iter(prefetch(make_tensors(range(4)), accelerator.at(), depth=2))
     first, _second = next(epoch), next(epoch)
     with accelerator.hold():
@@ -384,7 +384,7 @@ def test_reader_polls_without_blocking_driver(accelerator: Device) -> None:
         _C.cut_sync_edge(None)
 
 
-def test_a_transform_runs_behind_the_copy(device: Device) -> None:
+def test_transform_runs_behind_copy(device: Device) -> None:
     batches = prefetch(make_tensors(range(6)), device.at(), transform=lambda x: {"half": x / 2, "same": x})
     for i, batch in enumerate(batches):
         assert device.read(batch["half"]) == i / 2
@@ -491,7 +491,7 @@ def test_transform_error_arrives_at_its_batch(device: Device) -> None:
             next(epoch)
 
 
-def test_transform_stop_iteration_is_an_error(device: Device) -> None:
+def test_transform_stop_iteration_is_error(device: Device) -> None:
     batches = prefetch(make_tensors(range(4)), device.at(), transform=lambda batch: next(iter(())))
     with pytest.raises(RuntimeError, match=r"a transform of prefetch\(\) raised StopIteration"):
         list(batches)
@@ -621,7 +621,7 @@ def test_two_prefetchers_beside_each_other(device: Device) -> None:
         assert device.read(b) == i + 5
 
 
-def test_a_prefetcher_of_a_prefetcher(device: Device) -> None:
+def test_prefetchers_can_be_chained(device: Device) -> None:
     assert values(ones(prefetch(prefetch(make_tensors(range(5)), device.at()), device.at()))) == list(range(5))
 
 
@@ -693,7 +693,7 @@ def test_stateless_iterable_refuses_resume(device: Device) -> None:
 # ---- across epochs
 
 
-def test_the_next_epoch_is_read_ahead(device: Device) -> None:
+def test_next_epoch_is_read_ahead(device: Device) -> None:
     epochs: list[threading.Thread] = []
     second_was_read = threading.Event()
 
@@ -830,7 +830,7 @@ def test_async_iterable_error_arrives_at_batch(device: Device) -> None:
     asyncio.run(main())
 
 
-def test_an_async_epoch_can_be_left(device: Device) -> None:
+def test_async_epoch_can_be_left(device: Device) -> None:
     async def main() -> None:
         source = Asynchronous(100)
         batches = prefetch(source, device.at())

@@ -155,7 +155,7 @@ def test_other_thread_recovers_its_streams(accelerator: Device) -> None:
 # ---- use_streams()
 
 
-def test_streams_are_current_in_the_scope(accelerator: Device) -> None:
+def test_streams_are_current_in_scope(accelerator: Device) -> None:
     side, before = accelerator.stream(-1), accelerator.current()
     with use_streams(side):
         assert accelerator.current() == side
@@ -178,7 +178,7 @@ def test_scopes_nest_and_repeat(accelerator: Device) -> None:
         assert accelerator.current() == first
 
 
-def test_an_exception_leaves_the_scope(accelerator: Device) -> None:
+def test_exception_leaves_scope(accelerator: Device) -> None:
     before = accelerator.current()
     with pytest.raises(KeyError), use_streams(accelerator.stream()):
         raise KeyError
@@ -215,7 +215,7 @@ def test_pool_streams_have_requested_priority(accelerator: Device, priority: int
     assert accelerator.priority_of(stream) == priority
 
 
-def test_the_host_has_no_streams(device: Device) -> None:
+def test_host_has_no_streams(device: Device) -> None:
     with pytest.raises(ValueError, match="no streams on cpu"):
         pool_stream("cpu")
     assert current_streams(["cpu"]) == []

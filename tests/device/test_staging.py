@@ -139,7 +139,7 @@ def test_waiter_may_change_tensors(accelerator: Device, move: Callable[..., Any]
         output.fill_(6.0)
 
 
-def test_callbacks_are_ordered_after_the_result(accelerator: Device) -> None:
+def test_callbacks_are_ordered_after_result(accelerator: Device) -> None:
     chain = cfd.all_reduce(accelerator.produce(1.0))
     for _ in range(3):
         chain = chain.then_async(lambda f: cfd.all_reduce(f.value() + 1)).then(lambda f: f.value() * 2)
@@ -158,7 +158,7 @@ def test_many_collectives_keep_order(accelerator: Device) -> None:
     assert order == list(range(24))
 
 
-def test_whatever_device_is_current_stays_current(pair: Device) -> None:
+def test_current_device_stays_current(pair: Device) -> None:
     for current in (0, 1):
         with pair.select(current):
             before = [pair.current(i) for i in (0, 1)]

@@ -83,7 +83,7 @@ def test_device_views_are_filled_in_place(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64], ids=str)
-def test_dtypes_on_a_device(accelerator: Device, file: File, dtype: torch.dtype) -> None:
+def test_device_dtypes_round_trip(accelerator: Device, file: File, dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0, 1], [1, 0]]).to(dtype)
     file.write(tensor.to(accelerator.at())).wait(timeout=PATIENCE)
     got = torch.empty_like(tensor, device=accelerator.at())
@@ -264,7 +264,7 @@ def test_pending_read_may_be_inspected(accelerator: Device) -> None:
             assert all(read.devices == (accelerator.at(),) for read in reads)
 
 
-def test_a_device_without_streams_is_refused(file: File) -> None:
+def test_device_without_streams_is_refused(file: File) -> None:
     with pytest.raises(TypeError, match="on meta has no memory"):
         file.write(torch.empty(3, device="meta"))
 

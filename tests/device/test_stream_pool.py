@@ -74,7 +74,7 @@ def test_priorities_have_different_streams(accelerator: Device) -> None:
     assert not ids[0] & ids[1]
 
 
-def test_a_busy_stream_is_passed_over(accelerator: Device) -> None:
+def test_busy_stream_is_passed_over(accelerator: Device) -> None:
     accelerator.finish()
     stream = accelerator.stream()
     done = accelerator.complete(1.0)

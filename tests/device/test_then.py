@@ -67,7 +67,7 @@ def test_then_priority_overrides_inherited_one(accelerator: Device, priority: in
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-def test_grandchildren_inherit_the_priority(accelerator: Device, priority: int) -> None:
+def test_grandchildren_inherit_priority(accelerator: Device, priority: int) -> None:
     future = Future(priority=0)
     streams: list[torch.Stream] = []
 
@@ -154,7 +154,7 @@ def test_completing_thread_recovers_streams(accelerator: Device) -> None:
     assert accelerator.read(x.add_(1)) == 2.0
 
 
-def test_a_long_chain_stays_ordered(device: Device) -> None:
+def test_long_chain_stays_ordered(device: Device) -> None:
     future: Future = Future()
     last = future
     for _ in range(20):

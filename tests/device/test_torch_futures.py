@@ -92,7 +92,7 @@ def test_torch_knows_our_devices(accelerator: Device) -> None:
         assert accelerator.read(target.wait()) == 2.0
 
 
-def test_there_and_back_again(device: Device) -> None:
+def test_round_trip_keeps_order(device: Device) -> None:
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     back = CUDAFuture.from_torch(future.to_torch())
     with device.on(device.stream()):
@@ -102,7 +102,7 @@ def test_there_and_back_again(device: Device) -> None:
 
 
 @OTHER_THREAD
-def test_a_chain_through_both_kinds(device: Device) -> None:
+def test_chain_may_mix_both_kinds(device: Device) -> None:
     """As a communication hook: ours, torch's callback, ours again, and a last one of torch's."""
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     chained = future.then(lambda done: done.value() + 1).to_torch().then(lambda done: done.value() * 2)
@@ -114,7 +114,7 @@ def test_a_chain_through_both_kinds(device: Device) -> None:
         assert device.read(gradient.wait()) == 5.0
 
 
-def test_buckets_that_finish_in_another_order(device: Device) -> None:
+def test_buckets_may_finish_in_any_order(device: Device) -> None:
     buckets: list[CUDAFuture[torch.Tensor]] = [CUDAFuture() for _ in range(4)]
     hooks = [bucket.then(lambda done: done.value() / 2).to_torch() for bucket in buckets]
     together = torch.futures.collect_all(hooks)
@@ -160,7 +160,7 @@ def test_tensorless_value_passes_both_ways(device: Device) -> None:
     assert future.wait() == "text"
 
 
-def test_a_failure_passes_both_ways(device: Device) -> None:
+def test_failure_passes_both_ways(device: Device) -> None:
     source = theirs(device)
     future = CUDAFuture.from_torch(source)
     target = future.to_torch()

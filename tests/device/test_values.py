@@ -111,7 +111,7 @@ def test_tensor_anywhere_is_kept(device: Device, shape: str) -> None:
         assert device.read(y) == 6.0
 
 
-def test_a_callback_may_return_any_shape(device: Device) -> None:
+def test_callback_may_return_any_shape(device: Device) -> None:
     def callback(done: CUDAFuture[torch.Tensor]) -> Batch:
         return Batch(done.value() * 2, {"a": [done.value() * 3]})
 
@@ -121,7 +121,7 @@ def test_a_callback_may_return_any_shape(device: Device) -> None:
         assert [device.read(batch.inputs), device.read(batch.more["a"][0])] == [2.0, 3.0]
 
 
-def test_a_sparse_tensor_is_ordered(accelerator: Device) -> None:
+def test_sparse_tensor_is_ordered(accelerator: Device) -> None:
     future: CUDAFuture[torch.Tensor] = CUDAFuture()
     with accelerator.stream():
         x = accelerator.produce(3.0)

@@ -79,7 +79,7 @@ def test_done_precedes_ready(accelerator: Device) -> None:
     assert (future.done(), future.ready()) == (True, True)
 
 
-def test_a_timeout_counts_the_device_too(accelerator: Device) -> None:
+def test_timeout_counts_device_too(accelerator: Device) -> None:
     side = accelerator.stream()
     with accelerator.hold(side):
         future = accelerator.complete(2.0, stream=side)

@@ -38,7 +38,7 @@ def test_unwatched_devices_are_not_polled(accelerator: Device) -> None:
     assert _C.statistics()["watcher_wakeups"] == wakeups
 
 
-def test_what_has_finished_is_not_watched(device: Device) -> None:
+def test_finished_work_is_not_watched(device: Device) -> None:
     future = device.complete(1.0)
     future.wait()
     watched = _C.statistics()["watcher_watched"]
@@ -60,7 +60,7 @@ def test_each_blocking_callback_is_watched_once(accelerator: Device) -> None:
     idle()
 
 
-def test_it_asks_less_and_less_often(accelerator: Device, pauses: None) -> None:
+def test_watcher_polls_less_over_time(accelerator: Device, pauses: None) -> None:
     first, longest = 1e-4, 1e-3
     idle()
     _C.set_watcher_pauses(first, longest)

@@ -107,7 +107,7 @@ def test_pool_with_enough_room_is_refused(tmp_path: Path) -> None:
 
 
 @in_soak_alone
-def test_a_stale_block_is_noticed(tmp_path: Path) -> None:
+def test_stale_block_is_noticed(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(AN_EVICTION_THAT_DROPS_WHAT_HAS_CHANGED)
     finished = decode(tmp_path, script=script)

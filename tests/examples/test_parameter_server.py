@@ -87,7 +87,7 @@ def test_training_without_learning_exits_with_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("world")
 @in_soak_alone
-def test_a_trainer_that_breaks_is_named(tmp_path: Path) -> None:
+def test_failing_trainer_is_named(tmp_path: Path) -> None:
     script = tmp_path / "breaks.py"
     script.write_text(A_TRAINER_THAT_BREAKS)
     finished = launch(script, "--steps", "2")  # as many as a trainer may be ahead of one that makes none

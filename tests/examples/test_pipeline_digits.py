@@ -41,7 +41,7 @@ def test_pipeline_and_plain_model_agree() -> None:
 
 
 @in_soak_alone
-def test_a_lost_gradient_fails_the_example(tmp_path: Path) -> None:
+def test_lost_gradient_fails_example(tmp_path: Path) -> None:
     script = tmp_path / "losing.py"
     script.write_text(A_GRADIENT_LOST)
     finished = run(str(script))

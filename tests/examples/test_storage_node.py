@@ -114,7 +114,7 @@ def test_node_leaves_when_trainer_breaks(tmp_path: Path) -> None:
 
 
 @in_soak_alone
-def test_an_interrupt_ends_it_in_order(tmp_path: Path) -> None:
+def test_interrupt_ends_node_in_order(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(SCRIPT)]
     command = [*launcher, *options(tmp_path, "--steps", "1000000")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -39,7 +39,7 @@ def test_both_loops_end_with_same_parameters() -> None:
 
 
 @in_soak_alone
-def test_a_lost_batch_is_a_failure(tmp_path: Path) -> None:
+def test_lost_batch_is_failure(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(A_BATCH_LOST)
     finished = run(script)

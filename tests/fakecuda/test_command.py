@@ -31,7 +31,7 @@ def output(program: str, *options: str) -> str:
     return done.stdout.strip()
 
 
-def test_options_reach_the_devices() -> None:
+def test_options_reach_devices() -> None:
     program = """
         import torch
         print(torch.cuda.device_count(), torch.cuda.mem_get_info(0)[1] >> 20)
@@ -70,7 +70,7 @@ def test_missing_command_is_named() -> None:
         (["--schedule", "late"], "invalid choice: 'late'"),
     ],
 )
-def test_a_wrong_option_is_refused(options: list[str], message: str) -> None:
+def test_wrong_option_is_refused(options: list[str], message: str) -> None:
     done = run(*options, "--", "true")
     assert done.returncode != 0
     assert message in done.stderr
@@ -87,7 +87,7 @@ def test_wrong_environment_variable_ends_process(name: str, value: str) -> None:
     assert f"{name} is '{value}'; set it to" in done.stderr
 
 
-def test_the_libraries_are_built_once() -> None:
+def test_libraries_are_built_once() -> None:
     built = [line for line in run("--", "true").stderr.splitlines() if "building" in line]
     assert built == [], "the process that runs this test has built them"
 
@@ -108,7 +108,7 @@ def test_concurrent_builds_do_not_interfere(tmp_path: Path) -> None:
     assert (folder / "libcudart.so.13").exists()
 
 
-def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
+def test_missing_compiler_is_named(tmp_path: Path) -> None:
     done = run("--", "true", CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 1
     assert "a C++ compiler is missing; install g++" in done.stderr

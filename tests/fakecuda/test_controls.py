@@ -64,7 +64,7 @@ def test_opened_hold_wakes_synchronizing_thread() -> None:
     assert seen == [4.0]
 
 
-def test_a_hold_that_is_dropped_opens() -> None:
+def test_dropped_hold_opens() -> None:
     fakecuda.hold()
     torch.cuda.current_stream().synchronize()
 
@@ -103,7 +103,7 @@ def test_foreign_kernel_is_skipped_and_named(alone: Callable[..., str]) -> None:
     """)
 
 
-def test_selecting_a_device_makes_its_context(alone: Callable[..., str]) -> None:
+def test_selecting_device_makes_its_context(alone: Callable[..., str]) -> None:
     alone("""
     assert fakecuda.contexts() == ()
     torch.cuda.set_device(1)
@@ -121,7 +121,7 @@ def test_selecting_a_device_makes_its_context(alone: Callable[..., str]) -> None
         ("launch failure", "unspecified launch failure"),
     ],
 )
-def test_an_injected_error_is_sticky(alone: Callable[..., str], error: str, message: str) -> None:
+def test_injected_error_is_sticky(alone: Callable[..., str], error: str, message: str) -> None:
     alone(f"""
     x = torch.ones(4, device="cuda")
     fakecuda.fail({error!r})
@@ -132,7 +132,7 @@ def test_an_injected_error_is_sticky(alone: Callable[..., str], error: str, mess
     """)
 
 
-def test_an_unknown_error_is_refused() -> None:
+def test_unknown_error_is_refused() -> None:
     with pytest.raises(
         ValueError, match="'flood' is not an error that a kernel can fail with; use one of illegal address"
     ):
@@ -160,7 +160,7 @@ def test_fresh_memory_is_poisoned(alone: Callable[..., str]) -> None:
     alone("assert torch.empty(64, device='cuda').isnan().all().item()")
 
 
-def test_the_host_cannot_read_device_memory(alone: Callable[..., str]) -> None:
+def test_host_cannot_read_device_memory(alone: Callable[..., str]) -> None:
     alone("""
     import subprocess, sys, signal
     program = "import ctypes, torch; ctypes.string_at(torch.ones(4, device='cuda').data_ptr(), 4)"
@@ -248,7 +248,7 @@ def test_forked_child_refuses_cuda(alone: Callable[..., str]) -> None:
 
 
 @pytest.mark.soak
-def test_a_process_ends_with_work_queued(alone: Callable[..., str]) -> None:
+def test_process_ends_with_work_queued(alone: Callable[..., str]) -> None:
     for _ in range(soak_count(50)):
         alone("""
         torch.cuda._sleep(1_000_000_000)

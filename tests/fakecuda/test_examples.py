@@ -37,6 +37,6 @@ assert not report.getvalue(), report.getvalue()
 
 
 @pytest.mark.parametrize("name", list(with_examples()))
-def test_the_example_runs(alone: Callable[..., str], name: str) -> None:
+def test_example_runs(alone: Callable[..., str], name: str) -> None:
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     alone(RUN.format(name=name, flags=flags), FAKECUDA_RACES=str(int("races" in name)), FAKECUDA_SCHEDULE="jitter")

@@ -89,7 +89,7 @@ def test_await_returns_value(run: Run, where: Where) -> None:
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_await_raises_the_exception_itself(run: Run, where: Where) -> None:
+def test_await_raises_exception_itself(run: Run, where: Where) -> None:
     async def main() -> None:
         future: Future = CUDAFuture(name="read")
         error = OSError("disk")

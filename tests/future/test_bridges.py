@@ -16,7 +16,7 @@ from torch.futures import Future as TorchFuture
 from cudafuture import CUDAFuture, InvalidStateError
 
 
-def test_a_torch_future_completes_ours() -> None:
+def test_torch_future_completes_ours() -> None:
     source: TorchFuture[Any] = TorchFuture()
     future = CUDAFuture.from_torch(source)
     assert not future.done()
@@ -81,7 +81,7 @@ def test_to_torch_returns_torch_class_with_value() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(5, "io"), KeyboardInterrupt("stop"), SystemExit(2)])
-def test_to_torch_keeps_the_exception_object(error: BaseException) -> None:
+def test_to_torch_keeps_exception_object(error: BaseException) -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     bridged = future.to_torch()
     future.set_exception(error)
@@ -100,7 +100,7 @@ def test_to_torch_of_cancelled_future_fails() -> None:
         bridged.wait()
 
 
-def test_torchs_collect_all_takes_bridged_futures() -> None:
+def test_torch_collect_all_takes_bridged_futures() -> None:
     futures: list[CUDAFuture[int]] = [CUDAFuture() for _ in range(3)]
     collected = torch.futures.collect_all([f.to_torch() for f in futures])
     for i, future in enumerate(futures):
@@ -108,7 +108,7 @@ def test_torchs_collect_all_takes_bridged_futures() -> None:
     assert [f.value() for f in collected.wait()] == [0, 1, 2]
 
 
-def test_there_and_back_again() -> None:
+def test_round_trip_returns_original() -> None:
     future: CUDAFuture[Any] = CUDAFuture()
     back = CUDAFuture.from_torch(future.to_torch())
     error = ZeroDivisionError("round trip")

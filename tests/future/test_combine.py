@@ -43,7 +43,7 @@ def test_gather_of_done_futures_completes_immediately() -> None:
     assert gather(CUDAFuture.completed(1), CUDAFuture.completed(2)).value() == [1, 2]
 
 
-def test_gather_takes_the_same_future_twice() -> None:
+def test_gather_takes_same_future_twice() -> None:
     (part,) = futures(1)
     whole = gather(part, part)
     part.set_result("x")
@@ -71,7 +71,7 @@ def test_gather_counts_cancelled_part_as_failed() -> None:
 
 
 @pytest.mark.parametrize("cancel_parts", [True, False])
-def test_cancelling_a_gather(cancel_parts: bool) -> None:
+def test_gather_cancels_parts_on_request(cancel_parts: bool) -> None:
     parts = futures(2)
     whole = gather(*parts, cancel_parts=cancel_parts)
     assert whole.cancel()
@@ -223,7 +223,7 @@ def test_wait_neither_raises_nor_retrieves_errors(caplog: pytest.LogCaptureFixtu
     assert "still unseen" in caplog.text
 
 
-def test_wait_refuses_an_unknown_return_when() -> None:
+def test_wait_refuses_unknown_return_when() -> None:
     with pytest.raises(ValueError, match="'ALL_COMPLETED'"):
         wait([], return_when="SOME")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout"):

@@ -178,7 +178,7 @@ def test_non_numeric_timeout_is_refused() -> None:
         CUDAFuture.completed(1).wait(timeout="soon")  # type: ignore[arg-type]
 
 
-def test_an_infinite_timeout_waits() -> None:
+def test_infinite_timeout_waits() -> None:
     future: CUDAFuture[int] = CUDAFuture()
     thread = threading.Thread(target=lambda: future.set_result(9))
     thread.start()
@@ -205,7 +205,7 @@ def test_many_threads_wait_for_one_future() -> None:
     assert seen == ["all"] * 8
 
 
-def test_cancel_is_an_outcome() -> None:
+def test_cancel_is_outcome() -> None:
     future: CUDAFuture[Any] = CUDAFuture(name="job")
     ran: list[CUDAFuture[Any]] = []
     future.add_done_callback(ran.append)
@@ -219,7 +219,7 @@ def test_cancel_is_an_outcome() -> None:
             look()
 
 
-def test_a_done_future_cannot_be_cancelled() -> None:
+def test_done_future_cannot_be_cancelled() -> None:
     future = CUDAFuture.completed(1)
     assert not future.cancel()
     assert future.value() == 1
@@ -265,7 +265,7 @@ def test_seen_failure_is_not_logged(caplog: pytest.LogCaptureFixture, look: str)
     assert not caplog.records
 
 
-def test_a_cancelled_future_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_cancelled_future_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     CUDAFuture().cancel()
     gc.collect()
     assert not caplog.records
@@ -360,7 +360,7 @@ def test_facts() -> None:
         future.events[torch.device("cpu")] = None  # type: ignore[index]
 
 
-def test_what_has_begun_cannot_be_cancelled() -> None:
+def test_begun_future_refuses_cancel() -> None:
     future: CUDAFuture[int] = CUDAFuture()
     assert future.set_running_or_notify_cancel()
     assert not future.cancel()
@@ -405,7 +405,7 @@ def test_devices_of_several_types_are_refused() -> None:
 
 
 @pytest.mark.parametrize("devices", ["cuda:0", [1.5], [None], 3])
-def test_devices_that_are_none_are_refused(devices: Any) -> None:
+def test_devices_of_none_are_refused(devices: Any) -> None:
     with pytest.raises(TypeError):
         CUDAFuture(devices=devices)
 
@@ -415,7 +415,7 @@ def test_devices_are_sorted_without_duplicates() -> None:
     assert future.devices == (torch.device("cuda", 0), torch.device("cuda", 1))
 
 
-def test_an_unknown_lifetime_is_refused() -> None:
+def test_unknown_lifetime_is_refused() -> None:
     CUDAFuture(lifetime="hold")
     with pytest.raises(ValueError, match="'record' or 'hold'"):
         CUDAFuture(lifetime="borrow")  # type: ignore[arg-type]
@@ -429,7 +429,7 @@ def test_stream_of_none_is_refused(stream: Any) -> None:
     assert not future.done()
 
 
-def test_tensors_that_are_none_are_refused() -> None:
+def test_tensors_of_none_are_refused() -> None:
     future: CUDAFuture[int] = CUDAFuture()
     with pytest.raises(TypeError, match=r"tensors= names torch\.Tensors"):
         future.set_result(1, tensors=[3])  # type: ignore[list-item]

@@ -155,7 +155,7 @@ def waiting() -> Iterator[Waiting]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ctrl_c_ends_a_wait(waiting: Waiting, way: str) -> None:
+def test_ctrl_c_ends_wait(waiting: Waiting, way: str) -> None:
     with waiting(way) as child:
         child.send(signal.SIGINT)
         assert child.hear() == "KeyboardInterrupt"

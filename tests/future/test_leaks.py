@@ -74,12 +74,12 @@ pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.usefixtures("quiet
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_left_of(kind: Kind) -> None:
+def test_life_leaves_nothing(kind: Kind) -> None:
     expect_nothing_left(kind, COUNT)
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_nothing_is_left_of_many(kind: Kind) -> None:
+def test_many_lives_leave_nothing(kind: Kind) -> None:
     expect_nothing_left(kind, COUNT // 100)
 
 

@@ -28,7 +28,7 @@ PLACES: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
-def test_a_priority_above_0_is_refused(place: Callable[[int], Any]) -> None:
+def test_priority_above_0_is_refused(place: Callable[[int], Any]) -> None:
     with pytest.raises(ValueError, match=r"priority is 0 .* not 1"):
         place(1)
     for priority in (0, -1):

@@ -234,7 +234,7 @@ def test_future_reports_running_during_work() -> None:
 # ---- cancellation
 
 
-def test_the_message_of_a_cancellation_arrives(run: Run) -> None:
+def test_message_of_cancellation_arrives(run: Run) -> None:
     future: Future = CUDAFuture(name="job")
     part: Future = CUDAFuture()
     whole = gather(part, cancel_parts=True)
@@ -267,7 +267,7 @@ def test_cancellation_message_may_be_any_object() -> None:
 # ---- exceptions
 
 
-def test_a_class_of_exceptions_is_called() -> None:
+def test_class_of_exceptions_is_called() -> None:
     future: Future = CUDAFuture()
     future.set_exception(KeyError)
     assert isinstance(future.exception(), KeyError)

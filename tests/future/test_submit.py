@@ -38,7 +38,7 @@ def test_submit_names_future_after_function() -> None:
     assert submit(print, executor=executors.inline, priority=-1).priority == -1
 
 
-def test_submit_carries_the_callers_modes() -> None:
+def test_submit_carries_callers_modes() -> None:
     with torch.no_grad():
         future = submit(torch.is_grad_enabled)
     assert future.wait() is False
@@ -122,7 +122,7 @@ def test_closed_executor_is_invalid_state() -> None:
         submit(int, executor=pool).wait(timeout=60)
 
 
-def test_an_executor_of_processes_is_refused() -> None:
+def test_executor_of_processes_is_refused() -> None:
     with ProcessPoolExecutor(1) as pool:
         with pytest.raises(TypeError, match="ProcessPoolExecutor"):
             submit(int, executor=pool)

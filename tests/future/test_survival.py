@@ -44,7 +44,7 @@ def test_chain_completes_and_frees_without_recursion() -> None:
     assert last.wait() == DEPTH
 
 
-def test_a_chain_fails_without_recursion() -> None:
+def test_chain_fails_without_recursion() -> None:
     first: Future = CUDAFuture()
     last = chain(first)
     first.set_exception(error := OSError("at the head"))
@@ -214,7 +214,7 @@ def test_nest_drops_without_recursion(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["gather", "collect_any"])
-def test_a_nest_fails_without_recursion(how: str) -> None:
+def test_nest_fails_without_recursion(how: str) -> None:
     innermost: CUDAFuture[object] = CUDAFuture()
     outermost = nest(how, innermost)
     innermost.set_exception(OSError("innermost"))

@@ -131,7 +131,7 @@ def test_search_skips_plain_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
-def test_sparse_tensors_count_all_their_storages() -> None:
+def test_sparse_tensors_count_every_storage() -> None:
     dense = torch.eye(3, device="cpu")
     coo = dense.to_sparse()
     assert len(find_tensors(coo)) == 2
@@ -139,7 +139,7 @@ def test_sparse_tensors_count_all_their_storages() -> None:
     assert len(find_tensors(dense.to_sparse_csc())) == 3
 
 
-def test_a_subclass_with_parts_counts_them() -> None:
+def test_subclass_counts_its_parts() -> None:
     class TwoTensors(torch.Tensor):
         a: Tensor
         b: Tensor

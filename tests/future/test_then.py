@@ -44,7 +44,7 @@ def test_raising_callback_fails_child_with_object() -> None:
     assert child.exception() is error
 
 
-def test_a_callback_runs_whatever_the_outcome() -> None:
+def test_callback_runs_for_any_outcome() -> None:
     failed: CUDAFuture[None] = CUDAFuture()
     cancelled: CUDAFuture[None] = CUDAFuture()
     looked = [f.then(lambda f: f.cancelled() or type(f.exception())) for f in (failed, cancelled)]
@@ -173,7 +173,7 @@ def test_then_async_takes_failure_and_cancellation() -> None:
     assert child.cancelled()
 
 
-def test_then_async_refuses_a_plain_value() -> None:
+def test_then_async_refuses_plain_value() -> None:
     with pytest.raises(TypeError, match=r"then_async\(\) returned 7, which is no CUDAFuture; use then\(\)"):
         CUDAFuture.completed(1).then_async(lambda _: 7).wait()  # type: ignore[arg-type, return-value]
 
@@ -285,7 +285,7 @@ def test_callback_ignores_modes_of_producer(context: str) -> None:
     assert child.wait() == (True, False, False, None, "unset")
 
 
-def test_a_callback_cannot_leak_its_modes() -> None:
+def test_callback_cannot_leak_its_modes() -> None:
     def leak(_: object) -> tuple[bool, bool, bool, torch.dtype | None, str]:
         torch.set_grad_enabled(False)
         torch.set_autocast_enabled("cpu", True)
@@ -310,7 +310,7 @@ def test_add_done_callback_carries_no_context() -> None:
 # ---- executors
 
 
-def test_an_executor_runs_the_callback() -> None:
+def test_executor_runs_callback() -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="mine") as pool:
         child = CUDAFuture.completed(1).then(lambda _: threading.current_thread().name, executor=pool)
         assert child.wait().startswith("mine")
@@ -319,7 +319,7 @@ def test_an_executor_runs_the_callback() -> None:
         assert ran.wait(10)
 
 
-def test_the_librarys_own_executors() -> None:
+def test_library_executors_run_callbacks() -> None:
     here = threading.get_ident()
     future = CUDAFuture.completed(1)
     assert future.then(lambda _: threading.get_ident(), executor=executors.inline).value() == here
@@ -506,7 +506,7 @@ def test_returned_pending_future_suggests_then_async(fn: Callable[..., Any]) -> 
             child.wait()
 
 
-def test_then_async_refuses_a_coroutine() -> None:
+def test_then_async_refuses_coroutine() -> None:
     with pytest.raises(TypeError, match=r"a coroutine, which nothing would run: call asyncio\.run\(\)"):
         CUDAFuture.completed(1).then_async(coroutine_function).wait()  # type: ignore[arg-type]
 
@@ -516,6 +516,6 @@ def test_other_results_are_values(value: object) -> None:
     assert CUDAFuture.completed(1).then(lambda _: value).wait() is value
 
 
-def test_returned_parent_is_a_value() -> None:
+def test_returned_parent_is_value() -> None:
     parent = CUDAFuture.completed(1)
     assert parent.then(lambda f: f).wait() is parent

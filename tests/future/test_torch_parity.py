@@ -38,7 +38,7 @@ def no_arguments() -> None: ...
 
 
 @answers("test_done", "test_future_done")
-def test_done_follows_the_outcome() -> None:
+def test_done_follows_outcome() -> None:
     future = CUDAFuture[torch.Tensor]()
     assert not future.done()
     future.set_result(torch.ones(2, 2))
@@ -46,7 +46,7 @@ def test_done_follows_the_outcome() -> None:
 
 
 @answers("test_done_exception", "test_future_done_exception")
-def test_a_failed_future_is_done_too() -> None:
+def test_failed_future_is_done_too() -> None:
     child = CUDAFuture.completed(1).then(raise_value_error)
     assert child.done()
     with pytest.raises(ValueError, match="expected"):
@@ -80,7 +80,7 @@ def test_wait_returns_value_of_other_thread() -> None:
 
 
 @answers("test_mark_future_twice")
-def test_a_future_is_completed_once() -> None:
+def test_future_is_completed_once() -> None:
     future = CUDAFuture[int]()
     future.set_result(1)
     with pytest.raises(InvalidStateError, match="completed already") as caught:
@@ -189,7 +189,7 @@ def test_each_chain_link_has_own_value() -> None:
 
 
 @answers("test_callback_multi")
-def test_many_callbacks_of_one_future() -> None:
+def test_future_runs_many_callbacks() -> None:
     def add(index: int, future: CUDAFuture[int]) -> int:
         return future.wait() + index
 
@@ -242,7 +242,7 @@ def test_callback_may_replace_failure() -> None:
 
 
 @answers("test_callback_none")
-def test_none_is_no_callback() -> None:
+def test_none_is_refused_as_callback() -> None:
     future = CUDAFuture[int]()
     for register in (future.then, future.then_async, future.add_done_callback):
         with pytest.raises(TypeError, match="takes a callable that takes the future"):
@@ -382,7 +382,7 @@ def test_wait_all_raises_despite_pending_future(wait: Callable[..., object]) -> 
 
 @answers("test_wait_none")
 @pytest.mark.parametrize("combine", [wait_all, collect_all, lambda fs: gather(*fs)], ids=["wait", "collect", "gather"])
-def test_none_is_no_future(combine: Callable[[Any], object]) -> None:
+def test_none_is_refused_as_future(combine: Callable[[Any], object]) -> None:
     # torch: RuntimeError("Future can't be None")
     with pytest.raises(TypeError, match="CUDAFuture"):
         combine([None])

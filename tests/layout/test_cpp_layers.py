@@ -152,7 +152,7 @@ def foreign_headers(file: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
-def test_every_folder_has_a_layer(file: Path) -> None:
+def test_every_folder_has_layer(file: Path) -> None:
     assert folder(file) in LAYERS[include_root(file)]
 
 
@@ -225,7 +225,7 @@ def test_native_classes_have_unique_names() -> None:
     assert {name: files for name, files in where.items() if len(files) > 1} == {}
 
 
-def test_there_are_sources_to_look_at() -> None:
+def test_sources_are_found() -> None:
     assert cpp_files()
     assert sim_files("runtime")
     assert {folder(f) for f in rpc_files()} == LAYERS[RPC_NATIVE].keys()

@@ -61,7 +61,7 @@ def isort_key(name: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("file", PUBLIC, ids=ids)
-def test_public_modules_say_what_they_offer(file: Path) -> None:
+def test_public_modules_define_all(file: Path) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     names = find_all(tree)
     assert names is not None, "a public module has an __all__"
@@ -71,12 +71,12 @@ def test_public_modules_say_what_they_offer(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", PUBLIC, ids=ids)
-def test_public_modules_have_a_docstring(file: Path) -> None:
+def test_public_modules_have_docstring(file: Path) -> None:
     assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("folder", [NATIVE, SIM, FAKECUDA, RPC_NATIVE], ids=ids)
-def test_the_cpp_folder_is_no_package(folder: Path) -> None:
+def test_cpp_folder_is_no_package(folder: Path) -> None:
     assert not list(folder.rglob("*.py"))
 
 
@@ -87,7 +87,7 @@ def test_types_are_shipped(package: Path) -> None:
 
 
 @pytest.mark.parametrize("package", [PACKAGE, RPC], ids=ids)
-def test_the_stub_parses(package: Path) -> None:
+def test_stub_parses(package: Path) -> None:
     ast.parse((package / "_C.pyi").read_text(encoding="utf-8"))
 
 

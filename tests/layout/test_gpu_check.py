@@ -280,7 +280,7 @@ def test_chosen_tests_and_sections_run_alone(tmp_path: Path) -> None:
         assert check.commands[-1].endswith(f"{ROOT / chosen}" if part == "tests" else f"--only {chosen}")
 
 
-def test_a_python_without_torch_is_refused(tmp_path: Path) -> None:
+def test_python_without_torch_is_refused(tmp_path: Path) -> None:
     check = Check(tmp_path, "tests", "OUT", fails="*facts").finish()
     assert check.run.returncode == 1
     assert "cannot import torch" in check.summary
@@ -288,7 +288,7 @@ def test_a_python_without_torch_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [[], ["OUT"], ["tests"], ["both", "OUT"], ["tests", "--fast"]])
-def test_a_wrong_argument_is_refused(tmp_path: Path, wrong: list[str]) -> None:
+def test_wrong_argument_is_refused(tmp_path: Path, wrong: list[str]) -> None:
     check = Check(tmp_path, *wrong).finish()
     assert check.run.returncode == 2
     assert check.errors.startswith("usage: gpu_check.sh")

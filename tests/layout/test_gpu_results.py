@@ -78,7 +78,7 @@ def test_cut_leaves_results_so_far(tmp_path: Path) -> None:
     assert "a fixture" in summary[1]
 
 
-def test_unimportable_file_is_an_error(tmp_path: Path) -> None:
+def test_unimportable_file_is_error(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import missing_module")
     code, results, summary = run(tmp_path)
     assert code == 2

@@ -77,7 +77,7 @@ def test_other_torch_minor_names_both_versions(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("built", ["2.13.0+cpu", "2.13.0+cu130", "2.13.1"])
-def test_the_same_torch_minor_is_accepted(checkout: Path, built: str) -> None:
+def test_same_torch_minor_is_accepted(checkout: Path, built: str) -> None:
     build(checkout, torch=built)
     (checkout / "cudafuture" / "__init__.py").write_text("")
     assert error_of(checkout, "import cudafuture._native") == ""

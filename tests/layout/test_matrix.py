@@ -138,7 +138,7 @@ def test_help_names_every_option(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [["--torch", "2.10"], ["--python", "3.9"], ["--torch", ""], ["--fast"], ["a-folder"]])
-def test_a_wrong_argument_is_refused(tmp_path: Path, wrong: list[str]) -> None:
+def test_wrong_argument_is_refused(tmp_path: Path, wrong: list[str]) -> None:
     matrix = Matrix(tmp_path, *wrong)
     assert matrix.run.returncode == 2
     assert matrix.run.stderr.startswith("matrix.sh: ")

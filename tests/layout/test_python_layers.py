@@ -75,7 +75,7 @@ def ids(file: Path) -> str:
 
 
 @pytest.mark.parametrize("file", BELOW_THE_FRONT_DOOR, ids=ids)
-def test_every_module_has_a_row(file: Path) -> None:
+def test_every_module_has_row(file: Path) -> None:
     assert room(module_name(file)) in ROW_OF, f"give {module_name(file)} a row in {Path(__file__).name}"
 
 
@@ -95,12 +95,12 @@ def test_native_module_calls_only_allowed_modules(file: Path) -> None:
         assert is_module(f"cudafuture.{name}"), f"there is no cudafuture.{name}"
 
 
-def test_the_front_door_imports_no_tool() -> None:
+def test_front_door_imports_no_tool() -> None:
     assert not rows_used(PACKAGE / "__init__.py") & {"cudafuture.testing", "cudafuture.cli"}
 
 
 @pytest.mark.parametrize("file", python_files("cudafuture"), ids=ids)
-def test_nothing_below_knows_rpc_ext(file: Path) -> None:
+def test_lower_layers_ignore_rpc_ext(file: Path) -> None:
     assert not any(room.startswith("rpc_ext.") for room in rows_used(file))
 
 
@@ -145,7 +145,7 @@ def test_private_modules_stay_in_their_folder(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
-def test_importing_needs_the_declared_dependencies_only(file: Path) -> None:
+def test_import_needs_only_declared_dependencies(file: Path) -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     declared = re.search(r"^dependencies = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
     assert declared is not None

@@ -33,6 +33,6 @@ def test_row_names_existing_tests(attacker: str) -> None:
     assert named <= names_of_tests(list(TESTS))
 
 
-def test_every_attack_is_in_the_table() -> None:
+def test_every_attack_is_in_table() -> None:
     named = {name for names in rows().values() for name in names}
     assert names_of_tests(list(ATTACKS)) - WITHOUT_AN_ATTACK <= named

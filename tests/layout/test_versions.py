@@ -103,7 +103,7 @@ def test_gpu_kit_combination_is_in_matrix() -> None:
     assert find(r"^PYTHON=(\S+)", "tools/gpu_kit.sh") == find(r"^GPU_PYTHON=(\S+)$", "tools/matrix.sh")
 
 
-def test_the_environment_refuses_an_older_python() -> None:
+def test_environment_refuses_older_python() -> None:
     major, number = find(r"sys\.version_info < \((\d+), (\d+)\)", "tools/venv.sh")
     assert (int(major), int(number)) == PYTHON[0]
     assert minor(find(r"needs Python (\d\.\d+) or newer", "tools/venv.sh")[0]) == PYTHON[0]

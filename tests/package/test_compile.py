@@ -66,7 +66,7 @@ def find_unmarked() -> Iterator[str]:
                 yield name
 
 
-def test_every_public_entry_breaks_the_graph() -> None:
+def test_every_public_entry_breaks_graph() -> None:
     assert list(find_unmarked()) == []
 
 
@@ -76,7 +76,7 @@ def test_native_methods_have_dynamo_types() -> None:
     assert [name for name, entry in native.items() if not isinstance(entry, NATIVE)] == []
 
 
-def test_importing_does_not_load_the_compiler() -> None:
+def test_importing_does_not_load_compiler() -> None:
     modules = "cudafuture.distributed, cudafuture.swap, cudafuture.pipeline, cudafuture.compat.tensornvme, rpc_ext"
     script = f"import sys, {modules}; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ import pytest
 from cudafuture import config, errors
 
 
-def test_defaults_hold_where_nothing_is_set() -> None:
+def test_defaults_apply_without_variables() -> None:
     settings = config.read({})
     assert settings.watcher_first_pause == pytest.approx(5e-6)
     assert settings.watcher_longest_pause == pytest.approx(5000e-6)
@@ -57,7 +57,7 @@ def test_nonsensical_value_is_refused_by_name(text: str) -> None:
         ("ownership, order", (True, True)),
     ],
 )
-def test_debug_is_a_list_of_words(text: str, on: tuple[bool, bool]) -> None:
+def test_debug_is_list_of_words(text: str, on: tuple[bool, bool]) -> None:
     settings = config.read({"CUDAFUTURE_DEBUG": text})
     assert (settings.debug_order, settings.debug_ownership) == on
 

@@ -101,7 +101,7 @@ def test_rpc_and_remote_stores(tmp_path: Path) -> None:
             expect_stored(remote)
 
 
-def test_optimizers_with_state_in_a_store(tmp_path: Path) -> None:
+def test_optimizers_keep_state_in_store(tmp_path: Path) -> None:
     weights = [nn.Parameter(make_numbers(5)), nn.Parameter(torch.ones(3, device="cpu", dtype=torch.float32))]
     same = [nn.Parameter(weight.detach().clone()) for weight in weights]
     optimizer = offload(torch.optim.AdamW(weights, lr=0.1), tmp_path / "states", min_bytes=0, swap_gradients=True)

@@ -130,7 +130,7 @@ def run_page(text: str, name: str, names: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_code_on_a_page_runs(page: Path, group: None, rpc: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_on_page_runs(page: Path, group: None, rpc: object, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType(f"page_{page.stem}")  # from which its functions can be unpickled
     monkeypatch.setitem(sys.modules, module.__name__, module)
     vars(module).update(GIVEN.get(page.name, {}))
@@ -157,7 +157,7 @@ def test_documented_error_tree_matches_code() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"CUDAFutureError"}))
-def test_the_tree_of_errors_is_true(name: str) -> None:
+def test_error_tree_page_is_complete(name: str) -> None:
     error = getattr(errors, name)
     row = next(line for line in (errors.__doc__ or "").splitlines() if f"-- {name} " in line)
     builtin = re.search(r"\(([^)]+)\)", row)
@@ -229,7 +229,7 @@ CALLABLES = {
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
-def test_every_public_name_has_a_docstring(name: str) -> None:
+def test_every_public_name_has_docstring(name: str) -> None:
     thing = EVERYTHING[name]
     if isinstance(thing, (type, property)) or is_function(thing):
         text = thing.__doc__ or ""
@@ -245,12 +245,12 @@ def native_signature(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", CALLABLES)
-def test_every_public_function_has_an_example(name: str) -> None:
+def test_every_public_function_has_example(name: str) -> None:
     assert ">>> " in (CALLABLES[name].__doc__ or ""), f"{name} has no example"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_reference_has_every_public_name(name: str) -> None:
+def test_reference_has_every_public_name(name: str) -> None:
     reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     module, _, short = name.rpartition(".")
     block = rf"automodule:: {re.escape(module)}\n   :members:"
@@ -261,7 +261,7 @@ def test_the_reference_has_every_public_name(name: str) -> None:
     assert whole or listed or is_value, f"{name} is missing in docs/reference.md"
 
 
-def test_the_class_itself_has_an_example() -> None:
+def test_class_has_example() -> None:
     assert ">>> " in (CUDAFuture.__doc__ or "")
 
 
@@ -313,7 +313,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_the_examples_of_a_docstring_run(name: str, group: None, rpc: Callable[[], object]) -> None:
+def test_examples_of_docstring_run(name: str, group: None, rpc: Callable[[], object]) -> None:
     assert not report_on(name, rpc)
 
 
@@ -335,7 +335,7 @@ def test_docstring_examples_run_in_inference_mode(name: str, group: None, rpc: C
 @pytest.mark.slow
 @pytest.mark.xdist_group("world")
 @pytest.mark.world(2)
-def test_the_examples_for_two_run(world: World) -> None:
+def test_two_rank_examples_run(world: World) -> None:
     def run() -> list[str]:
         names = {"dist": dist, "torch": torch} | vars(distributed)
         return [run_examples(names[name].__doc__, name, dict(names)) for name in sorted(FOR_TWO)]
@@ -345,7 +345,7 @@ def test_the_examples_for_two_run(world: World) -> None:
 
 
 @pytest.mark.parametrize("module", public_modules(), ids=lambda module: module.__name__)
-def test_the_examples_of_a_module_run(module: ModuleType, group: None) -> None:
+def test_examples_of_module_run(module: ModuleType, group: None) -> None:
     report = run_examples(module.__doc__ or "", module.__name__, dict(vars(module)))
     assert not report, report
 
@@ -360,6 +360,6 @@ def test_no_example_is_passed_over() -> None:
                 assert ">>> " not in text or text in run, f"an example in {file} is of no public name"
 
 
-def test_the_native_class_was_looked_at() -> None:
+def test_native_class_is_covered() -> None:
     assert {"cudafuture.future.CUDAFuture.wait", "cudafuture.future.CUDAFuture.then_async"} <= WITH_EXAMPLES.keys()
     assert {"cudafuture.future.CUDAFuture.events", "cudafuture.EventView.query"} <= EVERYTHING.keys()

@@ -90,12 +90,12 @@ def expect_ending(way: str, code: int, errors: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_process_ends_well_amid(forker: Forker, scenario: str) -> None:
+def test_process_ends_well_amid(forker: Forker, scenario: str) -> None:
     forker.expect_endings("end", soak_count(30), scenario)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_process_ends_amid_everything_by(forker: Forker, way: str) -> None:
+def test_process_ends_amid_everything_by(forker: Forker, way: str) -> None:
     forker.expect_endings(way, soak_count(100 if way == "end" else 20), *EVERYTHING)
 
 

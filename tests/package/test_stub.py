@@ -16,7 +16,7 @@ STUB = Path(cudafuture.__file__).with_name("_C.pyi").read_text(encoding="utf-8")
 RPC_STUB = Path(rpc_ext.__file__).with_name("_C.pyi").read_text(encoding="utf-8")
 
 
-def test_the_stub_is_what_was_built() -> None:
+def test_stub_matches_module() -> None:
     assert differences(STUB, _C) == []
 
 

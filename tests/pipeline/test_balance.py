@@ -44,7 +44,7 @@ def test_impossible_partition_count_is_refused(partitions: int) -> None:
         balance_cost([1, 1], partitions)
 
 
-def test_a_negative_cost_is_refused() -> None:
+def test_negative_cost_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 0"):
         balance_cost([1, float("nan")], 1)
 
@@ -83,7 +83,7 @@ def test_layers_are_balanced_by_their_time(clock: Clock) -> None:
     assert balance_by_time(2, model, torch.ones(1), timeout=0, device="cpu") == [3, 1]
 
 
-def test_the_median_of_repeated_measurements_counts(clock: Clock) -> None:
+def test_median_of_repeated_measurements_counts(clock: Clock) -> None:
     first = iter([100.0, 1.0, 1.0])
 
     class SlowFirst(Takes):

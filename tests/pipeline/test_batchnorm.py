@@ -155,7 +155,7 @@ def test_sync_batch_norm_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
-def test_a_lazy_layer_is_refused() -> None:
+def test_lazy_layer_is_refused() -> None:
     with pytest.raises(ValueError, match="0 is lazy"):
         convert_deferred_batch_norm(nn.Sequential(nn.LazyBatchNorm1d()), chunks=2)
 
@@ -170,6 +170,6 @@ def test_torchgpipe_state_can_be_loaded() -> None:
     assert alone.running_mean.tolist() == inside.state_dict()["0.running_mean"].tolist() == [3] * 5
 
 
-def test_an_input_without_channels_is_refused() -> None:
+def test_input_without_channels_is_refused() -> None:
     with pytest.raises(ValueError, match="at least two dimensions"):
         DeferredBatchNorm(5)(torch.ones(5))

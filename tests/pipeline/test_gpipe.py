@@ -582,7 +582,7 @@ def test_model_behaves_like_sequence() -> None:
     assert [len(partition) for partition in model.partitions] == [1, 2]  # type: ignore[arg-type]
 
 
-def test_an_empty_model_returns_its_input() -> None:
+def test_empty_model_returns_its_input() -> None:
     x = torch.ones(1)
     assert GPipe(nn.Sequential(), [])(x) is x
 
@@ -678,7 +678,7 @@ def test_cpu_is_default_without_accelerator() -> None:
         ({"balance": [1], "checkpoint": "sometimes"}, ValueError, "'except_last', 'never', not 'sometimes'"),
     ],
 )
-def test_a_wrong_argument_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_argument_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         GPipe(nn.Sequential(nn.ReLU()), **arguments)
 
@@ -752,7 +752,7 @@ def test_chunks_and_checkpoint_may_change() -> None:
     assert record.calls == [(True, False)] * 4
 
 
-def test_integers_can_be_the_input() -> None:
+def test_integers_can_be_input() -> None:
     for checkpoint in MODES:
         plain = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1))
         model = GPipe(copy.deepcopy(plain), [1, 1], ["cpu"] * 2, chunks=3, checkpoint=checkpoint)

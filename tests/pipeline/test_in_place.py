@@ -317,7 +317,7 @@ def test_inference_tensors_work_as_undivided(make: Make, checkpoint: str, first:
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_a_step_takes_inference_tensors(checkpoint: Any) -> None:
+def test_step_takes_inference_tensors(checkpoint: Any) -> None:
     with torch.inference_mode():
         batch, target = minibatch(), torch.ones(6, 4, dtype=torch.float64)
     plain, model = model_of(nn.Tanh), model_of(nn.Tanh)

@@ -237,7 +237,7 @@ def test_call_without_gradients_may_nest() -> None:
         pipeline({"x": batch})
 
 
-def test_a_pipeline_stays_on_its_devices() -> None:
+def test_pipeline_stays_on_its_devices() -> None:
     pipeline = Pipeline([nn.Linear(1, 1)], microbatches=1)
     move: Callable[[], object]
     for move in (lambda: pipeline.to("meta"), lambda: pipeline.to_empty(device="meta")):
@@ -259,7 +259,7 @@ def test_fewer_rows_make_fewer_micro_batches(rows: int) -> None:
         assert torch.allclose(gradients(pipeline)[name], gradient, atol=1e-6)
 
 
-def test_a_sum_is_not_weighted() -> None:
+def test_sum_is_not_weighted() -> None:
     pipeline = Pipeline(
         [nn.Linear(1, 1)], microbatches=2, loss=lambda y, t: (y - t).sum(), loss_reduction="sum", schedule="gpipe"
     )
@@ -348,7 +348,7 @@ def test_hooks_and_tied_layers_count_once(kind: type[nn.Module], table: str, che
     expect_plain(pipeline, model, [1] * 3, rows=7)
 
 
-def test_an_undefined_gradient_stays_undefined() -> None:
+def test_undefined_gradient_stays_undefined() -> None:
     pipeline = Pipeline([nn.Linear(1, 1), Stop(), nn.Linear(1, 1)], microbatches=2, loss=torch.sum)
     pipeline.step(torch.ones(2, 1))
     assert pipeline.get_parameter("0.weight").grad is None
@@ -377,7 +377,7 @@ def test_backward_has_autocast_dtypes_of_forward() -> None:
         assert torch.equal(gradients(pipeline)[name], gradient)
 
 
-def test_a_step_without_gradients_is_refused() -> None:
+def test_step_without_gradients_is_refused() -> None:
     pipeline = Pipeline([nn.Linear(1, 1)], microbatches=1, loss=torch.sum)
     for disabled in (torch.no_grad(), torch.inference_mode()):
         with disabled, pytest.raises(RuntimeError, match="outside of no_grad"):
@@ -487,7 +487,7 @@ def test_skips_are_of_any_kind(kind: str, checkpoint: Any) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["except_last", "always"])
 @pytest.mark.parametrize("table", ["1f1b", "zb1p"])
-def test_dropout_draws_the_same_numbers_again(table: str, checkpoint: Any) -> None:
+def test_dropout_draws_same_numbers_again(table: str, checkpoint: Any) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -539,7 +539,7 @@ def test_state_equals_undivided_model() -> None:
     assert not any(module.training for stage in pipeline.stages for module in stage.modules())
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_arguments_are_refused() -> None:
     two = [nn.Linear(2, 2), nn.Linear(2, 2)]
     shared = nn.Linear(2, 2)
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
@@ -698,7 +698,7 @@ class Raise7(nn.Module):
         return x + 7
 
 
-def test_no_cell_begins_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cell_begins_after_error(monkeypatch: pytest.MonkeyPatch) -> None:
     may_fail = threading.Event()
     ended: list[str] = []
 
@@ -778,7 +778,7 @@ def test_unprintable_error_keeps_first() -> None:
         pipeline.step(batch)
 
 
-def test_a_cell_cannot_close_its_pipeline() -> None:
+def test_cell_cannot_close_its_pipeline() -> None:
     pipelines: list[Pipeline] = []
 
     class Closing(nn.Module):
@@ -816,7 +816,7 @@ def test_checkpointed_stage_refuses_pipeline() -> None:
         pipeline.step(torch.zeros(1, 2))
 
 
-def test_threads_end_with_the_pipeline() -> None:
+def test_threads_end_with_pipeline() -> None:
     before = set(threading.enumerate())
     pipeline = Pipeline(model_of(3), balance=[1] * 3, microbatches=2, loss=loss_of)
     pipeline.step(*batch_of(4))

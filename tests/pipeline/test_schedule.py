@@ -136,7 +136,7 @@ def test_interleaving_divides_bubble(devices: int, per_device: int) -> None:
             assert seconds == 36 * microbatches + 36 * (devices - 1) / per_device
 
 
-def test_a_schedule_is_built_by_name() -> None:
+def test_schedule_is_built_by_name() -> None:
     assert Schedule.build("gpipe", 3, 4) == Schedule.gpipe(3, 4)
     assert Schedule.build("1f1b", 3, 4, devices=3) == Schedule.one_f_one_b(3, 4)
     assert Schedule.build("interleaved_1f1b", 6, 4, devices=2) == Schedule.interleaved_1f1b(2, 3, 4)

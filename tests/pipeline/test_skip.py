@@ -48,7 +48,7 @@ def test_skips_work_without_pipeline() -> None:
     assert x.grad.tolist() == [1.0, 3.0]
 
 
-def test_a_skip_can_be_none() -> None:
+def test_skip_can_be_none() -> None:
     @skippable(stash=["skip"])
     class StashNone(nn.Module):
         def forward(self, x: Tensor) -> Any:

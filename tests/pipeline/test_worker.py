@@ -103,7 +103,7 @@ def test_known_device_type_has_streams(sim: ModuleType) -> None:
 
 
 @pytest.mark.sim(devices=2)
-def test_streams_of_an_accelerator(sim: ModuleType) -> None:
+def test_accelerator_has_streams(sim: ModuleType) -> None:
     device = torch.device("sim:1")
     stream = new_stream(device)
     assert is_cuda(stream)
@@ -199,7 +199,7 @@ def test_record_stream_ignores_cpu_tensor(sim: ModuleType) -> None:
 # ---- micro-batches
 
 
-def test_an_atomic_batch() -> None:
+def test_batch_may_be_atomic() -> None:
     x = Batch(torch.tensor([42]), 7)
     assert x.atomic
     assert x.index == 7
@@ -216,7 +216,7 @@ def test_an_atomic_batch() -> None:
         x.index = 3  # type: ignore[misc]
 
 
-def test_a_batch_of_several_tensors() -> None:
+def test_batch_may_have_several_tensors() -> None:
     a, b = torch.tensor([1]), torch.tensor([2])
     x = Batch((a, b))
     assert not x.atomic

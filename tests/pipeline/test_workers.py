@@ -117,7 +117,7 @@ def test_wrong_arguments_are_refused(workers: Workers) -> None:
         workers.submit(CPU, int, timeout=0)
 
 
-def test_a_failing_constructor_leaves_no_thread() -> None:
+def test_failing_constructor_leaves_no_thread() -> None:
     def devices() -> Iterator[torch.device]:
         yield CPU
         raise OSError("no such device")
@@ -374,7 +374,7 @@ def test_ctrl_c_interrupts_blocked_submit() -> None:
         blocker.release()
 
 
-def test_close_ends_a_submit_that_blocks() -> None:
+def test_close_ends_blocked_submit() -> None:
     workers = Workers([CPU], queue=1)
     blocker = Blocker(workers)
     workers.submit(CPU, int)

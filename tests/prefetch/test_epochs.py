@@ -267,7 +267,7 @@ def test_async_epoch_refuses_next() -> None:
 # ---- states
 
 
-def test_a_state_is_a_copy() -> None:
+def test_state_is_copy() -> None:
     shared: dict[str, int] = {}
 
     class Changing(Epochs):

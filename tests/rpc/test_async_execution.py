@@ -140,7 +140,7 @@ def is_not_decorated() -> CUDAFuture[int]:
     "test_async_function_wrong_return_type_remote",
 )
 @MODES
-def test_what_is_no_future_is_refused(worker: rpc_ext.Session, call: Callable[..., Any]) -> None:
+def test_result_without_future_is_refused(worker: rpc_ext.Session, call: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match=r"returns_no_future .* must return a CUDAFuture, not 3"):
         call(returns_no_future)
 
@@ -238,7 +238,7 @@ def local_to_here(to: Any) -> str:
 
 
 @answers("test_nested_rpc")
-def test_with_two_threads_one_may_wait(tmp_path: Path) -> None:
+def test_one_of_two_threads_may_wait(tmp_path: Path) -> None:
     with alone(tmp_path / "rendezvous", num_worker_threads=2):
         assert rpc_sync(ME, waits_for_another, (ME, add, 1, 2)) == 3
         assert "1 of the 2 threads" in rpc_sync(ME, waits_for_another, (ME, is_refused_to_wait, ME))

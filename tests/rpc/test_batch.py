@@ -396,7 +396,7 @@ def test_batch_in_use_refuses_entry(worker: rpc_ext.Session) -> None:
     assert future.wait(timeout=PATIENCE) == 1
 
 
-def test_a_batch_is_used_again(worker: rpc_ext.Session) -> None:
+def test_batch_is_used_again(worker: rpc_ext.Session) -> None:
     again = batch(ME)
     for i in range(3):
         with again:
@@ -404,7 +404,7 @@ def test_a_batch_is_used_again(worker: rpc_ext.Session) -> None:
         assert future.wait(timeout=PATIENCE) == i
 
 
-def test_a_batch_of_nobody_is_refused(worker: rpc_ext.Session) -> None:
+def test_batch_without_worker_is_refused(worker: rpc_ext.Session) -> None:
     with pytest.raises(ValueError, match="nobody"):
         batch("nobody")
 
@@ -414,7 +414,7 @@ def test_batch_before_rpc_is_refused() -> None:
         batch(ME)
 
 
-def test_a_batch_is_its_threads_own(worker: rpc_ext.Session) -> None:
+def test_batch_belongs_to_its_thread(worker: rpc_ext.Session) -> None:
     found: list[Any] = []
 
     def elsewhere() -> None:

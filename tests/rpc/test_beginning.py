@@ -64,7 +64,7 @@ def be_called(rank: int, store: str, names: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_all_other_names_are_taken(tmp_path: Path) -> None:
+def test_other_names_are_accepted(tmp_path: Path) -> None:
     names = ["x" * 127, "a-b_c:d", "0"]
     assert run_ranks(1, be_called, str(tmp_path / "store"), names) == [names]
 
@@ -179,7 +179,7 @@ def who_is_missing(rank: int, store: str, present: list[int]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("present", "missing"), [([0, 1], "2"), ([1, 2], "0"), ([1], "0, 2")])
-def test_all_say_who_is_missing(tmp_path: Path, present: list[int], missing: str) -> None:
+def test_every_worker_names_missing_one(tmp_path: Path, present: list[int], missing: str) -> None:
     said = run_ranks(3, who_is_missing, str(tmp_path / "store"), present)
     for rank in present:
         assert said[rank] == f"worker {missing} of 3 has not arrived within {LIKELY:g} s"

@@ -58,7 +58,7 @@ def test_unknown_worker_is_refused(call: Any, to: Any, error: type[Exception]) -
 
 
 @pytest.mark.parametrize("to", [True, False])
-def test_a_bool_is_no_rank(to: Any) -> None:
+def test_bool_is_no_rank(to: Any) -> None:
     with pytest.raises(TypeError, match="rank"):
         rpc_async(to, add, (1, 2))
 
@@ -93,7 +93,7 @@ def test_wrong_arguments_take_no_room(worker: rpc_ext.Session) -> None:
     "test_py_class_static_method",
     "test_py_function_exception",
 )
-def test_whatever_pickles_is_called() -> None:
+def test_picklable_callable_is_called() -> None:
     assert rpc_sync(ME, Adder, (4,)).get() == 4
     assert rpc_sync(ME, Adder(4).add, (3,)) == 7
     assert rpc_sync(ME, Adder(4), (3,)) == 7
@@ -188,7 +188,7 @@ def test_raising_function_writes_nothing_on_callee(
 
 
 @answers("test_future_done", "test_future_wait_twice", "test_mark_future_twice", "test_future_done_exception")
-def test_the_future_is_an_ordinary_one() -> None:
+def test_call_returns_ordinary_future() -> None:
     future = rpc_async(ME, add, (ONES, 1), priority=-1)
     assert future.wait() is future.wait() is future.value()
     assert future.done()
@@ -291,7 +291,7 @@ def test_calls_are_awaited() -> None:
     assert torch.equal(second, ONES + 2)
 
 
-def test_a_callback_has_its_callers_context(gate: Gate) -> None:
+def test_callback_has_its_callers_context(gate: Gate) -> None:
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
     variable.set(7)
     child = rpc_async(ME, waits, (gate,)).then(lambda _: variable.get())
@@ -322,7 +322,7 @@ def test_infinite_and_huge_timeouts_are_unlimited(timeout: float, gate: Gate) ->
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.nan])
-def test_a_call_is_given_some_time(timeout: float) -> None:
+def test_call_is_given_some_time(timeout: float) -> None:
     """For torch's RPC 0 is no limit, and for a wait no time at all."""
     rref = remote(ME, add, (1, 2))
     assert rref.to_here(timeout=math.inf) == 3  # also of a value that is there

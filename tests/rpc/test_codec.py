@@ -63,7 +63,7 @@ def flat(value: Any) -> Any:
 
 @given(VALUES, st.sampled_from(KINDS))
 @settings(deadline=None)
-def test_what_is_encoded_is_decoded(value: Any, kind: int) -> None:
+def test_encoded_value_is_decoded(value: Any, kind: int) -> None:
     encoded = encode(kind, value)
     assert encoded.payload.startswith(_C.MAGIC)
     assert kind_of(encoded.payload) == kind
@@ -84,7 +84,7 @@ def test_tensors_travel_beside_and_not_inside(value: Any) -> None:
     assert encoded.size == len(encoded.payload) + sum(tensor.nbytes for tensor in encoded.tensors)
 
 
-def test_one_tensor_is_sent_once() -> None:
+def test_repeated_tensor_is_sent_once() -> None:
     tensor = torch.ones(3)
     encoded = encode(Kind.VALUE, [tensor, {"again": tensor}, torch.ones(3)])
     assert len(encoded.tensors) == 2
@@ -119,7 +119,7 @@ def test_other_tensors_become_plain_ones(make: Any) -> None:
     assert torch.equal(got.to_dense(), tensor.to_dense())
 
 
-def test_a_subclass_stays_one() -> None:
+def test_subclass_keeps_its_type() -> None:
     tensor = torch.ones(2).as_subclass(Wrapped)
     got = decode(*parts_of(encode(Kind.VALUE, tensor)))
     assert type(got) is Wrapped
@@ -174,7 +174,7 @@ class Nested:
         self.tensor = decode(*state)[0]
 
 
-def test_an_error_leaves_nothing_behind() -> None:
+def test_error_leaves_nothing_behind() -> None:
     for _ in range(3):
         with pytest.raises(LookupError):
             encode(Kind.VALUE, [torch.ones(3), Raises()])
@@ -206,13 +206,13 @@ def test_repeated_object_forgets_first_time() -> None:
     assert decode(second.payload, []) == [shared]
 
 
-def test_a_large_value_between_small_ones() -> None:
+def test_large_value_between_small_ones_decodes() -> None:
     for size in (10, 1 << 20, 10):
         assert decode(*parts_of(encode(Kind.VALUE, b"x" * size))) == b"x" * size
     assert len(encode(Kind.VALUE, b"x" * 10).payload) < 100
 
 
-def test_a_cut_payload_is_an_error() -> None:
+def test_cut_payload_is_error() -> None:
     payload = encode(Kind.VALUE, {"a": [1, 2, 3]}).payload
     for length in range(len(_C.MAGIC) + 2, len(payload)):
         with pytest.raises((pickle.UnpicklingError, EOFError, IndexError, ValueError)):

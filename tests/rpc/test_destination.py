@@ -120,7 +120,7 @@ def test_interrupted_wait_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None
     assert of.try_admit(1)
 
 
-def test_closing_lets_go_who_waits() -> None:
+def test_close_releases_waiting_callers() -> None:
     of = destination(1, 100)
     assert of.try_admit(1)
     waiters = [Waiter(of, 1) for _ in range(3)]
@@ -138,7 +138,7 @@ def test_refusal_reports_amount_in_flight() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 150), st.booleans()), max_size=60), st.integers(1, 5), st.integers(1, 120))
-def test_the_limits_hold_whatever_comes(steps: list[tuple[int, bool]], calls: int, size: int) -> None:
+def test_limits_hold_for_any_sequence(steps: list[tuple[int, bool]], calls: int, size: int) -> None:
     of = destination(calls, size)
     in_flight: list[int] = []
     made = 0
@@ -169,7 +169,7 @@ def test_all_waiting_calls_are_admitted_eventually(sizes: list[int]) -> None:
     assert of.statistics().in_flight == of.statistics().waiting == 0
 
 
-def test_a_call_ends_once() -> None:
+def test_call_ends_once() -> None:
     of = destination(calls=2)
     assert of.try_admit(10)
     call = Ended(10)

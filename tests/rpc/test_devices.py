@@ -99,7 +99,7 @@ def test_wrong_map_is_refused(rank: int, maps: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize("maps", ["cuda", 3, [("b", {})]])
-def test_what_is_no_map_is_refused(maps: Any) -> None:
+def test_invalid_map_is_refused(maps: Any) -> None:
     with pytest.raises(TypeError, match="device_maps is 'auto', None, or a dict of dicts by worker"):
         as_json(maps)
 
@@ -114,7 +114,7 @@ def test_no_accelerator_means_no_devices() -> None:
 
 
 @pytest.mark.sim(devices=3)
-def test_those_of_the_accelerator_are_counted() -> None:
+def test_accelerator_devices_are_counted() -> None:
     assert local_devices() == {"sim": 3}
 
 

@@ -40,14 +40,14 @@ def test_process_with_pending_calls_ends_by(endings: Child, tmp_path: Path, way:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS | SLOW)
-def test_a_process_ends_amid(endings: Child, tmp_path: Path, scenario: str) -> None:
+def test_process_ends_amid(endings: Child, tmp_path: Path, scenario: str) -> None:
     end_amid(endings, tmp_path, scenario, "end")
 
 
 @pytest.mark.soak
 @in_soak_alone
 @pytest.mark.parametrize("way", WAYS)
-def test_a_process_ends_amid_everything_by(endings: Child, tmp_path: Path, way: str) -> None:
+def test_process_ends_amid_everything_by(endings: Child, tmp_path: Path, way: str) -> None:
     for scenario in SCENARIOS:
         end_amid(endings, tmp_path, scenario, way)
 
@@ -169,7 +169,7 @@ def test_silent_interrupt_is_noticed(tmp_path: Path) -> None:
         assert process.end(LONG) == 0
 
 
-def test_an_interrupt_ends_whatever_waits(tmp_path: Path) -> None:
+def test_interrupt_ends_every_wait(tmp_path: Path) -> None:
     with Child(INTERRUPTED, str(tmp_path / "store")) as process:
         for way in ("rpc_sync", "to_here", "room", "shutdown", "init_rpc", "body"):
             process.say(way)

@@ -173,7 +173,7 @@ def test_invalid_notes_are_harmless() -> None:
 # ---- what the engine says
 
 
-def test_engine_errors_name_the_worker() -> None:
+def test_engine_errors_name_worker() -> None:
     for kind, message, error in (
         (1, "", TimeoutError),
         (2, "the reply was refused: its signature is wrong", AuthenticationError),

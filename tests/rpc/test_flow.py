@@ -78,7 +78,7 @@ def test_non_blocking_call_does_not_overtake(tmp_path: Path, gate: Gate) -> None
         assert later[0].wait(timeout=PATIENCE).shape == (2000,)
 
 
-def test_who_waits_is_admitted_in_order(tmp_path: Path, gate: Gate) -> None:
+def test_waiting_callers_are_admitted_in_order(tmp_path: Path, gate: Gate) -> None:
     with alone(tmp_path / "rendezvous", max_in_flight=1, num_worker_threads=2):
         held = rpc_async(ME, waits, (gate,))
         threads = []
@@ -93,7 +93,7 @@ def test_who_waits_is_admitted_in_order(tmp_path: Path, gate: Gate) -> None:
         assert gate.seen == list(range(10))
 
 
-def test_the_number_is_never_exceeded(tmp_path: Path) -> None:
+def test_call_limit_is_never_exceeded(tmp_path: Path) -> None:
     most = 0
     lock = threading.Lock()
 
@@ -240,7 +240,7 @@ def test_calls_bytes_failures_are_counted_exactly(tmp_path: Path, gate: Gate) ->
         gate.open()
 
 
-def test_what_runs_here_is_counted(tmp_path: Path, gate: Gate) -> None:
+def test_running_calls_are_counted(tmp_path: Path, gate: Gate) -> None:
     with alone(tmp_path / "rendezvous") as session:
         statistics = rpc_ext.statistics()
         assert (statistics.worker, statistics.served, statistics.serving) == (ME, 0, 0)
@@ -282,7 +282,7 @@ def test_batched_calls_are_counted_singly(tmp_path: Path) -> None:
         assert (own_statistics().calls, own_statistics().in_flight, rpc_ext.statistics().served) == (500, 0, 500)
 
 
-def test_references_are_made_beside_the_limits(tmp_path: Path, gate: Gate) -> None:
+def test_references_are_made_beside_limits(tmp_path: Path, gate: Gate) -> None:
     with alone(tmp_path / "rendezvous", max_in_flight=1):
         held = rpc_async(ME, waits, (gate, 1))
         assert remote(ME, add, (1, 2)).to_here() == 3
@@ -291,7 +291,7 @@ def test_references_are_made_beside_the_limits(tmp_path: Path, gate: Gate) -> No
 
 
 @pytest.mark.soak
-def test_room_is_given_back_whatever_happens(tmp_path: Path) -> None:
+def test_room_is_always_returned(tmp_path: Path) -> None:
     calls = soak_count(1000)
 
     def use(thread: int) -> None:

@@ -89,7 +89,7 @@ def test_each_session_has_own_key(pool: ThreadPoolExecutor) -> None:
     assert len(keys) == 3
 
 
-def test_rounds_come_after_the_beginning(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+def test_rounds_follow_first_records(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     both = [handshake(store, rank) for rank in range(2)]
     all_begin(pool, *both)
     for step in ("one", "two"):
@@ -307,7 +307,7 @@ def test_single_worker_rejects_old_session(store: MemoryStore, pool: ThreadPoolE
         handshake(store, 0, timeout=0.5).begin("new")
 
 
-def test_a_proof_is_of_one_worker(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+def test_proof_belongs_to_one_worker(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     def reflect(key: str) -> None:
         step, _, rank = key.partition("/")
         if rank == "0":

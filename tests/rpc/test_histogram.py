@@ -51,7 +51,7 @@ def test_quantiles_grow(durations: list[int]) -> None:
     assert quantiles == sorted(quantiles)
 
 
-def test_none_is_not_a_number() -> None:
+def test_none_is_not_number() -> None:
     assert math.isnan(Histogram().quantile(0.5))
     assert Histogram().buckets() == []
 

@@ -200,7 +200,7 @@ with rpc_ext.init_rpc("me", rank=0, world_size=1, init_method=f"file://{sys.argv
 
 
 @pytest.mark.parametrize(("transports", "has_shared_memory"), [("uv", "False"), ("shm,uv", "True")])
-def test_transports_are_those_of_the_environment(tmp_path: Path, transports: str, has_shared_memory: str) -> None:
+def test_environment_selects_transports(tmp_path: Path, transports: str, has_shared_memory: str) -> None:
     environment = {"CUDAFUTURE_RPC_TRANSPORTS": transports, "TP_SOCKET_IFNAME": "lo"}
     with Child(TRANSPORTS, str(tmp_path / "store"), environment=environment) as process:
         assert process.hear() == has_shared_memory
@@ -312,7 +312,7 @@ def begin_twice(rank: int, store: str) -> None:
             use()
 
 
-def test_rpc_begins_once_at_a_time(tmp_path: Path) -> None:
+def test_rpc_refuses_second_start(tmp_path: Path) -> None:
     run_ranks(1, begin_twice, str(tmp_path / "store"))
 
 
@@ -395,7 +395,7 @@ os.write(1, f"{rank}: {total.item():g}\\n".encode())
 """
 
 
-def test_torchrun_says_all_that_rpc_needs(tmp_path: Path) -> None:
+def test_torchrun_provides_rpc_settings(tmp_path: Path) -> None:
     script, secret = tmp_path / "script.py", tmp_path / "secret"
     script.write_text(TORCHRUN)
     secret.write_text(SECRET)

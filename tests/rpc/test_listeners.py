@@ -70,7 +70,7 @@ def test_closed_listener_refuses_but_keeps_descriptor() -> None:
             assert not os.get_inheritable(one.fileno())
 
 
-def test_the_others_stay_open() -> None:
+def test_other_listeners_stay_open() -> None:
     with listener() as mine:
         before = _listeners.listening()
         with listener():
@@ -78,7 +78,7 @@ def test_the_others_stay_open() -> None:
         assert can_connect(mine)
 
 
-def test_connections_that_stand_go_on() -> None:
+def test_open_connections_continue() -> None:
     before = _listeners.listening()
     with listener() as door, socket.create_connection(door.getsockname()) as client, door.accept()[0] as server:
         _listeners.close(_listeners.listening() - before)

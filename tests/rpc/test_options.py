@@ -23,7 +23,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_there_is_none_by_default() -> None:
+def test_default_secret_is_none() -> None:
     assert _options.config.rpc_secret_file is None  # type: ignore[attr-defined]
     assert read_secret(None) is None
 
@@ -74,7 +74,7 @@ def test_secret_of_other_type_is_refused(secret: Any) -> None:
         read_secret(secret)
 
 
-def test_the_error_does_not_show_it() -> None:
+def test_error_hides_secret() -> None:
     with pytest.raises(ValueError, match="bytes") as caught:
         read_secret("hunter2")
     assert "hunter2" not in str(caught.value)

@@ -187,7 +187,7 @@ def test_async_function_value_is_awaited(worker: rpc_ext.Session, gate: Gate) ->
     "test_rref_proxy_non_exist",
     "test_call_method_on_rref",
 )
-def test_methods_are_called_through_a_reference(worker: rpc_ext.Session) -> None:
+def test_methods_are_called_through_reference(worker: rpc_ext.Session) -> None:
     rref: Any = remote(ME, Adder, (7,))
     asynchronous, synchronous, referring = rref.rpc_async(), rref.rpc_sync(), rref.remote()
     assert asynchronous.add(1).wait(timeout=PATIENCE) == 8
@@ -352,7 +352,7 @@ class Waiting:
 
 
 @pytest.mark.slow
-def test_a_value_without_references_is_deleted(worker: rpc_ext.Session) -> None:
+def test_value_without_references_is_deleted(worker: rpc_ext.Session) -> None:
     for make in (lambda: RRef(Watched()), lambda: remote(ME, Watched), lambda: rpc_sync(ME, make_on, (ME, Watched))):
         rref: Any = make()
         assert rpc_sync(ME, is_a, (rref,)) == "Watched"

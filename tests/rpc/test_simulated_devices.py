@@ -32,14 +32,14 @@ def meeting(tmp_path: Path) -> Path:
 
 @on_each_schedule
 @pytest.mark.parametrize("scenario", device_calls.SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_no_schedule_shows_a_race(meeting: Path, scenario: Callable[[str], None], schedule: str) -> None:
+def test_no_schedule_shows_race(meeting: Path, scenario: Callable[[str], None], schedule: str) -> None:
     with calling(schedule, meeting) as me:
         scenario(me.name)
 
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_no_seed_shows_a_race(tmp_path: Path) -> None:
+def test_no_seed_shows_race(tmp_path: Path) -> None:
     scenarios = [s for s in device_calls.SCENARIOS if s is not device_calls.many_in_a_row]
     for seed in range(soak_count(100)):
         random.Random(seed).shuffle(scenarios)
@@ -76,7 +76,7 @@ def findings(scenario: Callable[[str], None], edge: str, meeting: Path) -> tuple
 
 
 @pytest.mark.parametrize("edge", ["copy.source_wait", "copy.done_record", "result.record", "wait.stream"])
-def test_a_missing_edge_is_found(meeting: Path, edge: str) -> None:
+def test_missing_edge_is_found(meeting: Path, edge: str) -> None:
     assert findings(device_calls.arguments_and_results, edge, meeting) == (True, True)
 
 

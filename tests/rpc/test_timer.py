@@ -111,7 +111,7 @@ def test_rescheduling_one_object_takes_little_room(timer: _Timer) -> None:
     thing.done.wait(timeout=PATIENCE)
 
 
-def test_futures_expire_unless_they_are_done() -> None:
+def test_pending_futures_expire() -> None:
     late: CUDAFuture[int] = CUDAFuture()
     done: CUDAFuture[int] = CUDAFuture()
     expire(done, 0.01, "too late")

@@ -98,7 +98,7 @@ def waits_in_the_callee(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @answers("test_callback_simple", "test_callback_chain", "test_future_done", "test_mark_future_twice")
-def test_a_call_completes_a_cuda_future() -> None:
+def test_call_completes_cuda_future() -> None:
     future = call(torch.add, ONES, 1)
     last = future
     for _ in range(20):
@@ -150,7 +150,7 @@ def test_callee_may_wait_for_own_chain() -> None:
 
 
 @answers("test_rref_get_future")
-def test_the_future_of_a_remote_reference() -> None:
+def test_remote_reference_has_future() -> None:
     reference = rpc.remote(ME, torch.add, args=(ONES, 1))
     assert CUDAFuture.from_torch(reference._get_future()).wait(timeout=60) is None
     assert torch.equal(reference.to_here(), ONES + 1)
@@ -166,7 +166,7 @@ def test_async_execution_takes_bridged_future(function: Any) -> None:
     assert torch.equal(rpc.remote(ME, function, args=(ONES, 2)).to_here(), ONES + 3)
 
 
-def test_many_calls_out_of_one() -> None:
+def test_one_call_makes_many() -> None:
     assert torch.equal(call(fan_out, ONES, 4).wait(timeout=60), ONES * 4 + 6)
 
 

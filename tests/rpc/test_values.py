@@ -62,7 +62,7 @@ class Boxed:
     ],
     ids=lambda v: type(v).__name__ + str(len(str(v))),
 )
-def test_values_arrive_as_they_are(value: Any) -> None:
+def test_values_arrive_unchanged(value: Any) -> None:
     returned = rpc_sync(ME, same, (value,))
     assert returned == value
     assert type(returned) is type(value)
@@ -70,7 +70,7 @@ def test_values_arrive_as_they_are(value: Any) -> None:
 
 
 @answers("test_py_tensors", "test_py_tensors_in_container", "test_py_nested_pickle", "test_async_add", "test_nonzero")
-def test_tensors_arrive_wherever_they_stand() -> None:
+def test_tensors_arrive_from_any_position() -> None:
     one = torch.randn(3, 4)
     array = np.arange(6.0).reshape(2, 3)
     sent = {"a": [one, (one + 1, {"b": one * 2})], "p": Point(one, array), "box": Boxed(one)}
@@ -210,7 +210,7 @@ def test_empty_tensor_arrives_with_any_offset(make: Callable[[], torch.Tensor]) 
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
-def test_a_quantized_tensor_without_elements_arrives() -> None:
+def test_quantized_tensor_without_elements_arrives() -> None:
     empty = torch.quantize_per_tensor(torch.empty(0, 5), 0.5, 1, torch.qint8)
     for tensor in (empty, empty[:, 4]):
         got = rpc_sync(ME, same, (tensor,))

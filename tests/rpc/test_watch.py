@@ -83,7 +83,7 @@ def test_service_drops_dead_client_despite_callback(tmp_path: Path) -> None:
     assert run_ranks(2, lose_a_client_while_blocked, *arguments, lost=[1])[0] == 0
 
 
-def test_a_watch_ends_with_rpc(tmp_path: Path) -> None:
+def test_watch_ends_with_rpc(tmp_path: Path) -> None:
     with alone(tmp_path / "store"):
         watched, cancelled = watch("me"), watch(0)
         assert cancelled.cancel()

@@ -155,7 +155,7 @@ def test_capture_allows_allocations_of_others() -> None:
         assert not error_of(allocate, "other")
 
 
-def test_an_unknown_mode_is_refused() -> None:
+def test_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="global, thread_local, relaxed"), sim.capture(mode="strict"):  # type: ignore[arg-type]
         pass
 

@@ -63,7 +63,7 @@ def test_threads_spend_time_side_by_side() -> None:
     assert now() == pytest.approx(1)
 
 
-def test_a_new_thread_starts_at_zero() -> None:
+def test_new_thread_starts_at_zero() -> None:
     sim.spend(ms=7)
     assert in_thread(now) == 0
 

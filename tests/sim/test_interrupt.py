@@ -98,7 +98,7 @@ def waiting(request: pytest.FixtureRequest, waiter: Child) -> Child:
     return waiter
 
 
-def test_ctrl_c_ends_a_wait(waiting: Child) -> None:
+def test_ctrl_c_ends_wait(waiting: Child) -> None:
     waiting.send(signal.SIGINT)
     assert waiting.hear() == "KeyboardInterrupt"
     waiting.say("go on")
@@ -112,7 +112,7 @@ def test_handler_error_leaves_wait_unchanged(waiting: Child) -> None:
     assert waiting.hear() == "found 4.0"
 
 
-def test_a_handler_may_open_the_hold(waiting: Child) -> None:
+def test_handler_may_open_hold(waiting: Child) -> None:
     waiting.send(signal.SIGUSR1)
     assert waiting.hear() == "returned"
     waiting.say("go on")

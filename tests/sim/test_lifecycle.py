@@ -27,7 +27,7 @@ EXITS = {
 
 
 @pytest.mark.parametrize("how", EXITS)
-def test_a_process_exits_with_work_queued(how: str) -> None:
+def test_process_exits_with_work_queued(how: str) -> None:
     for _ in range(soak_count(10)):
         code = f"""if True:
             import torch
@@ -54,7 +54,7 @@ def test_backward_forbids_later_enable() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_another_backend_has_the_place() -> None:
+def test_other_backend_is_refused() -> None:
     done = run_script("""if True:
         import torch
         from torch.utils.backend_registration import rename_privateuse1_backend

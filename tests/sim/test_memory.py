@@ -62,7 +62,7 @@ def test_allocation_waits_for_streams_before_failing() -> None:
     assert len(addresses) == 1  # there is room for one only
 
 
-def test_the_cache_can_be_emptied() -> None:
+def test_cache_can_be_emptied() -> None:
     x = torch.ones(1 << 20, device="sim")
     sim.synchronize()
     before = sim.statistics().reserved_bytes
@@ -72,7 +72,7 @@ def test_the_cache_can_be_emptied() -> None:
     assert torch.ones(1 << 20, device="sim").sum().item() == 1 << 20
 
 
-def test_an_empty_tensor_has_no_memory() -> None:
+def test_empty_tensor_has_no_memory() -> None:
     x = torch.empty(0, 3, device="sim")
     assert x.data_ptr() == 0
     assert x.sum().item() == 0
@@ -84,7 +84,7 @@ def test_storage_grows_and_keeps_content() -> None:
     assert x[:4].tolist() == [0, 1, 2, 3]
 
 
-def test_pinned_memory_says_so() -> None:
+def test_pinned_memory_reports_itself() -> None:
     assert not torch.ones(4).is_pinned()
     pinned = torch.arange(4.0).pin_memory()
     assert pinned.is_pinned()

@@ -37,7 +37,7 @@ def findings(scenario: Scenario, edge: str | None) -> tuple[list[sim.Report], Ex
 
 
 @pytest.mark.parametrize("edge", _C.sync_edges())
-def test_a_missing_edge_is_found(edge: str) -> None:
+def test_missing_edge_is_found(edge: str) -> None:
     assert edge in SCENARIOS, "a new edge needs a scenario that notices when it is missing"
     scenario = SCENARIOS[edge]
     assert findings(scenario, None) == ([], None)

@@ -407,7 +407,7 @@ def test_seed_repeats_numbers(draw: Callable[[], torch.Tensor]) -> None:
     assert drawn[0][0] != drawn[0][1]
 
 
-def test_a_generator_of_ones_own() -> None:
+def test_own_generator_works() -> None:
     one, other = torch.Generator("sim").manual_seed(1), torch.Generator("sim").manual_seed(1)
     assert torch.equal(torch.randn(5, device="sim", generator=one), torch.randn(5, device="sim", generator=other))
     with pytest.raises(RuntimeError, match="Expected a 'sim' device type for generator but found 'cpu'"):
@@ -559,7 +559,7 @@ def test_adam_steps_match_cpu(fused: bool) -> None:
     torch.testing.assert_close(weights[1], weights[0])
 
 
-def test_an_embedding_bag_and_its_gradient() -> None:
+def test_embedding_bag_and_gradient_match_cpu() -> None:
     bag = nn.EmbeddingBag(10, 3, mode="max")
     ours = copy.deepcopy(bag).to("sim")
     words = torch.tensor([[1, 2, 3], [4, 5, 1]])

@@ -84,7 +84,7 @@ def test_next_is_well():
     assert "the device is on fire" in out
 
 
-def test_races_that_were_taken_are_forgiven(run: Run) -> None:
+def test_taken_races_are_forgiven(run: Run) -> None:
     out = run("""
 @pytest.mark.sim
 def test_races():
@@ -146,7 +146,7 @@ def test_it(waits):
     assert "as it must" in out
 
 
-def test_a_broken_device_is_told_once(run: Run) -> None:
+def test_broken_device_is_reported_once(run: Run) -> None:
     out = run("""
 @pytest.mark.sim
 def test_it():
@@ -155,7 +155,7 @@ def test_it():
     assert "1 failed in" in out
 
 
-def test_the_stacks_begin_in_the_test(run: Run) -> None:
+def test_stacks_begin_in_test(run: Run) -> None:
     out = run("""
 @pytest.mark.sim
 def test_races():
@@ -177,7 +177,7 @@ def test_sometimes():
     assert f"seed {again[2]}" in run(tests, *again[1].split())
 
 
-def test_the_options_win_over_the_marker(run: Run) -> None:
+def test_options_win_over_marker(run: Run) -> None:
     out = run(
         """
 @pytest.mark.sim(schedule="free", seed=1)
@@ -205,7 +205,7 @@ def test_plain(one):
     assert "1 failed" in run(tests)
 
 
-def test_prepared_before_the_first_backward(run: Run) -> None:
+def test_plugin_prepares_before_first_backward(run: Run) -> None:
     out = run("""
 def test_backward():
     torch.ones(1, requires_grad=True).sum().backward()
@@ -219,7 +219,7 @@ def test_later():
     assert "2 passed" in out
 
 
-def test_the_marker_takes_keywords(run: Run) -> None:
+def test_marker_takes_keywords(run: Run) -> None:
     assert "takes keywords" in run("""
 @pytest.mark.sim(2)
 def test_it():

@@ -30,7 +30,7 @@ def current(device: str = "sim:0") -> torch.Stream:
     return torch.accelerator.current_stream(torch.device(device))
 
 
-def test_a_read_that_waits_for_nobody() -> None:
+def test_read_without_wait_is_race() -> None:
     x = fill(torch.Stream("sim:0"))
     x.sum()
     (report,) = reports()
@@ -39,7 +39,7 @@ def test_a_read_that_waits_for_nobody() -> None:
     assert report.later is not None
     assert "test_races.py" in report.earlier.stack[-1]
     assert "in fill" in report.earlier.stack[-1]
-    assert "in test_a_read_that_waits_for_nobody" in report.later.stack[-1]
+    assert "in test_read_without_wait_is_race" in report.later.stack[-1]
     assert "sim:0" in report.summary
 
 
@@ -68,7 +68,7 @@ def test_two_reads_are_no_race() -> None:
     assert a.item() == b.item() == 0
 
 
-def test_a_stream_that_waits_is_ordered() -> None:
+def test_waiting_stream_is_ordered() -> None:
     side = torch.Stream("sim:0")
     x = fill(side)
     current().wait_stream(side)
@@ -112,7 +112,7 @@ def test_order_passes_through_third_stream() -> None:
     assert x.sum().item() == 256
 
 
-def test_the_host_orders_streams_by_waiting() -> None:
+def test_host_orders_streams_by_waiting() -> None:
     side = torch.Stream("sim:0")
     x = fill(side)
     side.synchronize()
@@ -227,14 +227,14 @@ def test_reading_source_of_copy_is_no_race() -> None:
     assert x.sum().item() == 256
 
 
-def test_devices_are_told_apart() -> None:
+def test_devices_are_distinguished() -> None:
     x = torch.zeros(256, device="sim:0")
     y = x.to("sim:1")
     x.add_(1)
     assert y.sum().item() == 0
 
 
-def test_a_race_is_reported_once() -> None:
+def test_race_is_reported_once() -> None:
     x = fill(torch.Stream("sim:0"))
     for _ in range(5):
         x.sum()
@@ -247,7 +247,7 @@ def test_repeated_tensor_races_once() -> None:
     assert kinds() == ["race"]
 
 
-def test_the_error_shows_both_places() -> None:
+def test_error_shows_both_places() -> None:
     with pytest.raises(sim.RaceError) as caught, sim.detect_races():
         fill(torch.Stream("sim:0")).sum()
     assert str(caught.value).count("test_races.py") >= 2
@@ -262,7 +262,7 @@ def test_earlier_races_are_not_raised() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["free", "jitter", "lazy"])
-def test_every_schedule_finds_it(schedule: sim.Schedule) -> None:
+def test_every_schedule_finds_race(schedule: sim.Schedule) -> None:
     sim.enable(schedule=schedule, seed=3)
     fill(torch.Stream("sim:0")).sum()
     assert kinds() == ["race"]

@@ -26,7 +26,7 @@ def test_free_runs_at_once() -> None:
     assert event.query()
 
 
-def test_lazy_runs_nothing_until_somebody_waits() -> None:
+def test_lazy_runs_nothing_before_wait() -> None:
     sim.enable(schedule="lazy")
     before = count_executed()
     x = torch.ones(4, device="sim").add_(1)
@@ -48,7 +48,7 @@ def test_lazy_runs_only_awaited_work() -> None:
     assert count_executed() == before + 3
 
 
-def test_lazy_runs_what_that_depends_on() -> None:
+def test_lazy_runs_dependencies_of_awaited_work() -> None:
     sim.enable(schedule="lazy")
     first, second = torch.Stream("sim"), torch.Stream("sim")
     sim.sleep(1, first)
@@ -71,7 +71,7 @@ def test_lazy_reader_without_wait_sees_nan() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_polling_comes_to_an_end(schedule: sim.Schedule) -> None:
+def test_polling_ends(schedule: sim.Schedule) -> None:
     sim.enable(schedule=schedule, seed=11)
     side = torch.Stream("sim")
     for _ in range(20):

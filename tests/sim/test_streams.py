@@ -16,7 +16,7 @@ def current() -> torch.Stream:
     return torch.accelerator.current_stream()
 
 
-def test_torch_knows_the_devices() -> None:
+def test_torch_knows_devices() -> None:
     assert torch.accelerator.current_accelerator() == torch.device("sim")
     assert torch.accelerator.device_count() == 2
     assert torch.accelerator.is_available()
@@ -99,7 +99,7 @@ def test_dropped_hold_opens() -> None:
     assert current().query()
 
 
-def test_a_hold_may_be_opened_twice() -> None:
+def test_hold_may_be_opened_twice() -> None:
     held = sim.hold()
     held.open()
     held.open()
@@ -107,7 +107,7 @@ def test_a_hold_may_be_opened_twice() -> None:
     assert current().query()
 
 
-def test_work_that_fails_breaks_its_device() -> None:
+def test_failing_work_breaks_its_device() -> None:
     sim.fail("the memory has a broken bit")
     for _ in range(2):
         with pytest.raises(sim.DeviceError, match="broken bit"):
@@ -163,7 +163,7 @@ def test_nonsense_is_refused() -> None:
     sim.enable()
 
 
-def test_starting_afresh_forgets_what_was_queued() -> None:
+def test_restart_drops_queued_work() -> None:
     held = sim.hold()
     x = torch.ones(4, device="sim")
     x.add_(1)

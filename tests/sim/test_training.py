@@ -56,7 +56,7 @@ def test_losses_match_cpu(schedule: sim.Schedule, optimizer: type[torch.optim.Op
 
 
 @pytest.mark.sim(devices=2, schedule="lazy")
-def test_a_model_over_two_devices() -> None:
+def test_model_trains_over_two_devices() -> None:
     torch.manual_seed(0)
     first, second = nn.Linear(8, 8), nn.Linear(8, 1)
     x = torch.randn(4, 8)

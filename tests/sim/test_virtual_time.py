@@ -48,7 +48,7 @@ def test_work_on_two_streams_overlaps() -> None:
     assert measure(work) == pytest.approx(2)
 
 
-def test_a_stream_that_waits_begins_later() -> None:
+def test_waiting_stream_begins_later() -> None:
     def work() -> None:
         side = torch.Stream("sim:0")
         sim.sleep(ms=1)

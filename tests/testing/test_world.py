@@ -65,11 +65,11 @@ def test_processes_serve_several_worlds(world: World) -> None:
 
 @pytest.mark.world(1)
 class TestTheClosestMarkerGivesTheSize:
-    def test_of_the_class(self, world: World) -> None:
+    def test_of_class(self, world: World) -> None:
         assert (world.size, world.run(dist.get_world_size)) == (1, [1])
 
     @pytest.mark.world(3)
-    def test_of_the_function(self, world: World) -> None:
+    def test_of_function(self, world: World) -> None:
         assert (world.size, world.run(dist.get_world_size)) == (3, [3, 3, 3])
 
 
@@ -97,7 +97,7 @@ def test_failures_keep_traceback_and_type(world: World) -> None:
 
 
 @pytest.mark.world(2)
-def test_the_others_fail_with_the_first(world: World) -> None:
+def test_other_ranks_fail_with_first(world: World) -> None:
     def wait_for_the_other() -> None:
         if dist.get_rank() == 1:
             raise OwnError
@@ -167,7 +167,7 @@ def test_ended_rank_reports_its_status(world: World, end: object, says: str) -> 
 
 
 @pytest.mark.world(1)
-def test_a_crash_shows_where_it_was(world: World) -> None:
+def test_crash_shows_its_place(world: World) -> None:
     def crash() -> None:
         import faulthandler
 
@@ -234,7 +234,7 @@ def test_unpicklable_result_fails_function(world: World) -> None:
     assert world.run(dist.get_rank) == [0, 1]
 
 
-def test_a_world_has_a_rank() -> None:
+def test_world_has_rank() -> None:
     with pytest.raises(ValueError, match="1 rank or more"):
         World(0)
 
@@ -269,7 +269,7 @@ def test_has_no_marker(world):
 """
 
 
-def test_another_project_uses_it(tmp_path: Path) -> None:
+def test_other_project_uses_world(tmp_path: Path) -> None:
     (tmp_path / "test_outside.py").write_text(OUTSIDE)
     command = [sys.executable, "-m", "pytest", "-p", "cudafuture.testing.plugin", "-p", "no:cacheprovider", "-rA"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
@@ -281,7 +281,7 @@ def test_another_project_uses_it(tmp_path: Path) -> None:
     assert "@pytest.mark.world(2)" in run.stdout
 
 
-def test_the_example_passes(tmp_path: Path) -> None:
+def test_example_passes(tmp_path: Path) -> None:
     example = Path(__file__).resolve().parents[2] / "examples" / "test_ring.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "cudafuture.testing.plugin", "-p", "no:cacheprovider"]
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -73,13 +73,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_grou
 
 
 @pytest.mark.parametrize("file", CASES, ids=lambda f: f.stem)
-def test_mypy_says_what_the_file_expects(file: Path, messages: dict[str, Lines]) -> None:
+def test_mypy_output_matches_expectations(file: Path, messages: dict[str, Lines]) -> None:
     wanted = read_expected(file)
     assert wanted, "a file of cases expects something"
     assert disagreements(messages[file.name], wanted) == []
 
 
-def test_a_wrong_expectation_is_found_out(tmp_path: Path) -> None:
+def test_wrong_expectation_is_found(tmp_path: Path) -> None:
     case = tmp_path / "doctored_types.py"
     case.write_text(
         "from cudafuture import CUDAFuture\n"
