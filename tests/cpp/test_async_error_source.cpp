@@ -146,7 +146,7 @@ TEST_CASE_FIXTURE(Rules, "an error that the source finds in confirm() is reporte
   CHECK(future->late_error() != nullptr);
 }
 
-TEST_CASE_FIXTURE(Rules, "a future that inherits the sources of others reports the failure of any of them") {
+TEST_CASE_FIXTURE(Rules, "a future that inherits several sources reports any failure") {
   Engine first;
   Engine second;
   const FuturePtr parents[] = {of(first), of(second)};
@@ -191,7 +191,7 @@ TEST_CASE_FIXTURE(Rules, "a source that is added to a done future is ignored") {
   CHECK(engine.queries == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "a when_ready callback runs when the engine reports an error before the device finishes") {
+TEST_CASE_FIXTURE(Rules, "a when_ready callback runs on an error before device completion") {
   const FreshAccelerator fresh;
   Accelerator::get().launch(stream(0, 0));
   // A source that reports the error at the second query, when the callback is watched.

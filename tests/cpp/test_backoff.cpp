@@ -22,7 +22,7 @@ TEST_CASE("pauses grow from the first to the longest, and reset() starts again")
   CHECK(backoff.next() == 5us);
 }
 
-TEST_CASE("a first pause of zero grows, and the longest pause is never shorter than the first") {
+TEST_CASE("a first pause of zero grows up to the longest pause") {
   Backoff none(0us, 1us);
   CHECK(none.next() == 0us);
   CHECK(none.next() > 0us);
@@ -31,7 +31,7 @@ TEST_CASE("a first pause of zero grows, and the longest pause is never shorter t
   CHECK(fixed.next() == 7us);
 }
 
-TEST_CASE("each pause is at most a sixteenth of the elapsed time, or the longest pause") {
+TEST_CASE("each pause is at most a sixteenth of the elapsed time") {
   constexpr auto kFirst = 5us;
   constexpr auto kLongest = 5000us;
   Backoff backoff(kFirst, kLongest);

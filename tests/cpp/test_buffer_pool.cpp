@@ -30,7 +30,7 @@ bool is_aligned(const c10::DataPtr& memory) { return reinterpret_cast<std::uintp
 
 }  // namespace
 
-TEST_CASE("storage buffer pool: an exhausted pool allocates aligned memory outside the pool, and counts the bytes") {
+TEST_CASE("storage buffer pool: an exhausted pool allocates aligned memory outside and counts it") {
   const auto pool = make_pool();
   BufferPoolAllocator allocator(pool);
   c10::DataPtr most = allocator.allocate(3 * kPage - 10);

@@ -60,7 +60,7 @@ struct Probe final : Continuation {
 
 TEST_SUITE_BEGIN("callback_thread");
 
-TEST_CASE_FIXTURE(Rules, "callbacks of futures that engines complete run in order on the callback thread") {
+TEST_CASE_FIXTURE(Rules, "callbacks of engine futures run in order on the callback thread") {
   constexpr int kFutures = 100;
   std::vector<int> order;
   std::vector<std::thread::id> threads;
@@ -92,7 +92,7 @@ TEST_CASE_FIXTURE(Rules, "callbacks_run() counts the callbacks") {
   CHECK(thread.callbacks_run() == 5);
 }
 
-TEST_CASE_FIXTURE(Rules, "an object that is dropped outside the runtime is destroyed on the callback thread") {
+TEST_CASE_FIXTURE(Rules, "an object dropped outside the runtime dies on the callback thread") {
   std::thread::id destroyed_in;
   bool inside = false;
   const auto note_destruction = [&] {
@@ -168,8 +168,7 @@ TEST_CASE_FIXTURE(Rules, "help() in a callback runs the awaited callback behind 
   CHECK(order == std::vector{1, 2, 3});
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "help() returns when an engine completes the future, and releases the runtime's lock meanwhile") {
+TEST_CASE_FIXTURE(Rules, "help() returns when an engine completes the future") {
   CallbackThread& thread = CallbackThread::get();
   const FuturePtr awaited = pending();
   Signal helping;
@@ -221,7 +220,7 @@ TEST_CASE_FIXTURE(Rules, "help() returns at once if the future is done") {
   CHECK(order == std::vector{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "nested help() of the callback thread stops at a maximum depth, and all callbacks still run") {
+TEST_CASE_FIXTURE(Rules, "nested help() on the callback thread stops at a maximum depth") {
   constexpr int kMany = 300;
   CallbackThread& thread = CallbackThread::get();
   const FuturePtr awaited = pending();
@@ -245,9 +244,7 @@ TEST_CASE_FIXTURE(Rules, "nested help() of the callback thread stops at a maximu
   CHECK(deepest <= 100);
 }
 
-TEST_CASE_FIXTURE(
-    Rules,
-    "stop() runs posted callbacks; later ones are abandoned if posted inside the runtime, and leaked otherwise") {
+TEST_CASE_FIXTURE(Rules, "stop() runs posted callbacks and refuses later ones") {
   CallbackThread thread;
   Leaked leaked;
   int ran = 0;
@@ -297,8 +294,7 @@ TEST_CASE_FIXTURE(Rules, "stop() ends a help() whose future never completes") {
   thread->stop();
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "no continuation is abandoned after stop() returns, for any interleaving of posts and stop()") {
+TEST_CASE_FIXTURE(Rules, "no continuation is abandoned after stop() returns") {
   // Never freed: a thread that starts too late would still use them, and its CallbackThread could not be destroyed.
   static auto* const rounds = new std::vector<std::unique_ptr<Round>>;
   static auto* const probes = new std::vector<std::unique_ptr<Probe>>;
@@ -322,7 +318,7 @@ TEST_CASE_FIXTURE(Rules,
   CHECK(Probe::late == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "if the runtime is finalizing, posted callbacks are leaked and the thread ends") {
+TEST_CASE_FIXTURE(Rules, "a finalizing runtime leaks posted callbacks and ends the thread") {
   CallbackThread thread;
   Leaked leaked;
   Runtime::set_finalizing(true);

@@ -29,7 +29,7 @@ class WithoutNumbers {
 
 TEST_SUITE_BEGIN("capture");
 
-TEST_CASE_FIXTURE(DeviceRules, "capture_of() returns the number of a stream's capture, and 0 outside of captures") {
+TEST_CASE_FIXTURE(DeviceRules, "capture_of() returns the capture number of a stream, or 0") {
   accelerator.capture(stream(1, 3), 7);
   accelerator.capture(stream(0, 3), 8);
   CHECK(capture_of(stream(1, 3)) == 7);

@@ -67,7 +67,7 @@ struct Chain {
 
 TEST_SUITE_BEGIN("chain");
 
-TEST_CASE_FIXTURE(Rules, "a chain of a million links completes and is freed in constant stack") {
+TEST_CASE_FIXTURE(Rules, "a million links complete and are freed in constant stack") {
   on_small_stack([] {
     Chain chain(kLinks);
     CHECK(chain.first->complete(Value::of_native(0)));
@@ -77,7 +77,7 @@ TEST_CASE_FIXTURE(Rules, "a chain of a million links completes and is freed in c
   CHECK(links_alive == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "a pending chain of a million links is dropped inside the runtime in constant stack") {
+TEST_CASE_FIXTURE(Rules, "a million pending links are dropped in constant stack") {
   on_small_stack([] {
     Inside inside;
     Chain chain(kLinks);
@@ -87,7 +87,7 @@ TEST_CASE_FIXTURE(Rules, "a pending chain of a million links is dropped inside t
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "a pending chain that an engine's thread drops is destroyed on the callback thread") {
+TEST_CASE_FIXTURE(Rules, "a pending chain dropped by an engine dies on the callback thread") {
   on_small_stack([] {
     EngineThread engine;
     Chain chain(kFewer);
@@ -96,7 +96,7 @@ TEST_CASE_FIXTURE(Rules, "a pending chain that an engine's thread drops is destr
   CHECK(links_alive == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "a pending chain whose first future is dropped fails link by link in constant stack") {
+TEST_CASE_FIXTURE(Rules, "a chain whose first future is dropped fails in constant stack") {
   on_small_stack([] {
     Inside inside;
     Chain chain(kFewer, Continuation::none, true);
@@ -106,7 +106,7 @@ TEST_CASE_FIXTURE(Rules, "a pending chain whose first future is dropped fails li
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "a chain of foreign callbacks whose first future an engine completes runs to the end") {
+TEST_CASE_FIXTURE(Rules, "an engine completes a chain of foreign callbacks to the end") {
   FuturePtr last;
   on_engine_thread([&] {
     Chain chain(kFewer, Continuation::foreign);
@@ -127,7 +127,7 @@ TEST_CASE_FIXTURE(Rules, "a chain of when_ready callbacks completes in constant 
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "a chain of objects and futures that own one another is destroyed in constant stack") {
+TEST_CASE_FIXTURE(Rules, "mutually owning objects and futures are destroyed in constant stack") {
   on_small_stack([] {
     Inside inside;
     FuturePtr owner = completed();

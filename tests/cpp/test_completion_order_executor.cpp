@@ -48,7 +48,7 @@ TEST_CASE_FIXTURE(Rules, "callbacks run in the order in which their futures comp
   CHECK(order == shuffled);
 }
 
-TEST_CASE_FIXTURE(Rules, "callbacks that block the callback thread or another executor do not delay this executor") {
+TEST_CASE_FIXTURE(Rules, "blocking callbacks on other executors do not delay this executor") {
   CompletionOrderExecutor& serial = new_serial("serial");
   CompletionOrderExecutor& other = new_serial("other");
   Signal go_on;
@@ -61,8 +61,7 @@ TEST_CASE_FIXTURE(Rules, "callbacks that block the callback thread or another ex
   for (Executor* const executor : blocked) settle(*executor);
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "callbacks that many threads attach run one at a time, and current() returns no serial queue") {
+TEST_CASE_FIXTURE(Rules, "callbacks of many threads run singly outside serial queues") {
   CompletionOrderExecutor& serial = new_serial("serial");
   int running = 0;
   int count = 0;

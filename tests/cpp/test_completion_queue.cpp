@@ -40,7 +40,7 @@ TEST_CASE_FIXTURE(Rules, "callbacks of a future run in attachment order") {
   CHECK_FALSE(CompletionQueue::current().draining());
 }
 
-TEST_CASE_FIXTURE(Rules, "callbacks of a future completed inside a callback are queued and run later") {
+TEST_CASE_FIXTURE(Rules, "callbacks of a future completed in a callback run later") {
   const FuturePtr outer = pending();
   const FuturePtr inner = pending();
   Order order;
@@ -56,7 +56,7 @@ TEST_CASE_FIXTURE(Rules, "callbacks of a future completed inside a callback are 
   CHECK(order == Order{1, 2, 3, 4});
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback attached to a done future inside a callback runs after that callback returns") {
+TEST_CASE_FIXTURE(Rules, "a callback attached to a done future waits for the current one") {
   const FuturePtr done = completed();
   Order order;
   done->attach(call([&](Future& self) {
@@ -66,8 +66,7 @@ TEST_CASE_FIXTURE(Rules, "a callback attached to a done future inside a callback
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "a foreign callback runs inside the runtime if a native callback completes its future inside it") {
+TEST_CASE_FIXTURE(Rules, "a foreign callback behind a native one runs inside the runtime") {
   const FuturePtr outer = pending();
   const FuturePtr inner = pending();
   Signal ran;
@@ -121,8 +120,7 @@ TEST_CASE_FIXTURE(Rules, "an executor receives callbacks in attachment order, wi
   CHECK(order == Order{0, 1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "a callback runs on the executor that it names, and the future's default executor is not used") {
+TEST_CASE_FIXTURE(Rules, "a callback runs on its own executor, not the future's") {
   HoldingExecutor by_default;
   HoldingExecutor named;
   Order order;
@@ -160,7 +158,7 @@ TEST_CASE_FIXTURE(Rules, "an executor enrols a callback at attachment, before th
   CHECK(executor.calls == Calls{"enrol", "post", "enrol", "post"});
 }
 
-TEST_CASE_FIXTURE(Rules, "a foreign callback runs in the completing thread if that thread is inside the runtime") {
+TEST_CASE_FIXTURE(Rules, "a foreign callback runs in the thread inside the runtime") {
   const FuturePtr future = pending();
   std::thread::id ran_in;
   future->attach(call_inside([&](Future&) { ran_in = std::this_thread::get_id(); }));
@@ -169,8 +167,7 @@ TEST_CASE_FIXTURE(Rules, "a foreign callback runs in the completing thread if th
   CHECK(ran_in == std::this_thread::get_id());
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "a foreign callback runs on the callback thread if the completing thread is outside the runtime") {
+TEST_CASE_FIXTURE(Rules, "a foreign callback leaves a thread outside the runtime") {
   for (Executor* executor : {static_cast<Executor*>(nullptr), static_cast<Executor*>(&InlineExecutor::get())}) {
     const FuturePtr future = pending();
     Signal ran;
@@ -187,8 +184,7 @@ TEST_CASE_FIXTURE(Rules,
   }
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "the inline executor runs callbacks in the posting thread, in the order in which they were posted") {
+TEST_CASE_FIXTURE(Rules, "the inline executor runs callbacks in posting order") {
   Order order;
   const auto post = [&](int i, Callback::Run then = {}) {
     Callback* c = call([&order, i, then](Future& parent) {
@@ -205,7 +201,7 @@ TEST_CASE_FIXTURE(Rules,
   CHECK(order == Order{1, 2, 3});
 }
 
-TEST_CASE_FIXTURE(Rules, "help() runs queued callbacks until the awaited future is done, and no further ones") {
+TEST_CASE_FIXTURE(Rules, "help() runs queued callbacks until the future is done") {
   const FuturePtr trigger = pending();
   const FuturePtr awaited = pending();
   Order order;
@@ -225,7 +221,7 @@ TEST_CASE_FIXTURE(Rules, "help() runs queued callbacks until the awaited future 
   CHECK(order == Order{1, 2, 3, 4, 5});
 }
 
-TEST_CASE_FIXTURE(Rules, "help() returns at once if the queue is empty or the future is done") {
+TEST_CASE_FIXTURE(Rules, "help() returns at once without callbacks or on a done future") {
   const FuturePtr never = pending();
   CompletionQueue::current().help(*never);
   int ran = 0;

@@ -63,7 +63,7 @@ TEST_CASE_FIXTURE(Rules, "a context carries grad mode, forward grad mode and inf
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "a context without inference mode leaves it for the scope, and restores it") {
+TEST_CASE_FIXTURE(Rules, "a context without inference mode leaves it for the scope") {
   const CallerContext context = CallerContext::capture();
   in_new_thread([&] {
     const c10::InferenceMode mode(true);
@@ -78,8 +78,7 @@ TEST_CASE_FIXTURE(Rules, "a context without inference mode leaves it for the sco
   });
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "a context carries autocast, its dtype and its cache flag, and restores them after the scope") {
+TEST_CASE_FIXTURE(Rules, "a context carries and restores autocast, dtype and cache flag") {
   CallerContext context;
   in_new_thread([&] {
     at::autocast::set_autocast_enabled(kCpu, true);

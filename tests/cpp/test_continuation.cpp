@@ -33,14 +33,14 @@ TEST_CASE_FIXTURE(Rules, "a continuation runs once, with its parent done, for ea
   CHECK(seen.size() == 1);
 }
 
-TEST_CASE_FIXTURE(Rules, "a continuation of a done future runs at once in the attaching thread") {
+TEST_CASE_FIXTURE(Rules, "a continuation of a done future runs in the attaching thread") {
   const FuturePtr future = completed();
   std::thread::id ran_in;
   future->attach(call([&](Future&) { ran_in = std::this_thread::get_id(); }));
   CHECK(ran_in == std::this_thread::get_id());
 }
 
-TEST_CASE_FIXTURE(Rules, "the caller owns a detached continuation, and the other continuations keep their order") {
+TEST_CASE_FIXTURE(Rules, "the caller owns a detached continuation, and others keep order") {
   const FuturePtr future = pending();
   std::vector<int> ran;
   Callback* callbacks[5];
@@ -76,8 +76,7 @@ TEST_CASE_FIXTURE(Rules, "detach_if() detaches the first continuation that match
   one->abandon();
 }
 
-TEST_CASE_FIXTURE(
-    Rules, "continuations of a future that is destroyed while pending are abandoned in order, inside the runtime") {
+TEST_CASE_FIXTURE(Rules, "a destroyed pending future abandons its continuations in order") {
   FuturePtr future = pending();
   std::vector<int> abandoned;
   bool all_inside = true;

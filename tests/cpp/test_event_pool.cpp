@@ -47,7 +47,7 @@ TEST_CASE_FIXTURE(DeviceRules, "events of one device are not reused on another")
   CHECK(elsewhere->device() == device(1));
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "a query of a reused event returns the state of the new recording") {
+TEST_CASE_FIXTURE(DeviceRules, "a query of a reused event returns the new state") {
   accelerator.launch(stream(0, 1));
   DeviceEvent::record(stream(0, 1));  // released before the device reaches it
   const DeviceEventPtr again = DeviceEvent::record(stream(0, 2));
@@ -64,8 +64,7 @@ TEST_CASE_FIXTURE(DeviceRules, "events are created, recorded and queried with th
   CHECK(c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).getDevice() == device(0));
 }
 
-TEST_CASE_FIXTURE(DeviceRules,
-                  "the pool keeps a bounded number of events, and destroys the others with their own device current") {
+TEST_CASE_FIXTURE(DeviceRules, "the pool bounds its events and destroys the others") {
   constexpr std::size_t kMany = 1500;  // more than the pool keeps
   const int alive_before = accelerator.events_alive();
   const auto before = EventPool::get().statistics();
@@ -84,8 +83,7 @@ TEST_CASE_FIXTURE(DeviceRules,
   CHECK(accelerator.events_alive() == alive_before + static_cast<int>(after.idle) - static_cast<int>(before.idle));
 }
 
-TEST_CASE_FIXTURE(DeviceRules,
-                  "the pool keeps the events of a lost device, and reuses them when the device works again") {
+TEST_CASE_FIXTURE(DeviceRules, "the pool keeps and reuses the events of a lost device") {
   constexpr std::size_t kMany = 1500;
   std::vector<DeviceEventPtr> held;
   for (std::size_t i = 0; i < kMany; ++i) held.push_back(DeviceEvent::record(stream(2, 0)));
@@ -100,9 +98,7 @@ TEST_CASE_FIXTURE(DeviceRules,
   CHECK(accelerator.events_alive() == alive);
 }
 
-TEST_CASE_FIXTURE(DeviceRules,
-                  "if the recording of a reused event fails, the event is destroyed with its own device current, and "
-                  "the error is thrown") {
+TEST_CASE_FIXTURE(DeviceRules, "a reused event whose recording fails is destroyed on its device") {
   DeviceEvent::record(stream(1, 0));  // an idle event to reuse
   accelerator.fail_recordings(device(1));
   const int alive = accelerator.events_alive();
@@ -113,8 +109,7 @@ TEST_CASE_FIXTURE(DeviceRules,
   CHECK(accelerator.events_alive() == alive - 1);
 }
 
-TEST_CASE_FIXTURE(DeviceRules,
-                  "if the recording of a new event fails, the event is destroyed with its own device current") {
+TEST_CASE_FIXTURE(DeviceRules, "a new event whose recording fails is destroyed on its device") {
   std::vector<DeviceEventPtr> all_idle;
   while (accelerator.notes(Call::make).empty()) all_idle.push_back(DeviceEvent::record(stream(1, 0)));
   accelerator.fail_recordings(device(1));
@@ -124,7 +119,7 @@ TEST_CASE_FIXTURE(DeviceRules,
   CHECK(destroyed.front().current == 1);
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "if one of several devices fails, the events of the others return to the pool") {
+TEST_CASE_FIXTURE(DeviceRules, "the events of healthy devices return to the pool") {
   const auto idle = [] { return EventPool::get().statistics().idle; };
   DeviceEvent::record(stream(0, 0));
   const auto before = idle();
@@ -135,7 +130,7 @@ TEST_CASE_FIXTURE(DeviceRules, "if one of several devices fails, the events of t
   CHECK(c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).getDevice() == device(0));
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "threads record and drop events at the same time, and no event has two owners") {
+TEST_CASE_FIXTURE(DeviceRules, "concurrent threads never share an event") {
   constexpr int kThreads = 6;
   together(kThreads, [&](int thread) {
     for (int i = 0; i < 300; ++i) {

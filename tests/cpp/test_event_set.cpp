@@ -38,8 +38,7 @@ TEST_CASE_FIXTURE(DeviceRules, "an empty set has finished and orders nothing") {
   CHECK(accelerator.notes(Call::block).empty());
 }
 
-TEST_CASE_FIXTURE(DeviceRules,
-                  "record() records one event per device, on this thread's current stream, with the device current") {
+TEST_CASE_FIXTURE(DeviceRules, "record() records one event on each device's current stream") {
   const StreamScope scope({stream(0, 7), stream(2, 9)});
   const EventSet set = EventSet::record({device(2), device(0), device(1)});
   CHECK(set.devices() == Devices{device(2), device(0), device(1)});
@@ -151,8 +150,7 @@ TEST_CASE_FIXTURE(DeviceRules, "join() keeps the events of sets that share no de
   CHECK(accelerator.notes(Call::block).empty());
 }
 
-TEST_CASE_FIXTURE(DeviceRules,
-                  "join() merges the events of one device into one event, on a pool stream with the priority") {
+TEST_CASE_FIXTURE(DeviceRules, "join() merges a device's events on a pool stream") {
   const EventSet one = busy_on(stream(1, 1));
   const EventSet two = busy_on(stream(1, 2));
   const EventSet three = busy_on(stream(1, 3));
@@ -185,7 +183,7 @@ TEST_SUITE_END();
 
 TEST_SUITE_BEGIN("future and devices");
 
-TEST_CASE_FIXTURE(DeviceRules, "devices() returns the bounding set, or the devices of the events if there is none") {
+TEST_CASE_FIXTURE(DeviceRules, "devices() returns the bounding set, or the devices of events") {
   const FuturePtr free = completed(EventSet::record({device(1), device(2)}));
   CHECK(free->devices() == Devices{device(1), device(2)});
   const FuturePtr bounded = pending();
@@ -214,7 +212,7 @@ TEST_CASE_FIXTURE(DeviceRules, "a completed future's device work may be unfinish
   CHECK(completed()->device_work_finished());
 }
 
-TEST_CASE_FIXTURE(DeviceRules, "a device failure sets a late error, and the device work counts as finished") {
+TEST_CASE_FIXTURE(DeviceRules, "a device failure sets a late error and finishes the work") {
   const FuturePtr future = completed(busy_on(stream(0, 1)));
   accelerator.fail_queries(device(0));
   CHECK(future->device_work_finished());
@@ -250,8 +248,7 @@ TEST_CASE_FIXTURE(DeviceRules, "order_current_streams() records the use of stora
   CHECK(used[1].stream == 4);
 }
 
-TEST_CASE_FIXTURE(DeviceRules,
-                  "order_current_streams() records no use if the future holds the memory, but orders the streams") {
+TEST_CASE_FIXTURE(DeviceRules, "order_current_streams() orders held memory without recording a use") {
   const FuturePtr future = c10::make_intrusive<Future>(0, Lifetime::hold);
   future->complete({}, EventSet::record(device(0)));
   order_current_streams(*future, {tensor_on(device(0))});

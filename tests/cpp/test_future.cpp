@@ -50,7 +50,7 @@ std::vector<std::string> unseen;
 
 TEST_SUITE_BEGIN("future");
 
-TEST_CASE_FIXTURE(Rules, "a new future is pending and has no value, name, devices or executor") {
+TEST_CASE_FIXTURE(Rules, "a new future is pending and has no properties") {
   const FuturePtr future = pending(-1);
   CHECK(future->state() == State::pending);
   CHECK_FALSE(future->done());
@@ -232,8 +232,7 @@ TEST_CASE_FIXTURE(Rules, "cancel() fails if the producer starts the future in it
   CHECK(future->complete({}));
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "finished() of the producer is called once, without the future's lock, and the producer is dropped") {
+TEST_CASE_FIXTURE(Rules, "the producer's finished() is called once, without the lock") {
   const FuturePtr future = pending();
   auto producer = std::make_shared<CountingProducer>();
   const std::weak_ptr<CountingProducer> alive = producer;
@@ -298,8 +297,7 @@ TEST_CASE_FIXTURE(Rules, "clear() drops callbacks, producer and objects, and rep
   set_unseen_failure_hook(nullptr);
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "visit() reports every reference that a future owns, and stops if the visitor returns non-zero") {
+TEST_CASE_FIXTURE(Rules, "visit() reports every owned reference until the visitor stops") {
   Inside inside;
   const FuturePtr future = pending();
   const auto producer = std::make_shared<CountingProducer>();
@@ -340,7 +338,7 @@ TEST_CASE_FIXTURE(Rules,
   CHECK(seen == outcome);  // the callback has run, and the producer was dropped
 }
 
-TEST_CASE_FIXTURE(Rules, "an unseen failure is reported once, with the future's name, when the future is destroyed") {
+TEST_CASE_FIXTURE(Rules, "a destroyed future reports its unseen failure once") {
   set_unseen_failure_hook([](const Future& future, Value&& value, Foreign&&) {
     CHECK(value.error != nullptr);
     unseen.push_back(future.name());
@@ -382,7 +380,7 @@ TEST_CASE_FIXTURE(Rules, "a future keeps its first late error") {
   CHECK(future->state() == State::completed);
 }
 
-TEST_CASE_FIXTURE(Rules, "the trace hook is called at creation and at the end, without the future's lock") {
+TEST_CASE_FIXTURE(Rules, "the trace hook is called at creation and end, without the lock") {
   traced.clear();
   trace_hook = [](TraceEvent event, const Future& future) {
     traced.push_back(event);

@@ -27,14 +27,14 @@ struct ThreadClock {
 
 TEST_SUITE_BEGIN("host clock");
 
-TEST_CASE_FIXTURE(Rules, "without a clock the host time is zero and joining a time has no effect") {
+TEST_CASE_FIXTURE(Rules, "without a clock the host time is always zero") {
   CHECK(host_time().generation == 0);
   CHECK(completed()->completed_at().generation == 0);
   join_host_time({5, 1});
   CHECK(host_time().seconds == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "a future's completion time is its thread's time, but not before the future's creation") {
+TEST_CASE_FIXTURE(Rules, "a completion time is its thread's, but not before creation") {
   const ThreadClock clock;
   seconds_of_thread = 2;
   const FuturePtr future = pending();
@@ -47,7 +47,7 @@ TEST_CASE_FIXTURE(Rules, "a future's completion time is its thread's time, but n
   CHECK(created_later->completed_at().seconds == 3);
 }
 
-TEST_CASE_FIXTURE(Rules, "a future that inherits the time of others completes no earlier than they do") {
+TEST_CASE_FIXTURE(Rules, "a future completes no earlier than the futures it inherits from") {
   const ThreadClock clock;
   const FuturePtr whole = pending();
   seconds_of_thread = 7;

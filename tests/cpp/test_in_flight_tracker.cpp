@@ -12,7 +12,7 @@ using namespace cudafuture;
 using namespace cudafuture::fake;
 using namespace cudafuture::store;
 
-TEST_CASE("in-flight tracker: a flush reports the failures of earlier calls that no earlier flush has reported") {
+TEST_CASE("in-flight tracker: a flush reports earlier failures that no flush has reported") {
   InFlightTracker tracker;
   const auto begin = [&] {
     const auto call = std::make_shared<Call>();

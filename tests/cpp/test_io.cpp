@@ -75,7 +75,7 @@ void wait_for(const Transfer& transfer) { transfer.future->wait_until(nullptr); 
 
 }  // namespace
 
-TEST_CASE("storage: threads read back their own writes despite EAGAIN, EINTR, short and late results") {
+TEST_CASE("storage: threads read back their writes despite EAGAIN, EINTR and short results") {
   for (const BackendKind backend : backends()) {
     for (const Direct direct : {Direct::automatic, Direct::no}) {
       Engine::Options options = small(backend);
@@ -139,7 +139,7 @@ TEST_CASE("storage: a failed block fails only its own operation") {
   }
 }
 
-TEST_CASE("storage: the engine does not access an operation's memory after its future is done") {
+TEST_CASE("storage: the engine leaves memory alone after the future is done") {
   for (const BackendKind backend : backends()) {
     Engine::Options options = small(backend);
     options.faults = FaultRates{1, 0, 0, 0, 0, 0, 0, true};

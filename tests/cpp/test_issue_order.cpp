@@ -46,7 +46,7 @@ TEST_CASE_FIXTURE(Rules, "the program may issue when no callback is pending") {
   CHECK(may_issue());
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback may issue when all callbacks that were attached before it have run") {
+TEST_CASE_FIXTURE(Rules, "a callback may issue after all callbacks attached before it") {
   const IssueOrder::Position first = order().enter();
   const IssueOrder::Position second = order().enter();
   CHECK(may_issue_at(first));
@@ -56,7 +56,7 @@ TEST_CASE_FIXTURE(Rules, "a callback may issue when all callbacks that were atta
   order().leave(second);
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback waits for the callbacks that it has attached, and they do not wait for it") {
+TEST_CASE_FIXTURE(Rules, "a callback waits for its own attachments, and not vice versa") {
   const IssueOrder::Position outer = order().enter();
   const IssueOrder::Position behind = order().enter();
   IssueOrder::Position inner;
@@ -88,7 +88,7 @@ TEST_CASE_FIXTURE(Rules, "callbacks that a callback attaches issue in attachment
   order().leave(outer);
 }
 
-TEST_CASE_FIXTURE(Rules, "callbacks that are attached in a callback without a position have none either") {
+TEST_CASE_FIXTURE(Rules, "callbacks attached without a position have none") {
   const IssueOrder::Position none;
   const IssueOrder::Running running(none);
   CHECK(order().enter().empty());
@@ -131,7 +131,7 @@ TEST_CASE_FIXTURE(Rules, "a callback that is dropped loses its position") {
   CHECK(may_issue());
 }
 
-TEST_CASE_FIXTURE(Rules, "callbacks of an executor without a part in the order delay no other") {
+TEST_CASE_FIXTURE(Rules, "callbacks of unordered executors delay no other") {
   static OrderedExecutor& beside = OrderedExecutor::make("beside");
   FuturePtr parent = pending();
   Signal ran;

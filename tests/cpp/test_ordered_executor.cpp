@@ -49,7 +49,7 @@ TEST_CASE_FIXTURE(Rules, "each depth is one object, with the group's name and qu
   CHECK_FALSE(group.shares_queues_with(new_group("ring")));
 }
 
-TEST_CASE_FIXTURE(Rules, "threads that request a depth at the same time get the same object") {
+TEST_CASE_FIXTURE(Rules, "concurrent requests for a depth return the same object") {
   for (int round = 0; round < 50; ++round) {
     OrderedExecutor& group = new_group();
     std::vector<OrderedExecutor*> seen(4);
@@ -69,7 +69,7 @@ TEST_CASE_FIXTURE(Rules, "a future returns its default executor if that is an or
   CHECK(new_serial_queue().ordered() == nullptr);
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that the program attaches runs in the serial queue of the depth") {
+TEST_CASE_FIXTURE(Rules, "a callback of the program runs in the queue of its depth") {
   OrderedExecutor& group = new_group();
   Names names;
   completed()->attach(record_queue(names, group));
@@ -81,7 +81,7 @@ TEST_CASE_FIXTURE(Rules, "a callback that the program attaches runs in the seria
   CHECK(names == Names{"group.0", "group.1", "group.0"});
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback attached in a serial queue runs in a nested queue for the group and depth") {
+TEST_CASE_FIXTURE(Rules, "a callback in a serial queue attaches to a nested queue") {
   OrderedExecutor& group = new_group();
   OrderedExecutor& other = new_group("other");
   Names names;
@@ -98,7 +98,7 @@ TEST_CASE_FIXTURE(Rules, "a callback attached in a serial queue runs in a nested
   CHECK(names == Names{"group.0>group.0", "group.0>group.1", "group.0>other.0", "group.0>group.0"});
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback attached in a nested queue runs in a queue that is nested once more") {
+TEST_CASE_FIXTURE(Rules, "a callback in a nested queue attaches one level deeper") {
   OrderedExecutor& group = new_group();
   Names names;
   Signal recorded;
@@ -119,7 +119,7 @@ TEST_CASE_FIXTURE(Rules, "threads that run no serial queue's callback share the 
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "callbacks of the program and of a serial queue do not wait for each other") {
+TEST_CASE_FIXTURE(Rules, "the program and a serial queue do not wait for each other") {
   OrderedExecutor& group = new_group();
   const FuturePtr of_queue = pending();
   const FuturePtr of_program = pending();
@@ -155,7 +155,7 @@ TEST_CASE_FIXTURE(Rules, "callbacks of the program and of a serial queue do not 
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "the second step of a chain does not delay the first step of the next chain") {
+TEST_CASE_FIXTURE(Rules, "second steps of a chain do not delay the next chain") {
   OrderedExecutor& group = new_group();
   const FuturePtr issued = completed();
   const FuturePtr results[2] = {pending(), pending()};  // of the first steps; both complete after both steps have run
@@ -176,7 +176,7 @@ TEST_CASE_FIXTURE(Rules, "the second step of a chain does not delay the first st
   CHECK(order == Order{10, 11, 20, 21});
 }
 
-TEST_CASE_FIXTURE(Rules, "every serial queue runs its callbacks in the same order for any order of completion") {
+TEST_CASE_FIXTURE(Rules, "serial queues keep their order for any order of completion") {
   constexpr int kFutures = 20;
   for (unsigned seed = 0; seed < 8; ++seed) {
     OrderedExecutor& group = new_group();
@@ -213,7 +213,7 @@ TEST_CASE_FIXTURE(Rules, "every serial queue runs its callbacks in the same orde
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that is posted without a place goes to the end of the queue") {
+TEST_CASE_FIXTURE(Rules, "a callback without a place goes to the end") {
   OrderedExecutor& group = new_group();
   const FuturePtr first = pending();
   Order order;
@@ -226,7 +226,7 @@ TEST_CASE_FIXTURE(Rules, "a callback that is posted without a place goes to the 
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "in a forked child no callback gets a place or runs, and no lock is taken") {
+TEST_CASE_FIXTURE(Rules, "in a forked child no callback runs and no lock is taken") {
   OrderedExecutor& group = new_group();
   settle(group);
   static int ran = 0;

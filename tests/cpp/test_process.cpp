@@ -32,8 +32,7 @@ TEST_CASE_FIXTURE(Rules, "the parent of a forked child can still use the library
   ran.wait();
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "in a child that was forked after use, refuse_after_fork() throws an error that gives the reason") {
+TEST_CASE_FIXTURE(Rules, "refuse_after_fork() gives the reason in a forked child") {
   completed();
   CHECK(in_forked_child([parent = std::to_string(getpid())] {
     if (!is_forked_child()) return false;
@@ -48,9 +47,7 @@ TEST_CASE_FIXTURE(Rules,
   }));
 }
 
-TEST_CASE_FIXTURE(
-    Rules,
-    "a child that was forked after use can drop futures, and this runs no callback and destroys no object or event") {
+TEST_CASE_FIXTURE(Rules, "a forked child can drop futures without callbacks or destructors") {
   FreshAccelerator fresh;
   settle_callback_thread();
   static int ran = 0;
@@ -212,8 +209,7 @@ TEST_CASE("alone: shutdown after the interpreter has finalized" * doctest::skip(
   delete callback;
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "shutdown after the interpreter has finalized leaks the pending callbacks and objects, and returns") {
+TEST_CASE_FIXTURE(Rules, "shutdown after finalization leaks pending callbacks and objects") {
   run_alone("alone: shutdown after the interpreter has finalized");
 }
 

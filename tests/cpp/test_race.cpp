@@ -23,7 +23,7 @@ constexpr int kThreads = 8;
 
 TEST_SUITE_BEGIN("race");
 
-TEST_CASE_FIXTURE(DeviceRules, "the devices of a future can be read while another thread completes it") {
+TEST_CASE_FIXTURE(DeviceRules, "devices can be read while another thread completes the future") {
   const auto futures = many_pending(300);
   const EventSet events = EventSet::record({device(0), device(1)});
   together(kThreads, [&](int thread) {
@@ -39,7 +39,7 @@ TEST_CASE_FIXTURE(DeviceRules, "the devices of a future can be read while anothe
   });
 }
 
-TEST_CASE_FIXTURE(Rules, "each of many threads that wait for the first of several futures receives every future") {
+TEST_CASE_FIXTURE(Rules, "waits for the first future return every future to every thread") {
   const auto futures = many_pending(200);
   together(kThreads, [&](int thread) {
     if (thread == 0) {
@@ -64,8 +64,7 @@ TEST_CASE_FIXTURE(Rules, "each of many threads that wait for the first of severa
   });
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "of threads that complete, fail and cancel one future, one succeeds and determines the state") {
+TEST_CASE_FIXTURE(Rules, "one of several concurrent completions succeeds and sets the state") {
   const auto futures = many_pending(1000);
   std::vector<std::atomic<int>> winner(futures.size());
   std::vector<std::atomic<int>> winners(futures.size());
@@ -129,7 +128,7 @@ TEST_CASE_FIXTURE(Rules, "exactly one of cancel() and start() succeeds") {
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "finished() of a producer is called once if many threads complete or cancel its future") {
+TEST_CASE_FIXTURE(Rules, "finished() is called once by concurrent completions") {
   struct Counted final : Producer {
     explicit Counted(std::atomic<int>& finished_count) : finished_count(finished_count) {}
     void finished(Future&) noexcept override { ++finished_count; }
@@ -169,7 +168,7 @@ TEST_CASE_FIXTURE(Rules, "while threads attach callbacks and complete futures, e
   CHECK(wrong == 0);
 }
 
-TEST_CASE_FIXTURE(Rules, "callbacks that one thread attaches run in attachment order, for any completing thread") {
+TEST_CASE_FIXTURE(Rules, "callbacks of one thread keep order for any completing thread") {
   for (int round = 0; round < 300; ++round) {
     const FuturePtr future = pending();
     std::vector<int> order;  // only the completing thread appends: all callbacks are attached before
@@ -212,7 +211,7 @@ TEST_CASE_FIXTURE(Rules, "a continuation is either detached or run, and not both
   for (std::size_t i = 0; i < futures.size(); ++i) CHECK(ran[i] + detached[i] == 1);
 }
 
-TEST_CASE_FIXTURE(Rules, "100,000 futures that eight engine threads create and complete run their foreign callbacks") {
+TEST_CASE_FIXTURE(Rules, "100,000 futures of eight engine threads run their foreign callbacks") {
   constexpr int kFutures = 100'000 / kThreads;
   std::atomic<int> ran{0};
   const auto before = CallbackThread::get().callbacks_run();
@@ -229,7 +228,7 @@ TEST_CASE_FIXTURE(Rules, "100,000 futures that eight engine threads create and c
   CHECK(CallbackThread::get().callbacks_run() - before >= static_cast<std::uint64_t>(kFutures) * kThreads);
 }
 
-TEST_CASE_FIXTURE(Rules, "any thread may drop the last reference to a future with callbacks or an object") {
+TEST_CASE_FIXTURE(Rules, "any thread may drop the last reference to a future") {
   std::atomic<int> abandoned{0};
   std::atomic<int> destroyed{0};
   const auto count = [&] { ++destroyed; };
@@ -256,7 +255,7 @@ TEST_CASE_FIXTURE(Rules, "any thread may drop the last reference to a future wit
   CHECK(destroyed == 100);
 }
 
-TEST_CASE_FIXTURE(Rules, "a future's properties can be read while another thread sets a late error") {
+TEST_CASE_FIXTURE(Rules, "properties can be read while a late error is set") {
   for (int round = 0; round < 200; ++round) {
     const FuturePtr future = completed();
     together(2, [&](int thread) {
@@ -274,7 +273,7 @@ TEST_CASE_FIXTURE(Rules, "a future's properties can be read while another thread
   }
 }
 
-TEST_CASE_FIXTURE(Rules, "a future's properties can be read while another thread completes it with named tensors") {
+TEST_CASE_FIXTURE(Rules, "properties can be read while named tensors are set") {
   for (int round = 0; round < 200; ++round) {
     const FuturePtr future = pending();
     together(2, [&](int thread) {

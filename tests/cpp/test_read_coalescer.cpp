@@ -28,7 +28,7 @@ Memory memory_of(std::size_t size) {
 
 }  // namespace
 
-TEST_CASE("read coalescer: when few reads are in flight, waiting reads are merged with adjacent ones and submitted") {
+TEST_CASE("read coalescer: waiting reads are merged when few are in flight") {
   const Folder folder;
   const auto slabs = std::make_shared<Slabs>(Slabs::Options{folder.path(), Direct::no});
   slabs->reserve(8 * 4096);

@@ -34,7 +34,7 @@ struct Moot final : Continuation {
 
 TEST_SUITE_BEGIN("serial_queue");
 
-TEST_CASE_FIXTURE(Rules, "callbacks run in attachment order for any order in which their parents complete") {
+TEST_CASE_FIXTURE(Rules, "callbacks run in attachment order for any order of completion") {
   constexpr int kCallbacks = 50;
   for (unsigned seed = 0; seed < 10; ++seed) {
     SerialQueue& queue = new_serial_queue();
@@ -74,7 +74,7 @@ TEST_CASE_FIXTURE(Rules, "a callback runs if its parent completes, fails or is c
   CHECK((seen == std::vector{State::completed, State::failed, State::cancelled}));
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that will not run leaves the queue, and the callbacks behind it run") {
+TEST_CASE_FIXTURE(Rules, "a callback that will not run leaves the queue") {
   SerialQueue& queue = new_serial_queue();
   Order order;
   FuturePtr first = pending();
@@ -103,7 +103,7 @@ TEST_CASE_FIXTURE(Rules, "a callback that will not run leaves the queue, and the
   CHECK(order == Order{2, 3});
 }
 
-TEST_CASE_FIXTURE(Rules, "callbacks in the middle and at the end of the queue can be detached") {
+TEST_CASE_FIXTURE(Rules, "callbacks anywhere in the queue can be detached") {
   SerialQueue& queue = new_serial_queue();
   Order order;
   const std::vector<FuturePtr> parents = many_pending(5);
@@ -136,7 +136,7 @@ TEST_CASE_FIXTURE(Rules, "a callback that its pending parent drops as moot leave
   CHECK(order == Order{1});
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback of a done future runs in the serial queue, not in the thread that attaches it") {
+TEST_CASE_FIXTURE(Rules, "a callback of a done future runs in the serial queue") {
   SerialQueue& queue = new_serial_queue();
   std::thread::id ran_in;
   {
@@ -149,7 +149,7 @@ TEST_CASE_FIXTURE(Rules, "a callback of a done future runs in the serial queue, 
   CHECK(ran_in != std::this_thread::get_id());
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback of a done future runs after callbacks that were attached before it") {
+TEST_CASE_FIXTURE(Rules, "a callback of a done future keeps its place in order") {
   SerialQueue& queue = new_serial_queue();
   Order order;
   const FuturePtr first = pending();
@@ -193,8 +193,7 @@ TEST_CASE_FIXTURE(Rules, "current() returns the serial queue in its callbacks on
   CHECK(SerialQueue::current() == nullptr);
 }
 
-TEST_CASE_FIXTURE(
-    Rules, "an inline callback of a future completed in a serial queue runs before the next place in the queue") {
+TEST_CASE_FIXTURE(Rules, "an inline callback runs before the next place of the queue") {
   SerialQueue& queue = new_serial_queue();
   const FuturePtr inner = pending();
   Order order;
@@ -218,7 +217,7 @@ TEST_CASE_FIXTURE(
   CHECK(seen == &queue);
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback that blocks in one serial queue does not delay another queue") {
+TEST_CASE_FIXTURE(Rules, "a blocked serial queue does not delay another queue") {
   SerialQueue& blocked = new_serial_queue();
   SerialQueue& other = new_serial_queue();
   Signal go;
@@ -239,7 +238,7 @@ TEST_CASE_FIXTURE(Rules, "a callback that blocks in one serial queue does not de
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE_FIXTURE(Rules, "a callback attached in the serial queue runs after the callbacks already in it") {
+TEST_CASE_FIXTURE(Rules, "a callback attached in the queue goes to its end") {
   SerialQueue& queue = new_serial_queue();
   Order order;
   {
@@ -257,7 +256,7 @@ TEST_CASE_FIXTURE(Rules, "a callback attached in the serial queue runs after the
   CHECK(order == Order{1, 2, 3});
 }
 
-TEST_CASE_FIXTURE(Rules, "a long chain of callbacks that complete one another's futures runs in the serial queue") {
+TEST_CASE_FIXTURE(Rules, "a long chain of completions runs in the serial queue") {
   constexpr int kLinks = 10'000;
   SerialQueue& queue = new_serial_queue();
   std::vector<FuturePtr> parents = many_pending(kLinks + 1);

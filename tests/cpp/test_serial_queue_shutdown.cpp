@@ -54,8 +54,7 @@ TEST_CASE("alone: callbacks that are ready in a serial queue after shutdown" * d
   CHECK(Runtime::take_broken().empty());
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "after shutdown a callback in a serial queue is abandoned inside the runtime, and lost outside") {
+TEST_CASE_FIXTURE(Rules, "shutdown abandons callbacks inside the runtime and loses them outside") {
   run_alone("alone: callbacks that are ready in a serial queue after shutdown");
 }
 
@@ -80,8 +79,7 @@ TEST_CASE("alone: a callback in a serial queue that runs when shutdown begins" *
   CHECK(Runtime::take_broken().empty());
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "a callback that runs when shutdown begins finishes, and so do the ready callbacks behind it") {
+TEST_CASE_FIXTURE(Rules, "running and ready callbacks finish during shutdown") {
   run_alone("alone: a callback in a serial queue that runs when shutdown begins");
 }
 
@@ -98,8 +96,7 @@ TEST_CASE("alone: a serial queue after the interpreter has finalized" * doctest:
   delete leaked;
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "after the interpreter has finalized, a serial queue leaks its callbacks, and shutdown returns") {
+TEST_CASE_FIXTURE(Rules, "after finalization a serial queue leaks its callbacks") {
   run_alone("alone: a serial queue after the interpreter has finalized");
 }
 

@@ -185,7 +185,7 @@ TEST_CASE("free space: take() and take_at() refuse an extent that is not free") 
   CHECK(space.runs() == 0);
 }
 
-TEST_CASE("write batcher: a full batch is submitted at once, a partial one when no batch is in flight") {
+TEST_CASE("write batcher: full batches are submitted at once, partial ones when idle") {
   Bytes bytes(1000);
   const auto writes = [&](std::size_t count) {
     WriteList made(count);
@@ -245,7 +245,7 @@ TEST_CASE("journal: damage in front of other records is an error") {
   CHECK_THROWS_AS(records_of(folder), Failure);
 }
 
-TEST_CASE("journal: a damaged bit loses at most one record, and is detected if the journal was closed") {
+TEST_CASE("journal: a damaged bit loses at most one record") {
   const Folder folder;
   std::uint64_t end = 0;
   {
@@ -376,7 +376,7 @@ TEST_CASE("store: a durable store has its keys after it is opened again") {
   disk->join();
 }
 
-TEST_CASE("store: of reads that are merged, those are compared with their checksums that are to be verified") {
+TEST_CASE("store: merged reads verify their checksums singly") {
   const Folder folder;
   const auto disk = engine();
   const auto store = Store::open(disk, durable(folder));
@@ -404,7 +404,7 @@ TEST_CASE("store: of reads that are merged, those are compared with their checks
   disk->join();
 }
 
-TEST_CASE("store: a pending write succeeds after the last reference to the store is dropped") {
+TEST_CASE("store: a pending write outlives the last reference to the store") {
   const Folder folder;
   const auto disk = engine(FaultRates{0, 0, 0, 0, 0, 0, 0, true});
   auto store = Store::open(disk, durable(folder));

@@ -90,8 +90,7 @@ TEST_CASE_FIXTURE(DeviceRules, "a scope restores streams and device after change
   CHECK(guard().getDevice() == device(1));
 }
 
-TEST_CASE_FIXTURE(DeviceRules,
-                  "in a scope with two streams of one device the last is current, and the previous one is restored") {
+TEST_CASE_FIXTURE(DeviceRules, "the last of two streams is current, and scopes restore") {
   guard().exchangeStream(stream(0, 9));
   {
     const StreamScope scope({stream(0, 1), stream(0, 2)});

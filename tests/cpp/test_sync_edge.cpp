@@ -16,7 +16,7 @@ constexpr int kCount = static_cast<int>(SyncEdge::count);
 
 }  // namespace
 
-TEST_CASE("each sync edge has a unique name, and sync_edge_of() finds the edge by it") {
+TEST_CASE("each sync edge has a unique name that finds it") {
   std::set<std::string_view> names;
   for (int i = 1; i < kCount; ++i) {
     const SyncEdge edge = static_cast<SyncEdge>(i);

@@ -79,7 +79,7 @@ TEST_CASE_FIXTURE(Rules, "a task gets a thread at once while many other tasks bl
   cache.stop();
 }
 
-TEST_CASE_FIXTURE(Rules, "a task runs in a thread with the task's name, outside the runtime, and may enter it") {
+TEST_CASE_FIXTURE(Rules, "a task runs outside the runtime in a thread with its name") {
   ThreadCache cache;
   std::string name(16, '\0');
   bool inside = true;
@@ -108,8 +108,7 @@ TEST_CASE_FIXTURE(Rules, "the cache reuses idle threads before it starts new one
   cache.stop();
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "the cache keeps a limited number of idle threads, and threads that end retire from the runtime") {
+TEST_CASE_FIXTURE(Rules, "the cache bounds its idle threads and retires the others") {
   ThreadCache cache;
   const int before = Runtime::retired();
   run_concurrently(cache, kMostIdle + 4);
@@ -151,7 +150,7 @@ TEST_CASE_FIXTURE(Rules, "stop() waits for running tasks, and calls `go_on` mean
   CHECK(job.done());
 }
 
-TEST_CASE_FIXTURE(Rules, "after stop() every task is refused, also if no thread was ever started") {
+TEST_CASE_FIXTURE(Rules, "stop() refuses every later task") {
   ThreadCache cache;
   SUBCASE("no thread was started") {}
   SUBCASE("threads were started") { run_concurrently(cache, 2); }
@@ -196,7 +195,7 @@ TEST_CASE_FIXTURE(Rules, "stop() leaves a running task's thread if `go_on` retur
   cache->stop();  // returns when that thread has ended too
 }
 
-TEST_CASE_FIXTURE(Rules, "stop() does not wait for a leavable task, but waits for one that is leavable no more") {
+TEST_CASE_FIXTURE(Rules, "stop() waits only for tasks that are not leavable") {
   static auto* const cache = new ThreadCache;  // never freed: the remaining thread still uses it
   Signal leavable;
   Signal not_leavable;
@@ -227,7 +226,7 @@ TEST_CASE_FIXTURE(Rules, "stop() does not wait for a leavable task, but waits fo
   blocks.wait();
 }
 
-TEST_CASE_FIXTURE(Rules, "tasks that are submitted during stop() run before it returns, or are refused") {
+TEST_CASE_FIXTURE(Rules, "tasks submitted during stop() run before it returns, or are refused") {
   for (int round = 0; round < 100; ++round) {
     ThreadCache cache;
     std::deque<Job> jobs;

@@ -106,11 +106,11 @@ TEST_CASE("alone: a system without threads" * doctest::skip()) {
   CHECK(Runtime::take_broken().empty());
 }
 
-TEST_CASE_FIXTURE(Rules, "if no thread can start, the child of an engine's callback fails, and later callbacks run") {
+TEST_CASE_FIXTURE(Rules, "without threads a child fails, and later callbacks run") {
   run_alone("alone: a system without threads");
 }
 
-TEST_CASE_FIXTURE(Rules, "while the start of threads fails now and then, each callback runs or is refused") {
+TEST_CASE_FIXTURE(Rules, "each callback runs or is refused when threads sometimes fail") {
   constexpr int kThreads = 4;
   constexpr int kRounds = 50;
   std::vector<FuturePtr> children = many_pending((kThreads - 1) * kRounds);

@@ -19,7 +19,7 @@ TEST_CASE_FIXTURE(Rules, "waiting for a done future returns at once") {
   CHECK(future->wait_until(&past));
 }
 
-TEST_CASE_FIXTURE(Rules, "a wait with a past deadline returns false, and the future stays usable") {
+TEST_CASE_FIXTURE(Rules, "a wait past its deadline returns false and keeps the future") {
   const FuturePtr future = pending();
   const Clock::time_point past{};
   CHECK_FALSE(future->wait_until(&past));
@@ -28,7 +28,7 @@ TEST_CASE_FIXTURE(Rules, "a wait with a past deadline returns false, and the fut
   CHECK(future->wait_until(nullptr));
 }
 
-TEST_CASE_FIXTURE(Rules, "the earliest time point counts as a past deadline, and the latest as no deadline") {
+TEST_CASE_FIXTURE(Rules, "the earliest time is past, and the latest means no deadline") {
   const FuturePtr future = pending();
   for (const Clock::time_point past : {Clock::time_point::min(), Clock::time_point(-std::chrono::nanoseconds(1))}) {
     CHECK_FALSE(future->wait_until(&past));
@@ -84,8 +84,7 @@ TEST_CASE_FIXTURE(Rules, "all waiters wake, and each sees the published value") 
   }
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "a thread that completes a future inside the runtime is inside it again after waking the waiters") {
+TEST_CASE_FIXTURE(Rules, "a thread that wakes waiters re-enters the runtime") {
   for (int round = 0; round < 200; ++round) {
     const FuturePtr future = pending();
     std::atomic<bool> inside_after{false};
@@ -103,8 +102,7 @@ TEST_CASE_FIXTURE(Rules,
   }
 }
 
-TEST_CASE_FIXTURE(Rules,
-                  "when deadlines race completion, each wait returns the true state, and no waiter keeps waiting") {
+TEST_CASE_FIXTURE(Rules, "racing deadlines return the true state and leave no waiter") {
   constexpr int kWaiters = 6;
   for (int round = 0; round < 400; ++round) {
     const FuturePtr future = pending();

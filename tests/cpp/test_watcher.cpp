@@ -22,7 +22,7 @@ using namespace std::chrono_literals;
 
 TEST_SUITE_BEGIN("watcher");
 
-TEST_CASE_FIXTURE(WatcherRules, "a when_ready callback runs on the watcher's thread when the device has finished") {
+TEST_CASE_FIXTURE(WatcherRules, "a when_ready callback runs on the watcher's thread") {
   const FuturePtr future = busy();
   Signal ran;
   std::thread::id ran_in;
@@ -61,7 +61,7 @@ TEST_CASE_FIXTURE(WatcherRules, "a when_ready callback waits for the last of sev
   CHECK_FALSE(too_early);
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "a future is not watched if its device has finished or it has no device") {
+TEST_CASE_FIXTURE(WatcherRules, "a future without pending device work is not watched") {
   const auto before = Watcher::get().statistics().watched;
   int ran = 0;
   const auto count = [&](Future&) { ++ran; };
@@ -83,8 +83,7 @@ TEST_CASE_FIXTURE(WatcherRules, "a callback attached to a pending future is watc
   ran.wait();
 }
 
-TEST_CASE_FIXTURE(WatcherRules,
-                  "the watcher posts due foreign callbacks to their executor, or to the callback thread") {
+TEST_CASE_FIXTURE(WatcherRules, "the watcher posts foreign callbacks to their executor") {
   struct RecordingExecutor final : Executor {
     void post(Continuation* c) noexcept override {
       posted = true;
@@ -109,8 +108,7 @@ TEST_CASE_FIXTURE(WatcherRules,
   CHECK(executor.posted == (chosen != nullptr));
 }
 
-TEST_CASE_FIXTURE(WatcherRules,
-                  "the error of a failed query becomes the future's late error, and the callback still runs") {
+TEST_CASE_FIXTURE(WatcherRules, "a failed query becomes the late error, and the callback runs") {
   const FuturePtr bad = busy(0);
   const FuturePtr good = busy(1);
   Signal bad_ran;
@@ -128,7 +126,7 @@ TEST_CASE_FIXTURE(WatcherRules,
   CHECK_THROWS_AS(std::rethrow_exception(bad->late_error()), DeviceFailure);
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "a future's name can be read while the watcher sets its late error") {
+TEST_CASE_FIXTURE(WatcherRules, "the name can be read while the watcher sets an error") {
   for (int round = 0; round < 50; ++round) {
     const FuturePtr future = busy();
     std::atomic<bool> ran{false};
@@ -151,7 +149,7 @@ TEST_CASE_FIXTURE(WatcherRules, "a failed future is watched too") {
   ran.wait();
 }
 
-TEST_CASE_FIXTURE(WatcherRules, "callbacks of one future keep their order if the device finishes between two queries") {
+TEST_CASE_FIXTURE(WatcherRules, "callbacks keep their order between two queries of the watcher") {
   const FuturePtr future = pending();
   Signal both_ran;
   std::vector<int> order;
@@ -207,8 +205,7 @@ TEST_CASE_FIXTURE(WatcherRules, "callbacks of one future keep their order if the
   CHECK(order == std::vector{1, 2});
 }
 
-TEST_CASE_FIXTURE(WatcherRules,
-                  "the watcher queries the device without the lock of the watcher, the future or the event pool") {
+TEST_CASE_FIXTURE(WatcherRules, "the watcher queries the device without any lock") {
   Watcher watcher;
   const FuturePtr future = busy();
   accelerator.after_query([&] {

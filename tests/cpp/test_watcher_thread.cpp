@@ -132,8 +132,7 @@ TEST_CASE_FIXTURE(WatcherRules, "stop() interrupts a pause, runs due callbacks a
   CHECK(abandoned.size() == 3);
 }
 
-TEST_CASE_FIXTURE(WatcherRules,
-                  "stop() leaves its thread running if a device does not answer and `go_on` returns false") {
+TEST_CASE_FIXTURE(WatcherRules, "stop() leaves the thread of a device that does not answer") {
   static auto* const watcher = new Watcher;  // its thread outlives stop()
   Signal query_began;
   Signal may_return;

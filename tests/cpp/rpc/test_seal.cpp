@@ -122,7 +122,7 @@ TEST_CASE("messages are accepted in any order") {
   CHECK(opened(pair.two, first).reason.empty());
 }
 
-TEST_CASE("a seal of the wrong length is refused, and uses up no counter") {
+TEST_CASE("a seal of the wrong length is refused without a counter") {
   Pair pair;
   const std::string seal = sealed(pair.one);
   for (std::size_t length = 0; length < seal.size(); length++) {
@@ -132,7 +132,7 @@ TEST_CASE("a seal of the wrong length is refused, and uses up no counter") {
   CHECK(opened(pair.two, seal).reason.empty());
 }
 
-TEST_CASE("a seal with a changed bit is refused, and uses up no counter") {
+TEST_CASE("a seal with a changed bit is refused without a counter") {
   Pair pair;
   const std::string seal = sealed(pair.one);
   for (std::size_t i = 0; i < 8 * seal.size(); i++) {
@@ -143,7 +143,7 @@ TEST_CASE("a seal with a changed bit is refused, and uses up no counter") {
   CHECK(opened(pair.two, seal).reason.empty());
 }
 
-TEST_CASE("a refused message is counted for the worker that its seal names, or for none if there is no such worker") {
+TEST_CASE("a refused message is counted for the worker in its seal") {
   Pair pair;
   std::string seal = sealed(pair.one);
   seal.back() ^= 1;
@@ -195,8 +195,7 @@ TEST_CASE("requests and replies have separate counters, and the seal determines 
   pair.two.expect_new(second);
 }
 
-TEST_CASE(
-    "a message whose lengths, number of parts or devices differ from the sealed ones is refused before it is read") {
+TEST_CASE("a message that differs from its sealed header is not read") {
   Pair pair;
   const auto refused = [&](auto change) {
     Message announced;
@@ -231,7 +230,7 @@ TEST_CASE("a message with a changed bit in a payload is refused") {
   }
 }
 
-TEST_CASE("the contents of tensors are checked if the sender included them in the seal") {
+TEST_CASE("tensor contents are checked if the seal includes them") {
   Pair pair;
   Message received;
   received.tensors[1] = "efh";
@@ -240,7 +239,7 @@ TEST_CASE("the contents of tensors are checked if the sender included them in th
   CHECK(opened(pair.two, sealed(pair.one, {}, true), {}, received).reason == changed);
 }
 
-TEST_CASE("each message of many sending threads is accepted by exactly one of many receiving threads") {
+TEST_CASE("each message is accepted once among many threads") {
   constexpr int threads = 8;
   constexpr int count = 200;
   Pair pair;

@@ -12,7 +12,7 @@
 
 using rpc_ext::store::alone;
 
-TEST_CASE("a part has its own storage, and keeps the memory of the whole tensor") {
+TEST_CASE("a part has its own storage and keeps the whole tensor") {
   std::optional<at::Tensor> whole = at::arange(200, at::kByte);
   const at::Tensor part = alone(*whole, 50, 100);
   CHECK(part.storage().nbytes() == 100);

@@ -30,7 +30,7 @@ void in_threads(Function function) {
 
 TEST_SUITE_BEGIN("store order");
 
-TEST_CASE("operations that threads deliver in any order begin in the order of their sequence numbers") {
+TEST_CASE("operations begin in sequence order for any order of arrival") {
   RequestOrder order(0, std::make_shared<std::atomic<std::uint64_t>>(0));
   std::vector<std::uint64_t> begun;  // RequestOrder begins one operation at a time
   const auto begin = [&](std::uint64_t number) {
@@ -46,7 +46,7 @@ TEST_CASE("operations that threads deliver in any order begin in the order of th
   for (std::uint64_t i = 0; i < operations; ++i) CHECK(begun[i] == i + 1);
 }
 
-TEST_CASE("deadlines of a client hold after its clock stood still, and requests that were held up stay late") {
+TEST_CASE("deadlines of a client hold after its clock stood still") {
   rpc_ext::store::ClockOffset offset;  // of a client whose clock is 100 s behind
   for (double at = 0; at < 60; ++at) offset.add(at, at - 100);
   CHECK(offset.seconds() == 100);
@@ -59,7 +59,7 @@ TEST_CASE("deadlines of a client hold after its clock stood still, and requests 
   CHECK(offset.seconds() == doctest::Approx(50).epsilon(0.01));
 }
 
-TEST_CASE("changes of a key run one at a time, and queued reads run between them") {
+TEST_CASE("changes of a key run singly, and queued reads between them") {
   KeyQueues queues;
   std::atomic<int> changing{0};
   std::atomic<std::uint64_t> ended{0}, overlaps{0};

@@ -71,7 +71,7 @@ TEST_CASE("a parsed request equals the packed one") {
   CHECK(request.data.nbytes() == 88);
 }
 
-TEST_CASE("the entries of a randomly changed request lie in its data, or the parser throws") {
+TEST_CASE("entries of a corrupted request lie in its data or throw") {
   std::mt19937 random(1);
   int parsed = 0;
   for (const Verb verb : {Verb::put, Verb::get, Verb::erase, Verb::fetch, Verb::abandon}) {
@@ -93,7 +93,7 @@ TEST_CASE("the entries of a randomly changed request lie in its data, or the par
   CHECK(parsed < 5 * changed_messages);
 }
 
-TEST_CASE("the entries of a randomly changed answer lie in its data, or the parser throws") {
+TEST_CASE("entries of a corrupted answer lie in its data or throw") {
   std::mt19937 random(2);
   store::Found found;
   found.dtype = c10::ScalarType::Float;

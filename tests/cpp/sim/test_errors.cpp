@@ -16,7 +16,7 @@ void fail(StreamName stream, const char* text = "assertion failed\nwith details"
 
 TEST_SUITE_BEGIN("errors");
 
-TEST_CASE("after an error every query and synchronization of the device throws until the error is cleared") {
+TEST_CASE("device calls throw after an error until it is cleared") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule);
     const StreamName other = Bench::stream();
@@ -39,7 +39,7 @@ TEST_CASE("after an error every query and synchronization of the device throws u
   }
 }
 
-TEST_CASE("after an error queued work of the device is dropped, and so is new work until the error is cleared") {
+TEST_CASE("an error drops queued and new work until it is cleared") {
   const Bench bench(Schedule::lazy);
   const StreamName other = Bench::stream();
   const StreamName elsewhere{1, 0};

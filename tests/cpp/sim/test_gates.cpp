@@ -81,7 +81,7 @@ TEST_CASE("a stream stops at each of its gates") {
   CHECK(order == Order{1, 2});
 }
 
-TEST_CASE("a thread that synchronizes behind a gate sleeps between the hooks until the gate opens") {
+TEST_CASE("a thread behind a gate sleeps between hooks until it opens") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule);
     std::latch sleeps(1);
@@ -146,7 +146,7 @@ TEST_CASE("a check that returns continues the wait, and may call the accelerator
   }
 }
 
-TEST_CASE("other work of the accelerator does not delay the check of a wait") {
+TEST_CASE("other work does not delay the check of a wait") {
   const Bench bench(Schedule::free);
   const CheckHooks check([] { throw Interruption{}; });
   const GatePtr gate = bench->hold(kDefault);

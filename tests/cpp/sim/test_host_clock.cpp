@@ -50,7 +50,7 @@ TEST_CASE("waiting for a device advances the clock of the waiting thread only") 
   CHECK(bench->now() == 0);
 }
 
-TEST_CASE("work does not begin before its thread enqueues it or before the stream's earlier work ends") {
+TEST_CASE("work begins after its enqueuing and after the stream's earlier work") {
   const Bench bench;
   const StreamName other = Bench::stream();
   in_thread([&] {
@@ -75,7 +75,7 @@ TEST_CASE("start() sets the clocks of all threads to zero") {
   CHECK(bench->now() == 1);
 }
 
-TEST_CASE("the clock can be read while the thread-local objects of its thread are destroyed") {
+TEST_CASE("the clock can be read while thread-local objects are destroyed") {
   const Bench bench;
   double now = -1;
   in_thread([&] {

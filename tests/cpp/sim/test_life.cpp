@@ -54,7 +54,7 @@ bool is_refused(Call&& call) {
 
 TEST_SUITE_BEGIN("life");
 
-TEST_CASE("stop() drops queued work, and later waits for its recordings return at once") {
+TEST_CASE("stop() drops queued work, and later waits return at once") {
   for (const Schedule schedule : kSchedules) {
     Accelerator& sim = Accelerator::get();
     sim.start(Bench::with(schedule));
@@ -114,7 +114,7 @@ TEST_CASE("stop() ends a thread's wait for work behind a closed gate") {
   }
 }
 
-TEST_CASE("start() throws if the options have too many devices or too much memory") {
+TEST_CASE("start() throws if options exceed devices or memory") {
   Options options;
   options.devices = kMaxDevices + 1;
   CHECK_THROWS_AS(Accelerator::get().start(options), std::invalid_argument);
@@ -153,7 +153,7 @@ TEST_CASE("start() waits for work that runs in other threads") {
   CHECK(overlaps == 0);
 }
 
-TEST_CASE("in a forked child, calls that use the accelerator throw, and memory can be freed") {
+TEST_CASE("a forked child can free memory but not use the accelerator") {
   const Bench bench(Schedule::lazy);
   void* const block = Bench::memory(64);
   void* const pinned = bench->allocate_pinned(64);
@@ -184,7 +184,7 @@ TEST_CASE("in a forked child, calls that use the accelerator throw, and memory c
   bench->deallocate_pinned(pinned);
 }
 
-TEST_CASE("the fault handler prints a message when host code accesses a device address") {
+TEST_CASE("the fault handler reports host access to a device address") {
   const Bench bench;
   void* const block = Bench::memory(64, {1, 0});
   std::string output;

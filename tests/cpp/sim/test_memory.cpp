@@ -34,7 +34,7 @@ std::vector<void*> addresses_of_a_program() {
 
 TEST_SUITE_BEGIN("memory");
 
-TEST_CASE("an address identifies its device, and work can access the memory at it") {
+TEST_CASE("an address identifies its device and reaches its memory") {
   const Bench bench;
   auto* const here = static_cast<char*>(Bench::memory(1000));
   auto* const there = static_cast<char*>(Bench::memory(1000, {1, 0}));
@@ -53,7 +53,7 @@ TEST_CASE("an address identifies its device, and work can access the memory at i
   bench->deallocate(there);
 }
 
-TEST_CASE("an allocation of zero bytes returns null, and freeing a foreign pointer has no effect") {
+TEST_CASE("allocating zero bytes and freeing foreign pointers have no effect") {
   const Bench bench;
   CHECK(Bench::memory(0) == nullptr);
   CHECK(bench->allocate_pinned(0) == nullptr);
@@ -79,7 +79,7 @@ TEST_CASE("a freed block is reused at once on its own stream only") {
   CHECK(Bench::memory(4000) == first);
 }
 
-TEST_CASE("the last freed block is reused first, and never for a much smaller allocation") {
+TEST_CASE("the last freed block is reused first, if its size fits") {
   const Bench bench;
   void* const a = Bench::memory(kMiB);
   void* const b = Bench::memory(kMiB);
@@ -92,7 +92,7 @@ TEST_CASE("the last freed block is reused first, and never for a much smaller al
   CHECK(Bench::memory(kMiB) == a);
 }
 
-TEST_CASE("a block that another stream uses is reused after that stream has finished with it") {
+TEST_CASE("a block waits for the other streams that use it") {
   const Bench bench(Schedule::lazy);
   const StreamName user = Bench::stream();
   void* const block = Bench::memory(4096);
@@ -148,7 +148,7 @@ TEST_CASE("two runs of a program get the same addresses") {
   CHECK(addresses_of_a_program() == first);
 }
 
-TEST_CASE("an allocation on a full device waits for deferred blocks, and takes other streams' cached blocks") {
+TEST_CASE("an allocation on a full device waits for deferred blocks") {
   const Bench bench(Schedule::lazy);  // 64 MiB per device
   const StreamName user = Bench::stream();
   void* const a = Bench::memory(32 * kMiB);

@@ -8,7 +8,7 @@ using namespace sim::test;
 
 TEST_SUITE_BEGIN("pinned memory");
 
-TEST_CASE("the host can access pinned memory, which is poisoned and identified by its address") {
+TEST_CASE("the host can access pinned memory, which is poisoned") {
   const Bench bench;
   auto* const block = static_cast<unsigned char*>(bench->allocate_pinned(1000));
   CHECK(block[999] == 0xFF);
@@ -23,7 +23,7 @@ TEST_CASE("the host can access pinned memory, which is poisoned and identified b
   bench->deallocate_pinned(block);
 }
 
-TEST_CASE("a pinned block that a stream uses is reused after the stream has finished with it") {
+TEST_CASE("a pinned block waits for the streams that use it") {
   const Bench bench(Schedule::lazy);
   void* const block = bench->allocate_pinned(4096);
   Bench::touch(kDefault, {reads(block, 8)});
@@ -75,7 +75,7 @@ TEST_CASE("the host races with a copy until it has synchronized with it") {
   }
 }
 
-TEST_CASE("waiting for an event orders the host after earlier work of the stream only") {
+TEST_CASE("an event orders the host after earlier work only") {
   const Bench bench(Schedule::free);
   void* const block = bench->allocate_pinned(4096);
   Bench::touch(kDefault, {writes(block, 8)});
@@ -90,7 +90,7 @@ TEST_CASE("waiting for an event orders the host after earlier work of the stream
   bench->deallocate_pinned(block);
 }
 
-TEST_CASE("host accesses before the submission of work do not race with the work") {
+TEST_CASE("host accesses before the submission of work are no race") {
   const Bench bench(Schedule::lazy);
   void* const block = bench->allocate_pinned(4096);
   Bench::touch(kDefault, {reads(block, 8)});
@@ -101,7 +101,7 @@ TEST_CASE("host accesses before the submission of work do not race with the work
   bench->deallocate_pinned(block);
 }
 
-TEST_CASE("a host access to several blocks races if one of them is in flight") {
+TEST_CASE("a host access races if any of its blocks is in flight") {
   const Bench bench(Schedule::lazy);
   auto* const first = static_cast<char*>(bench->allocate_pinned(512));
   auto* const second = static_cast<char*>(bench->allocate_pinned(512));

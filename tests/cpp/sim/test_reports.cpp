@@ -53,7 +53,7 @@ TEST_CASE("a missing wait is a race, and its report names both accesses") {
   CHECK(reports[0].later->stack() == "the stack of add");
 }
 
-TEST_CASE("a wait, a synchronization and a query that returns true each order accesses") {
+TEST_CASE("a wait, a synchronization and a positive query order accesses") {
   check_races(1, [](StreamName a, StreamName b, void* memory) {
     Bench::touch(a, {writes(memory, 8)});
     Bench::touch(b, {writes(memory, 8)});
@@ -93,7 +93,7 @@ TEST_CASE("order is transitive through other streams and through the host") {
   });
 }
 
-TEST_CASE("an event orders work before its recording, and work after the wait, only") {
+TEST_CASE("an event orders only work before its recording") {
   check_races(1, [](StreamName a, StreamName b, void* memory) {
     const RecordingPtr early = Bench::sim().record(a);
     Bench::touch(a, {writes(memory, 8)});
@@ -134,7 +134,7 @@ TEST_CASE("each pair of sites is reported once") {
   });
 }
 
-TEST_CASE("a report of kind `reuse` is made when memory is reused while an unrecorded stream uses it") {
+TEST_CASE("a report of kind `reuse` names an unrecorded stream") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(schedule);
     const StreamName user = Bench::stream();
@@ -153,7 +153,7 @@ TEST_CASE("a report of kind `reuse` is made when memory is reused while an unrec
   }
 }
 
-TEST_CASE("memory may be reused after its own stream has waited for the stream that used it") {
+TEST_CASE("memory may be reused after its own stream has waited") {
   const Bench bench(Schedule::lazy);
   const StreamName user = Bench::stream();
   void* const block = Bench::memory(4096);
@@ -165,7 +165,7 @@ TEST_CASE("memory may be reused after its own stream has waited for the stream t
   CHECK(bench->report_count() == 0);
 }
 
-TEST_CASE("the use of memory on another stream without a wait for the allocation is a race") {
+TEST_CASE("the use of memory without a wait for its allocation races") {
   const Bench bench(Schedule::lazy);
   void* const block = Bench::memory(4096);
   Bench::touch(Bench::stream(), {writes(block, 4096)}, "fill");

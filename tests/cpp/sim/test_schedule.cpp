@@ -68,7 +68,7 @@ TEST_CASE("lazy: a wait runs only the work that it needs") {
   CHECK(std::set<int>(ran_order.begin(), ran_order.end()).size() == 5);
 }
 
-TEST_CASE("lazy: a wait runs a long chain of work of two streams that wait for each other") {
+TEST_CASE("lazy: a wait runs a long chain across two streams") {
   const Bench bench(Schedule::lazy);
   const StreamName a = Bench::stream(0);
   const StreamName b = Bench::stream(1);
@@ -81,7 +81,7 @@ TEST_CASE("lazy: a wait runs a long chain of work of two streams that wait for e
   CHECK(steps == 20000);
 }
 
-TEST_CASE("lazy: a query returns the state first and then runs work, so the next query returns true") {
+TEST_CASE("lazy: a query returns the state and then runs work") {
   const Bench bench(Schedule::lazy);
   bool other = false;
   const StreamName unrelated = Bench::stream();

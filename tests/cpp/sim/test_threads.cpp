@@ -79,7 +79,7 @@ TEST_CASE("threads hold and open gates while other threads wait behind them") {
   }
 }
 
-TEST_CASE("many threads use pinned memory and take reports, and no memory stays in flight") {
+TEST_CASE("many threads use pinned memory, and none stays in flight") {
   const Bench bench(Schedule::jitter, 4);
   together(kThreads, [&](int t) {
     for (int i = 0; i < kRounds; ++i) {

@@ -20,7 +20,7 @@ Cost copy_out(double bytes) { return {Kind::copy_out, bytes, 0}; }
 
 TEST_SUITE_BEGIN("virtual time");
 
-TEST_CASE("work takes the time of its launch, its bytes and its seconds; a delay takes only its seconds") {
+TEST_CASE("work takes its launch, bytes and seconds; a delay its seconds") {
   const Bench bench(clocked());
   Bench::spend(kDefault, compute(2048));
   CHECK(bench->time_of(bench->record(kDefault)) == 2.5);
@@ -30,7 +30,7 @@ TEST_CASE("work takes the time of its launch, its bytes and its seconds; a delay
   CHECK(bench->time_of(bench->record(kDefault)) == 10);
 }
 
-TEST_CASE("streams compute concurrently, and the host waits only for the stream that it synchronizes with") {
+TEST_CASE("streams compute concurrently, and the host waits for one only") {
   for (const Schedule schedule : kSchedules) {
     const Bench bench(clocked(schedule));
     const StreamName other = Bench::stream();
@@ -44,7 +44,7 @@ TEST_CASE("streams compute concurrently, and the host waits only for the stream 
   }
 }
 
-TEST_CASE("a copy overlaps with compute, and work that waits for both begins after the later one") {
+TEST_CASE("work that waits for copy and compute begins after both") {
   const Bench bench(clocked());
   const StreamName copies = Bench::stream();
   Bench::spend(copies, copy_in(1024));    // ends at 4.5
@@ -55,7 +55,7 @@ TEST_CASE("a copy overlaps with compute, and work that waits for both begins aft
   CHECK(bench->now() == 6);
 }
 
-TEST_CASE("copies in one direction run one after another, and the two directions are independent") {
+TEST_CASE("copies queue in each direction, and directions are independent") {
   const Bench bench(clocked());
   const StreamName a = Bench::stream();
   const StreamName b = Bench::stream();
@@ -82,7 +82,7 @@ TEST_CASE("work does not begin before the host submits it") {
   CHECK(bench->now() == 9.5);
 }
 
-TEST_CASE("a query that returns true advances the host's clock, and one that returns false does not") {
+TEST_CASE("only a positive query advances the host's clock") {
   const Bench bench(clocked());
   Bench::spend(kDefault, compute(1024));
   CHECK_FALSE(bench->query(kDefault));
@@ -91,7 +91,7 @@ TEST_CASE("a query that returns true advances the host's clock, and one that ret
   CHECK(bench->now() == 1.5);
 }
 
-TEST_CASE("a stream keeps its own speeds until the speeds of all streams are set") {
+TEST_CASE("a stream keeps its speeds until all speeds are set") {
   const Bench bench(clocked());
   const StreamName slow = Bench::stream();
   bench->set_speeds(slow, {512, 256, 0});
