@@ -51,7 +51,7 @@ COPY_LIMITS = {64: 3.0, 1024: 2.0, 16 * 1024: 1.15, 256 * 1024: 1.05}
 
 
 def copies(way: str, kib: int, rounds: int) -> Row:
-    """The time of a copy against torch's."""
+    """Compare the time of a copy with torch's."""
     took = copying(kib, rounds)
     ours, peer, words = WAYS[way]
     rates = {name: kib * 1024 / took[name] for name in (ours, peer)}
@@ -66,7 +66,7 @@ PACKS = ((64, 1024),) if IS_FAKE else ((512, 1024), (64, 1 << 16), (2048, 256)) 
 
 
 def packing(count: int, floats: int, rounds: int) -> Row:
-    """A packed copy of many tensors against a copy of each as torch makes it."""
+    """Compare a packed copy of many tensors with a copy of each by torch."""
     host = [torch.randn(floats) for _ in range(count)]
     packed = copy(host, "cuda", pack=True).wait()
     expect(all(torch.equal(a.cpu(), b) for a, b in zip(packed, host, strict=True)), "packed tensors")
@@ -173,7 +173,7 @@ def prefetching(rounds: int) -> Medians:
 
 
 def prefetch_beside(peer: str, limit: float, rounds: int) -> Row:
-    """The time of an epoch against a peer's, or against the longest of its parts."""
+    """Compare the time of an epoch with a peer's, or with the longest of its parts."""
     took = prefetching(rounds)
     if peer == "bound":
         took = took | {"bound": max(took["computing"], took["loading"])}
@@ -182,7 +182,7 @@ def prefetch_beside(peer: str, limit: float, rounds: int) -> Row:
 
 
 def overlap(_rounds: int) -> Row:
-    """The share of the copies' time in which no kernel ran, from torch's profiler."""
+    """Return the share of the copies' time in which no kernel ran, from torch's profiler."""
     epochs = Epochs()
     expect(abs(float(epochs.ours()) - float(epochs.plain())) < 1e-3, "the mean of all batches")
     if IS_FAKE:
@@ -222,7 +222,7 @@ def nccl() -> None:
 
 
 def collectives(floats: int, rounds: int) -> Row:
-    """Twenty all_reduces and their waits, against torch's own."""
+    """Compare twenty all_reduces and their waits with torch's own."""
     nccl()
     x = torch.ones(floats, device="cuda")
 

@@ -111,14 +111,14 @@ def swapping(rounds: int) -> tuple[Medians, dict[str, int]]:
 
 
 def step(kind: str, peer: str, limit: float, rounds: int) -> Row:
-    """The time of a step against moving the bytes of the state alone, to the device and back."""
+    """Compare a step with moving the bytes of the state alone, to the device and back."""
     took, _ = swapping(rounds)
     what = f"a step of Adam with {STATE / MIB:,.0f} MiB of state, state on {kind}"
     return against(f"swapping-{kind}", what, took, kind, peer, limit)
 
 
 def peak(kind: str, limit: float, rounds: int) -> Row:
-    """The peak of the device memory, with the parameters and without the gradients."""
+    """Measure the peak of the device memory, with the parameters and without the gradients."""
     _, peaks = swapping(rounds)
     us, them = peaks[kind] / MIB, peaks["gpu"] / MIB
     what = f"peak of the device memory of parameters and optimizer, state on {kind}"
@@ -194,7 +194,7 @@ def moving(backend: str, direct: bool, rounds: int) -> Medians:
 
 
 def storing(backend: str, way: str, direct: bool, rounds: int) -> Row:
-    """The time of a write or read of device memory: direct beside pinned memory, cached beside a loop by hand."""
+    """Measure a write or read of device memory: direct beside pinned memory, cached beside a loop by hand."""
     took = moving(backend, direct, rounds)
     peer = f"host_{way}" if direct else f"{way}_by_hand"
     how = "direct" if direct else "cached"
@@ -204,7 +204,7 @@ def storing(backend: str, way: str, direct: bool, rounds: int) -> Row:
 
 
 def gds(rounds: int) -> Row:
-    """A read by KvikIO against one by threads through pinned memory."""
+    """Compare a read by KvikIO with one by threads through pinned memory."""
     if IS_FAKE:
         raise Skipped("KvikIO needs the driver of a GPU")
     if reason := BACKEND["gds"].why_not():

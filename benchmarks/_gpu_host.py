@@ -112,7 +112,7 @@ WAYS = {"wait": 15_000, "callback": 200_000, "await": 200_000}  # nanoseconds mo
 
 
 def noticing(way: str, microseconds: int, rounds: int) -> Row:
-    """From the launch of a kernel until its end is noticed, less the same for event.synchronize()."""
+    """Measure from the launch of a kernel until its end is noticed, less the same for event.synchronize()."""
     took = measure_notice(microseconds, rounds)
     us, them = took[way], took["event.synchronize"]
     what = f"{way}: from the launch of {microseconds:,} us of work until its end is noticed"
@@ -140,7 +140,7 @@ def measure_reserved(make: Callable[[], torch.Tensor], wanted: torch.Tensor) -> 
 
 
 def memory(kind: str, _rounds: int) -> Row:
-    """Memory that is reserved after 64 results of 16 MiB, each of them dropped before the next one."""
+    """Measure the memory that is reserved after 64 results of 16 MiB, each of them dropped before the next one."""
     mib = 1 if IS_FAKE else 16
     x = torch.full((mib * MIB // 4,), 3.0, device="cuda")
     host = torch.full((mib * MIB // 4,), 6.0)

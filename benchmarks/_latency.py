@@ -70,7 +70,7 @@ class Kernel:
 
 
 def host_wait(kernel: Kernel, since_launch: bool) -> tuple[Timed, Timed]:
-    """Ours and the peer's: how long after the device (or after the launch) a blocking wait returns."""
+    """Return our delay and the peer's between the device's end (or the launch) and the return of a blocking wait."""
     tensor = torch.zeros(8, device="cuda")
 
     def took(at: int) -> float:
@@ -92,7 +92,7 @@ def host_wait(kernel: Kernel, since_launch: bool) -> tuple[Timed, Timed]:
 
 
 def waiting_ratio(microseconds: float, rounds: int) -> Row:
-    """From the launch of a kernel until a blocking wait for it has returned."""
+    """Measure from the launch of a kernel until a blocking wait for it has returned."""
     us, them = map(statistics.median, by_turns(20 * rounds, *host_wait(Kernel(microseconds), True)))
     what = f"cuda: a kernel of {microseconds:,.0f} us and a blocking wait for it"
     name = f"cuda-blocking-{microseconds:.0f}us"
@@ -100,14 +100,14 @@ def waiting_ratio(microseconds: float, rounds: int) -> Row:
 
 
 def waiting_latency(microseconds: float, rounds: int) -> Row:
-    """From the end of a kernel until a blocking wait for it has returned."""
+    """Measure from the end of a kernel until a blocking wait for it has returned."""
     us, them = map(statistics.median, by_turns(5 * rounds, *host_wait(Kernel(microseconds), False)))
     what = f"cuda: from the end of {microseconds:,.0f} us of work to the return of a blocking wait"
     return Row(f"cuda-latency-{microseconds:.0f}us", what, "ns", us, them, "synchronize", "ns", us, 30_000)
 
 
 def calling_back(microseconds: float, rounds: int) -> Row:
-    """From the end of a kernel until the callback of a blocking then() runs."""
+    """Measure from the end of a kernel until the callback of a blocking then() runs."""
     kernel = Kernel(microseconds)
     tensor = torch.zeros(8, device="cuda")
 

@@ -41,7 +41,7 @@ class Variant(Protocol):
 
 @contextmanager
 def bare_worker(rank: int, folder: Path, transports: list[str] | None = None) -> Iterator[Callable[..., Any]]:
-    """Be worker0 or worker1 of torch.distributed.rpc itself; gives its rpc_async."""
+    """Run worker0 or worker1 of torch.distributed.rpc itself; yield its rpc_async."""
     bare: Any = rpc  # has few types
     options = bare.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store", _transports=transports)
     bare.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
@@ -134,5 +134,5 @@ class Groups:
 
 @cache
 def groups() -> Groups:
-    """All groups of this program."""
+    """Return all groups of this program."""
     return Groups()

@@ -66,14 +66,14 @@ def by_turns(rounds: int, *timed: Timed) -> list[list[float]]:
 
 
 def two_errors(figures: Sequence[float]) -> float:
-    """Twice the standard error of the median, from the median absolute deviation (normal noise taken for granted)."""
+    """Return twice the standard error of the median, from the median absolute deviation; noise is normal."""
     middle = statistics.median(figures)
     deviation = 1.4826 * statistics.median(abs(f - middle) for f in figures)
     return 2 * 1.2533 * deviation / math.sqrt(len(figures))
 
 
 def control(what: str, same: Sequence[float]) -> tuple[float, str]:
-    """The error of a control, and the words for it."""
+    """Return the error of a control, and the words for it."""
     error = two_errors(same)
     return error, f"{what}: {statistics.median(same):.3g} ± {error:.2g}"
 
@@ -105,7 +105,7 @@ def machine() -> str:
 
 
 def show(title: str, rows: Sequence[Row]) -> None:
-    """Print the rows as people read them, and the controls below."""
+    """Print the rows as a table, and the controls below."""
     colours = {"ok": "green", "noise": "yellow", "over": "red"}
     table = Table(title=f"{title}, medians", box=rich.box.SIMPLE_HEAD, collapse_padding=True)
     for heading in ("what", "ours", "peer", "", "measured", "at most", ""):
@@ -158,7 +158,7 @@ def chosen(words: Sequence[str] | None, names: Sequence[str]) -> list[str]:
 def run(
     name: str, title: str, limits: Mapping[str, Callable[[int], Row]], rounds: int, *, takes_figures: bool = True
 ) -> int:
-    """Measure, print, write; the number of rows that failed, and of limits that are broken if that is checked."""
+    """Measure, print and write; return the number of failed rows, and of broken limits if these are checked."""
     parser = argparse.ArgumentParser(description=f"Measure {name} beside its peers.")
     known = f"a row, or the beginning of several up to a hyphen: {', '.join(limits)}"
     parser.add_argument("--only", nargs="+", metavar="NAME", help=known.replace("%", "%%"))

@@ -52,7 +52,7 @@ class Shape:
         return list(several) if self.size >= MIB else random.Random(0).sample(several, self.count)
 
     def tensors(self, align: int = 0) -> list[torch.Tensor]:
-        """Tensors as torch makes them, or in one piece of memory that begins at a multiple of `align`."""
+        """Return tensors as torch makes them, or in one piece of memory that begins at a multiple of `align`."""
         if not align:
             return [torch.full((self.size,), value(i), dtype=torch.uint8) for i in range(self.count)]
         memory = torch.empty(self.total + align, dtype=torch.uint8)
@@ -93,7 +93,7 @@ class Contender:
         raise NotImplementedError
 
     def label_for(self, _direction: str) -> str:
-        """The label, and what was found to be best."""
+        """Return the label, with the best settings found."""
         return self.label
 
     def ready(self, direction: str) -> None:
@@ -103,7 +103,7 @@ class Contender:
         """Give back what is not memory."""
 
     def prove(self) -> None:
-        """Lay everything out, twice, so that what is measured is writing over it; and see that it can be read."""
+        """Write everything twice, so that overwriting is measured, and check that it can be read."""
         for _ in range(2):
             self.ready("write")
             self.write()
@@ -128,7 +128,7 @@ class Turn:
         took = cpu = 0
         for _ in range(self.contender.shape.passes):
             self.contender.ready(self.direction)
-            os.sync()  # nobody pays for what others have left
+            os.sync()  # no contender pays for the dirty pages of others
             began, start = time.process_time_ns(), now()
             getattr(self.contender, self.direction)()
             took, cpu = took + now() - start, cpu + time.process_time_ns() - began
@@ -168,7 +168,7 @@ class Fio:
         return self.run(self.direction, self.block, self.depth)
 
     def with_huge_pages(self) -> float:
-        """The same with memory that a disk can fetch in fewer pieces, which is faster on many; fio has no option."""
+        """Return the same with memory that a disk can fetch in fewer pieces, faster on many; fio has no option."""
         return self.run(self.direction, self.block, self.depth, huge_pages=True)
 
 
@@ -186,7 +186,7 @@ def fio_job(file: Path, direction: str, *options: str, huge_pages: bool = False)
 
 @cache
 def async_io() -> Any:
-    """DeepSpeed's native part, compiled at first use."""
+    """Return DeepSpeed's native part, compiled at first use."""
     return importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder().load(verbose=False)
 
 

@@ -108,7 +108,7 @@ def all_reduces_over_nccl(calls: int, rounds: int) -> list[list[float]]:
 
 
 def over_nccl(limit: float, rounds: int) -> Row:
-    """Measure the host time that ours adds to one call over NCCL, which returns before the other rank has come."""
+    """Measure the host time that ours adds to one call over NCCL, which returns before the other rank arrives."""
     ours, raw, again = on_two_ranks(partial(all_reduces_over_nccl, 100), rounds, "nccl")
     added = statistics.median(a - b for a, b in zip(ours, raw, strict=True))
     same = [a - b for a, b in zip(again, raw, strict=True)]
@@ -138,7 +138,7 @@ def in_flight(rounds: int) -> list[list[float]]:
 
 
 def many(rounds: int) -> Row:
-    """100 all_reduces of 4 KiB at once, waited for together."""
+    """Measure 100 all_reduces of 4 KiB at once, waited for together."""
     ours, raw, again = on_two_ranks(in_flight, rounds)
     same = [a / b for a, b in zip(again, raw, strict=True)]
     us, them = statistics.median(ours), statistics.median(raw)
@@ -204,7 +204,7 @@ def model_of(width: int) -> nn.Module:
 
 
 def training(adam: bool, rounds: int) -> list[list[float]]:
-    """Steps of DDP, of buckets by hand with the optimizer behind them, and with it in their callbacks."""
+    """Measure steps of DDP, of buckets by hand with the optimizer behind them, and with it in their callbacks."""
     width = 512
     data, target = torch.randn(64, width), torch.randn(64, width)
     make: Callable[[Any], torch.optim.Optimizer] = (

@@ -38,7 +38,7 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 def look(_future: Any) -> None:
-    """The callback that does nothing."""
+    """Do nothing, as a callback."""
 
 
 def complete(make: Make) -> float:
@@ -64,7 +64,7 @@ def callback(make: Make) -> float:
 
 
 def then(make: Make) -> float:
-    """Chains of 100 links, completed and awaited, per link."""
+    """Measure chains of 100 links, completed and awaited, per link."""
     chains, links = range(50), range(100)
     start = now()
     for _ in chains:
@@ -92,7 +92,7 @@ def gathering(make: Make) -> float:
 
 
 def compare(name: str, what: str, limit: float, work: Callable[[Make], float], rounds: int) -> Row:
-    """The ratio of our median to torch's, for work that is the same in both."""
+    """Return the ratio of our median to torch's, for the same work."""
     ours, peer = map(statistics.median, by_turns(rounds, partial(work, CUDAFuture), partial(work, TorchFuture)))
     return Row(name, what, "ns", ours, peer, "torch", "x", ours / peer, limit)
 
@@ -121,7 +121,7 @@ def awaiting(rounds: int) -> Row:
 
 
 def handoff(make: Make, cores: tuple[int, int]) -> float:
-    """From before set_result in one thread until wait has returned in another that was blocked in it: the median."""
+    """Return the median from before set_result in one thread until a blocked wait returns in another."""
     futures = [make() for _ in range(300)]
     waiting, woken = threading.Semaphore(0), threading.Semaphore(0)
     took: list[int] = []
@@ -187,7 +187,7 @@ def completing(make: Make, count: int, threads: int) -> float:
 
 
 def throughput(rounds: int) -> Row:
-    """8 threads against one, the same number of futures in all."""
+    """Compare 8 threads with one, for the same number of futures in all."""
     kinds = ((CUDAFuture, 240_000), (TorchFuture, 40_000), (Bare, 240_000))
     took = by_turns(rounds, *(partial(completing, make, count, threads) for make, count in kinds for threads in (8, 1)))
     eight, one, torch8, torch1, bare8, bare1 = map(statistics.median, took)
@@ -215,7 +215,7 @@ print((resident() - before) / count)
 
 
 def memory(_rounds: int) -> Row:
-    """Resident memory of a million pending futures, each kind in a process of its own; without the list of them."""
+    """Measure the resident memory of a million pending futures, each kind in its own process; without their list."""
 
     def measure(kind: str) -> float:
         command = [sys.executable, "-c", MEMORY, kind, "1000000"]
@@ -226,7 +226,7 @@ def memory(_rounds: int) -> Row:
 
 
 def gloo_rank(rank: int, store: str, rounds: int, results: str) -> None:
-    """One of two ranks: all_reduce + wait, raw and through from_torch; leaves every round's medians in a file."""
+    """Run one of two ranks: all_reduce + wait, raw and through from_torch; write every round's medians to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     tensor = torch.zeros(256)

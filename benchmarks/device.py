@@ -4,7 +4,7 @@
 
 Rows that begin with "sim" are measured on the simulated accelerator, where a device costs nothing: what is left is the
 host's work. Those that begin with "cuda" are there where torch has CUDA. Ours and the peer run in the same process, by
-turns in a shuffled order; a row shows medians over the rounds. torch's futures are told their devices, as they must be.
+turns in a shuffled order; a row shows medians over the rounds. torch's futures get their devices, which they require.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Device:
 
 
 def compare(name: str, what: str, limit: float, rounds: int, ours: Timed, peer: Timed) -> Row:
-    """The ratio of our median to torch's, for work that is the same in both."""
+    """Return the ratio of our median to torch's, for the same work."""
     us, them = map(statistics.median, by_turns(rounds, ours, peer))
     return Row(name, what, "ns", us, them, "torch", "x", us / them, limit)
 
@@ -95,7 +95,7 @@ def completing(on: Device, tensors: int, limit: float, rounds: int) -> Row:
 
 
 def waiting(on: Device, tensors: int, limit: float, rounds: int) -> Row:
-    """Non-blocking waits for a future that is done: the current stream waits, the host does not.
+    """Measure non-blocking waits for a future that is done: the current stream waits, the host does not.
 
     Both tell the allocator of each tensor, which is most of it.
     """
@@ -123,7 +123,7 @@ def waiting(on: Device, tensors: int, limit: float, rounds: int) -> Row:
 
 
 def value_of(future: Any) -> Any:
-    """The callback of then()."""
+    """Return the value, as the callback of then()."""
     return future.value()
 
 
@@ -212,7 +212,7 @@ def blocking(on: Device, limit: float, rounds: int) -> Row:
 
 @contextmanager
 def busy(on: Device) -> Iterator[None]:
-    """A device that works for the scope, or (a real one) for two seconds."""
+    """Keep a device busy for the scope, or (a real one) for two seconds."""
     if on.name == "sim":
         with sim.hold():
             yield
@@ -222,7 +222,7 @@ def busy(on: Device) -> Iterator[None]:
 
 
 def watching(on: Device, rounds: int) -> Row:
-    """The processor time of the watcher while a future is watched for a second, in per cent of one core."""
+    """Measure the processor time of the watcher while a future is watched for a second, in per cent of one core."""
     on.drain()
 
     def second() -> float:
@@ -246,7 +246,7 @@ def watching(on: Device, rounds: int) -> Row:
 
 
 def calling_back(rounds: int) -> Row:
-    """From the end of the device's work until the callback of a blocking then() runs, against waking a thread."""
+    """Measure from the end of the device's work until a blocking then() runs its callback, against waking a thread."""
     on = Device("sim")
     on.drain()
 

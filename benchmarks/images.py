@@ -98,7 +98,7 @@ def archive(path: Path, index: Literal["auto"] | bool, shuffle: int) -> Callable
 def beside_loose_files(
     name: str, file: str, index: Literal["auto"] | bool, shuffle: int, limit: float, rounds: int
 ) -> Row:
-    """The time of an epoch against that of loose files."""
+    """Compare the time of an epoch with that of loose files."""
     with prepare() as folder:
         loose = LooseFiles(folder / "loose")
 

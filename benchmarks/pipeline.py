@@ -111,7 +111,7 @@ def _times(devices: int, table: str, is_equal: bool) -> list[tuple[float, float,
 
 
 def step_time(table: str, devices: int, is_equal: bool, _rounds: int) -> Row:
-    """The time of a step over the prediction; virtual, so that one round is enough."""
+    """Return the time of a step over the prediction; virtual, so that one round is enough."""
     times = _times(devices, table, is_equal)
     took, predicted, peaks, expected = virtual_ms(table, devices, times)
     gpipe = virtual_ms("gpipe", devices, _times(devices, "gpipe", is_equal))[0]
@@ -153,7 +153,7 @@ def pin(to: dict[threading.Thread, int]) -> Iterator[None]:
 
 
 def submit(cores: int, rounds: int) -> Row:
-    """From submit to the start of an empty task, with the worker on the program's core or on another."""
+    """Measure from submit to the start of an empty task, with the worker on the program's core or on another."""
     module = importlib.import_module("fairscale.nn.pipe.worker")
     program = threading.current_thread()
     shuffle = random.Random(0).sample

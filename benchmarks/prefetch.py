@@ -116,7 +116,7 @@ def apex(times: Times) -> Iterator[torch.Tensor]:
 
 
 def timm(times: Times, *, is_mended: bool) -> Iterator[torch.Tensor]:
-    """PrefetchLoader.__iter__ of timm's data/loader.py."""
+    """Yield batches like PrefetchLoader.__iter__ of timm's data/loader.py."""
     stream = torch.Stream(device="sim")
     batch: torch.Tensor | None = None
     for next_batch in PinnedLoader(times):
@@ -158,7 +158,7 @@ def virtual_ms(times: Times, batches: Callable[[Times], Iterator[torch.Tensor]])
 
 
 def overlap(times: Times, _rounds: int) -> Row:
-    """The time of an epoch over the ideal; virtual, so that one round is enough."""
+    """Return the time of an epoch over the ideal; virtual, so that one round is enough."""
     us = virtual_ms(times, ours)
     peers = {name: virtual_ms(times, peer) for name, peer in PEERS.items()}
     told = ", ".join(f"{name} {times.ideal / ms:.2f}" for name, ms in peers.items())
@@ -171,7 +171,7 @@ def overlap(times: Times, _rounds: int) -> Row:
 
 
 def many(rounds: int) -> Row:
-    """A batch of many small tensors, packed, against a copy of each as torch makes it."""
+    """Compare a packed batch of many small tensors with a copy of each by torch."""
     sim.enable(schedule="lazy", detect=False, memory=1 << 30)  # device work runs in synchronize(), not in the calls
     tensors = [torch.rand(64) for _ in range(TENSORS)]
     pinned = [tensor.pin_memory() for tensor in tensors]
@@ -202,7 +202,7 @@ def many(rounds: int) -> Row:
 
 
 def ready(rounds: int) -> Row:
-    """next() of a batch that is on the device already, against a list's."""
+    """Compare next() of a batch that is on the device already with a list's."""
     sim.enable(schedule="lazy", detect=False, memory=1 << 30)  # device work runs in synchronize(), not in the calls
     batches = [torch.rand(1024) for _ in range(9)]
     copied = [batch.to("sim") for batch in batches]

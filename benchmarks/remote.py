@@ -56,7 +56,7 @@ def tensors(count: int, size: int) -> list[torch.Tensor]:
 
 
 def prove(held: list[torch.Tensor]) -> None:
-    """See that reads have brought back what was written."""
+    """Check that reads have returned the written tensors."""
     for i, tensor in enumerate(held):
         if not int(tensor[0]) == int(tensor[-1]) == i % 251 + 1:
             raise RuntimeError(f"tensor {i} was not read as it was written")
@@ -67,7 +67,7 @@ def prove(held: list[torch.Tensor]) -> None:
 
 def write_store(store: Any, count: int, size: int) -> float:
     held = tensors(count, size)
-    os.sync()  # nobody pays for what others have left
+    os.sync()  # no contender pays for the dirty pages of others
     start = now()
     wait_all([store.write(f"{size}/{i}", tensor) for i, tensor in enumerate(held)])
     return now() - start
@@ -239,7 +239,7 @@ class Torch:
     @contextmanager
     def __call__(self, rank: int, folder: Path) -> Iterator[Callable[..., Any]]:
         FOLDER.append(folder)
-        if not missing(DeepSpeed):  # its first call cannot be several threads': they wait for each other for ever
+        if not missing(DeepSpeed):  # its first call must come from one thread: several would deadlock
             write_by_deepspeed(0, torch.zeros(PAGE, dtype=torch.uint8))
         with bare_worker(rank, folder, list(self.transports) if self.transports else None) as call:
             yield call

@@ -69,7 +69,7 @@ SPARE = 64 * MIB  # that the library may take beside the blocks that are with th
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """A folder for the files, which is gone at the end."""
+    """Yield a folder for the files, and remove it at the end."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("CUDAFUTURE_BENCH_DIR", "."), prefix="storage-") as made:
         yield Path(made)
     os.sync()
@@ -101,7 +101,7 @@ class Ours(Contender):
 
 
 def pair(where: Path, shape: Shape, stack: ExitStack, tensors: Sequence[torch.Tensor], **how: Any) -> list[Ours]:
-    """Both ways of using one store."""
+    """Return both ways of using one store."""
     store = stack.enter_context(DiskStore(where, **how))
     return [Ours(store, shape, tensors, at_once=at_once) for at_once in (False, True)]
 
@@ -227,7 +227,7 @@ def beside_deepspeed(least: float, direction: str, name: str, rounds: int) -> Ro
 
 
 def processor(direction: str, name: str, rounds: int) -> Row:
-    """The processor time of all threads, in and out of the kernel, for a gibibyte."""
+    """Measure the processor time of all threads, in and out of the kernel, for a gibibyte."""
     took = past_the_cache(name, rounds)
     gibibytes = SHAPES[name].total / (1 << 30)
     us = {who: took[f"{direction} {who} all"].cpu / gibibytes for who in ("plain", "summed", "aligned")}
@@ -249,7 +249,7 @@ def beside_threads(direction: str, name: str, rounds: int) -> Row:
 
 
 def read_latency(rounds: int) -> Row:
-    """From the call until the tensor is there, with nothing else to do; fio reads pages of a file of the same size."""
+    """Measure from the call until the tensor is there, without other work; fio reads pages of an equal file."""
     shape = Shape(16384, PAGE, 1)
     with folder() as place, DiskStore(place / "ours", direct=True) as store:
         Fio(place / "fio", "write", shape, blocks=(MIB,), depths=(8,))
@@ -276,7 +276,7 @@ def read_latency(rounds: int) -> Row:
 
 
 def urgent(rounds: int) -> Row:
-    """From the call until a tensor of 1 MiB is there, behind 1 GiB of queued writes, with a negative priority and 0."""
+    """Measure from the call until a tensor of 1 MiB is there, behind 1 GiB of queued writes, by priority."""
     shape = Shape(128, 8 * MIB, 1)
     out = torch.empty(MIB, dtype=torch.uint8)
     with folder() as place, DiskStore(place / "ours", direct=True) as store:
@@ -300,7 +300,7 @@ def urgent(rounds: int) -> Row:
 
 
 def links(rounds: int) -> Row:
-    """10,000 links, against writing 10,000 tensors of 64 KiB, all in one call."""
+    """Compare 10,000 links with writing 10,000 tensors of 64 KiB, all in one call."""
     names = [f"step {i}" for i in range(10_000)]
     tensors = dict.fromkeys(names, torch.ones(64 * 1024, dtype=torch.uint8))
     best = {f"best {name}": name for name in names}
@@ -325,7 +325,7 @@ def links(rounds: int) -> Row:
 
 
 def atomic(rounds: int) -> Row:
-    """256 tensors of 64 KiB in a call of a durable store: all of them or none, and each by itself."""
+    """Compare a durable write of 256 tensors of 64 KiB, all or none, with one of each by itself."""
     tensors = {str(i): torch.ones(64 * 1024, dtype=torch.uint8) for i in range(256)}
     with folder() as place, DiskStore(place / "ours", direct=True, durable=True) as store:
 
@@ -344,7 +344,7 @@ def atomic(rounds: int) -> Row:
 
 
 def memory(name: str, _rounds: int) -> Row:
-    """The peak of the resident set over the tensors, in a process of its own."""
+    """Measure the peak of the resident set over the tensors, in a process of its own."""
     with folder() as place:
         command = [sys.executable, str(Path(__file__).with_name("_storage_memory.py")), str(place / "ours"), name]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

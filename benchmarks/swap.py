@@ -137,7 +137,7 @@ def ours(name: str, place: Path, **options: Any) -> Iterator[Callable[[], Any]]:
 
 
 def beside_bound(name: str, rounds: int) -> Row:
-    """A step, against the larger of its updates and its reads and writes."""
+    """Compare a step with the larger of its updates and its reads and writes."""
     with folder() as place, ours(name, place / "ours") as step, DiskStore(place / "alone", direct=True) as store:
         halves, gradients = prepare(name)
         updates, transfers = Updates([half.detach() for half in halves]), Transfers(store, SETS[name])
@@ -155,7 +155,7 @@ def beside_bound(name: str, rounds: int) -> Row:
 
 
 def beside_deepspeed(name: str, rounds: int) -> Row:
-    """A step, against DeepSpeed's."""
+    """Compare a step with DeepSpeed's."""
     with ExitStack() as stack:
         place = stack.enter_context(folder())
         step = stack.enter_context(ours(name, place / "ours"))
@@ -170,7 +170,7 @@ def beside_deepspeed(name: str, rounds: int) -> Row:
 
 
 def saving(rounds: int) -> Row:
-    """A checkpoint, against writing the state."""
+    """Compare a checkpoint with writing the state."""
     name = "64x16MiB"
     with folder() as place, DiskStore(place / "store", durable=True) as store:
         parameters = [torch.nn.Parameter(torch.zeros(size)) for size in SETS[name]]
@@ -189,7 +189,7 @@ def saving(rounds: int) -> Row:
 
 
 def during_backward(rounds: int) -> Row:
-    """The part of a step in which a program waits for I/O, where updates run during backward.
+    """Measure the part of a step in which a program waits for I/O, where updates run during backward.
 
     The batch is as large as it takes for forward and backward to last as long as the reads and writes.
     """
@@ -227,7 +227,7 @@ def during_backward(rounds: int) -> Row:
 
 
 def small(place: str, rounds: int) -> Row:
-    """The processor time of all threads for a step of many small parameters, against the plain optimizer's."""
+    """Measure the processor time of all threads for a step of many small parameters, against the plain optimizer's."""
     rows: dict[str, tuple[str, dict[str, Any], float]] = {
         "memory": ("in memory", {}, 1.5),
         "disk": ("on disk", {"min_bytes": 0}, 3.0),
@@ -251,7 +251,7 @@ def small(place: str, rounds: int) -> Row:
 
 
 def memory(rounds: int) -> Row:
-    """The memory that a step takes beside its buffers, for one parameter of 1 GiB."""
+    """Measure the memory that a step takes beside its buffers, for one parameter of 1 GiB."""
     buffers = 128 * MIB
     script = Path(__file__).with_name("_swap_memory.py")
     with folder() as place:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def make_model() -> nn.Sequential:
-    """A CNN for images of 8 x 8 pixels and ten classes."""
+    """Make a CNN for images of 8 x 8 pixels and ten classes."""
     layers = {
         "conv1": nn.Conv2d(1, 16, 3, padding=1),
         "relu1": nn.ReLU(),
@@ -75,7 +75,7 @@ class Digits:
         return Digits(train, test)
 
     def batches(self, epochs: int, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's share of every batch of ``size`` images per rank; the last incomplete one is left out."""
+        """Yield this rank's share of every batch of ``size`` images per rank; the last incomplete one is left out."""
         images, labels = self.train
         generator = torch.Generator().manual_seed(seed)
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -86,7 +86,7 @@ class Digits:
                 yield images[mine], labels[mine]
 
     def accuracy(self, model: nn.Module) -> float:
-        """The share of the test images that the model gets right."""
+        """Return the share of the test images that the model classifies correctly."""
         with torch.no_grad():
             right = model(self.test[0]).argmax(1) == self.test[1]
         return int(right.sum()) / len(right)

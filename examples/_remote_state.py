@@ -41,7 +41,7 @@ class Bucket(Protocol):
 
 
 def key(bucket: Bucket) -> str:
-    """The name under which a bucket's state is kept: one tensor with a row for each moment."""
+    """Return the key of a bucket's state: one tensor with a row for each moment."""
     return f"{'+'.join(bucket.layers)}/moments"
 
 
@@ -108,7 +108,7 @@ class RemoteState:
         return updated
 
     def finish(self) -> None:
-        """Wait until all is written; what was read ahead, nobody wants."""
+        """Wait until all is written; discard the tensors read ahead."""
         wait_all(self._written)
         wait_all(self._reads)
         self._reads.clear()
@@ -124,13 +124,13 @@ class RemoteState:
             set_moments(bucket, moments)
             bucket.update()
         self._updated[bucket.index] = moments
-        return bucket.parameters  # so that on a device whoever waits is ordered after the kernels that wrote them
+        return bucket.parameters  # so that on a device a waiter is ordered after the kernels that wrote them
 
     def _write(self, bucket: Bucket, step: int, updated: CUDAFuture[Any]) -> CUDAFuture[int]:
         updated.value()
         start = time.perf_counter_ns()
         drop_moments(bucket)
-        moments = self._updated.pop(bucket.index)  # nobody but the write holds its memory now
+        moments = self._updated.pop(bucket.index)  # only the write holds its memory now
         return self._watch("write", bucket, step, start, self.store.write(key(bucket), moments))
 
     def _watch(self, what: str, bucket: Bucket, step: int, start: int, future: CUDAFuture[Any]) -> CUDAFuture[Any]:
@@ -170,7 +170,7 @@ def next_workers_disk(folder: Path | None) -> Iterator[Disk]:
 
 
 def share_secret() -> bytes | None:
-    """The same new secret on every rank; None where CUDAFUTURE_RPC_SECRET_FILE names one.
+    """Return the same new secret on every rank, or None where CUDAFUTURE_RPC_SECRET_FILE names one.
 
     It travels by the process group, whose network can be read: name a file when the ranks are on several machines.
     """

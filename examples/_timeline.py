@@ -98,14 +98,14 @@ class Timeline:
         return future.then(note)
 
     def look(self) -> None:
-        """See which of the watched futures are pending. It is cheap: call it often, from any thread."""
+        """Check which of the watched futures are pending. It is cheap: call it often, from any thread."""
         for future, span in list(self._watched.values()):
             now = time.perf_counter_ns()
             if not future.done():
                 span.end = now
 
     def overlap(self, bucket: int) -> dict[str, float]:
-        """The medians over all steps of `overlap_in_step`."""
+        """Return the medians over all steps of `overlap_in_step`."""
         steps: defaultdict[int, list[Span]] = defaultdict(list)
         for span in self.spans:
             steps[span.step].append(span)
@@ -123,7 +123,7 @@ def common(some: Sequence[Span], others: Sequence[Span]) -> float:
 
 
 def overlap_in_step(spans: Sequence[Span], bucket: int) -> dict[str, float]:
-    """One bucket in one step, in microseconds: how long its own spans took, and how much of that others shared."""
+    """Return the microseconds of one bucket's spans in one step, and the part shared with others."""
     own = [s for s in spans if s.bucket == bucket]
     flight, update, wait = ([s for s in own if s.what == what] for what in ("all_reduce", "update", "wait"))
     backward = [s for s in spans if s.what == "backward"]
@@ -139,7 +139,7 @@ def overlap_in_step(spans: Sequence[Span], bucket: int) -> dict[str, float]:
 
 
 def overlap_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table with a line for each bucket."""
+    """Return a table with a line for each bucket."""
     headings = {
         "all_reduce_us": "in flight",
         "all_reduce_during_backward_us": "flight during backward",
@@ -158,7 +158,7 @@ def overlap_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def typical_step(spans: Sequence[Span], names: Sequence[str], warm_up: int) -> dict[str, Any]:
-    """The step of median length, from the begin of a forward to that of the next, without the first `warm_up`.
+    """Return the step of median length, from the begin of a forward to that of the next, without the first `warm_up`.
 
     Returns:
         Its number "step", its length "us", and "spans": all that went on meanwhile, in order of time, also what had
@@ -187,7 +187,7 @@ def typical_step(spans: Sequence[Span], names: Sequence[str], warm_up: int) -> d
 
 
 def step_table(step: Mapping[str, Any]) -> Table:
-    """A table with a line for each span of a step, and where in the step it lies."""
+    """Return a table with a line for each span of a step, and its place in the step."""
     title = f"One step from forward to forward: number {step['step']}, {step['us']:.0f} µs"
     table = Table(title=title, box=rich.box.SIMPLE_HEAD, collapse_padding=True, show_edge=False, pad_edge=False)
     for heading in ("of", "what", "begin", "µs", "when", "where"):
@@ -200,7 +200,7 @@ def step_table(step: Mapping[str, Any]) -> Table:
 
 
 def _bar(begin: float, us: float, whole: float) -> str:
-    """A line where the span lies, with an arrow where it goes on outside of the step."""
+    """Return a line at the place of the span, with an arrow if it continues outside the step."""
     first = min(max(0, int(begin / whole * PICTURE)), PICTURE - 1)
     last = min(max(first, round((begin + us) / whole * PICTURE) - 1), PICTURE - 1)
     line = ["━"] * (last - first + 1)

@@ -72,7 +72,7 @@ class Turn:
     before: int  # tokens that are there already
     prompt: int
     answer: int
-    ended: tuple[int, ...] = ()  # blocks that nobody needs any more
+    ended: tuple[int, ...] = ()  # blocks that are no longer needed
 
     @property
     def past(self) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Turn:
 
 
 def chats(args: argparse.Namespace) -> list[Turn]:
-    """Turns of chats, some had far more often than others. One that is too long ends, and the next begins anew."""
+    """Yield turns of chats, some far more frequent than others. A chat that is too long starts again."""
     draw, numbers = torch.Generator().manual_seed(args.seed), itertools.count()
     prefixes = [tuple(next(numbers) for _ in range(PREFIX)) for _ in range(PREFIXES)]
     turns = [Turn(prefix, 0, PREFIX * TOKENS, 0) for prefix in prefixes]
@@ -130,7 +130,7 @@ class Memory:
         self.blocks: dict[int, Tensor] = {}
 
     def expect(self, turns: Sequence[Turn]) -> None:
-        """All is there."""
+        """Do nothing: all blocks are in memory."""
 
     def get(self, block: int) -> Tensor:
         """Return what was put."""
@@ -151,7 +151,7 @@ class Counts:
     """Counts of a pool: blocks, and seconds."""
 
     in_pool: int = 0  # wanted by a turn, and not gone since the last one that wanted them
-    in_time: int = 0  # of those that were read: there when they were wanted
+    in_time: int = 0  # of those that were read: there when they were needed
     written: int = 0
     unchanged: int = 0  # evicted without being written again
     read: int = 0
@@ -223,7 +223,7 @@ class Pool:
         return write.released or write
 
     def track(self, future: CUDAFuture[T]) -> CUDAFuture[T]:
-        """Note when it was in flight."""
+        """Record the time in which a transfer was in flight."""
         begin = time.perf_counter()
         self.spans.append(future.then(lambda _: (begin, time.perf_counter())))
         return future
@@ -267,7 +267,7 @@ class Pool:
 
 
 def pages(count: int, shape: tuple[int, ...]) -> Tensor:
-    """Memory for blocks that lies on whole pages: disks read and write there without a copy in between."""
+    """Return memory for blocks that lies on whole pages: disks read and write there without a copy in between."""
     nbytes = count * math.prod(shape) * 4
     memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % PAGE
@@ -318,7 +318,7 @@ Stores = dict[str, Callable[[], DiskStore | rpc_ext.RemoteStore]]
 
 
 def compare(args: argparse.Namespace, stores: Stores) -> tuple[list[Run], dict[str, bool]]:
-    """Decode in memory and with each store, for each size of blocks; the second are the checks, by name."""
+    """Decode in memory and with each store, for each size of blocks; return the runs and the checks by name."""
     turns, runs, checks = chats(args), [], {}
     for kib in args.block_kib:
         model = Model(kib // LAYER_KIB, args.seed)
@@ -338,7 +338,7 @@ def compare(args: argparse.Namespace, stores: Stores) -> tuple[list[Run], dict[s
 
 
 def report(args: argparse.Namespace, stores: Stores) -> int:
-    """Print and write what came out; the number of checks that failed."""
+    """Print and write the results; return the number of failed checks."""
     runs, checks = compare(args, stores)
     title = f"{args.turns} turns of {args.chats} chats, a pool of {args.pool} blocks, read ahead by {args.ahead}"
     table = Table("block", "store", title=title, box=rich.box.SIMPLE_HEAD, collapse_padding=True)
@@ -376,14 +376,14 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Decode or serve, by the rank; the number of checks that failed."""
+    """Decode or serve, by the rank; return the number of failed checks."""
     args = arguments()
     torch.set_num_threads(1)
     stores: Stores = {"local": lambda: DiskStore(args.folder)}
     if not dist.is_torchelastic_launched():
         return report(args, stores)
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # both ranks are here: nobody else needs to reach them
+        os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # both ranks are here: no other host needs to reach them
     if os.environ["RANK"] == "1":
         with rpc_ext.serve_store(args.folder), rpc_ext.init_rpc(STORAGE, transports=["uv"]):
             rpc_ext.shutdown(timeout=math.inf)  # comes back when rank 0 needs it no more

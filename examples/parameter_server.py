@@ -8,7 +8,7 @@ batches of their own. As soon as backward has filled the gradients of a shard:
     shard.rpc_async().push(gradients).then(load the values that come back)
 
 Backward goes on meanwhile, and the pushes of other layers are in flight. Each layer's next forward waits for the one
-future that stands for its own values. The server applies a gradient when it comes, whoever sends it; so it was computed
+future that stands for its own values. The server applies a gradient on its arrival, so it was computed
 with values that are a few updates old by then, its staleness. To bound that, `push` itself returns a future: a trainer
 that is too far ahead of the slowest gets its answer later, and no thread of the server waits meanwhile.
 
@@ -91,7 +91,7 @@ class Shard:
 
 
 def flat(layers: Collection[nn.Module]) -> Tensor:
-    """The parameters of some layers as one vector."""
+    """Return the parameters of some layers as one vector."""
     return nn.utils.parameters_to_vector(p for layer in layers for p in layer.parameters()).detach()
 
 
@@ -147,7 +147,7 @@ class Trained:
 
 
 def train(trainer: int, shards: list[rpc_ext.RRef[Shard]], args: argparse.Namespace) -> Trained:
-    """Train on batches of its own; called by the server, on every trainer."""
+    """Train on own batches; called by the server, on every trainer."""
     digits, model = Digits.load(args.seed), make_model()
     with rpc_ext.batch(SERVER):  # the first values: one message for all
         groups = layer_groups(model, args.shard_kib)
@@ -168,7 +168,7 @@ def train(trainer: int, shards: list[rpc_ext.RRef[Shard]], args: argparse.Namesp
 
 
 def batches(digits: Digits, trainer: int, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images drawn at random, by each trainer with a seed of its own."""
+    """Yield images drawn at random, by each trainer with a seed of its own."""
     images, labels = digits.train
     generator = torch.Generator().manual_seed(args.seed + trainer)
     for _ in range(args.steps):
@@ -251,18 +251,18 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Serve or be called, by the rank; the number of checks that failed."""
+    """Serve or train, by the rank; return the number of failed checks."""
     args = arguments()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # all ranks are here: nobody else needs to reach them
+        os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # all ranks are here: no other host needs to reach them
     results: Any = None
     with rpc_ext.init_rpc(SERVER if rank == 0 else f"trainer{rank}") as session:
         if rank == 0:
             results = serve(session.workers, args)
             print(results, flush=True)
-    # The trainers were called until here: the end of the context waits until every rank has come to it.
+    # The trainers were called until here: the end of the context waits until every rank reaches it.
     if results is None:
         return 0
     if args.json:

@@ -63,7 +63,7 @@ class Stop:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a worker has failed: leave in order
 
     def __call__(self, *_: object) -> None:
-        """Note that somebody asks for an end."""
+        """Record the request to end."""
         self.asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -216,7 +216,7 @@ def train(args: argparse.Namespace, states: rpc_ext.RemoteStore, stop: Stop) -> 
 
 
 def report(args: argparse.Namespace, everyones: list[Trained]) -> int:
-    """Print, on the first trainer, what came out; the number of checks that failed."""
+    """Print the results on the first trainer; return the number of failed checks."""
     names = list(everyones[0].checks)
     checks = {name: all(trained.checks[name] for trained in everyones) for name in names}
     if dist.get_rank() != 0:
@@ -239,12 +239,12 @@ def report(args: argparse.Namespace, everyones: list[Trained]) -> int:
 
 
 def plain_table(title: str, *headings: str) -> Table:
-    """A table without a frame."""
+    """Return a table without a frame."""
     return Table(*headings, title=title, box=rich.box.SIMPLE_HEAD, collapse_padding=True)
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Serve until all others have ended, and say what it has come to."""
+    """Serve until all others have ended, and print the statistics."""
     with rpc_ext.serve_store(args.folder) as service:  # before RPC begins: who finds this worker finds it
         begin = time.perf_counter()
         try:
@@ -274,7 +274,7 @@ def serve(args: argparse.Namespace) -> None:
 def begin_rpc(name: str, args: argparse.Namespace) -> rpc_ext.Session:
     """Begin RPC, with signed calls where there is a secret."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # all ranks are here: nobody else needs to reach them
+        os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # all ranks are here: no other host needs to reach them
     secret = args.secret_file.read_text() if args.secret_file else None
     return rpc_ext.init_rpc(name, secret=secret, transports=["uv"])  # which leaves the cores to training
 
@@ -296,7 +296,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Train or serve, by the rank; the number of checks that failed."""
+    """Train or serve, by the rank; return the number of failed checks."""
     args, stop = arguments(), Stop()
     torch.set_num_threads(1)
     rank, trainers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1

@@ -126,7 +126,7 @@ class Overlap:
             self.state.finish()
 
     def report(self) -> list[dict[str, Any]]:
-        """A row per bucket: what it is, and the medians of what overlapped with what."""
+        """Return a row per bucket: its size, and the medians of its overlaps."""
         return [
             {"bucket": b.index, "layers": list(b.layers), "kib": b.gradients.nbytes / 1024}
             | self.timeline.overlap(b.index)
@@ -151,7 +151,7 @@ class Overlap:
         reduced.value()  # raises what the all_reduce failed with
         with self.timeline.span("update", bucket.index):
             bucket.update()
-        return bucket.parameters  # so that on a device whoever waits is ordered after the kernels that wrote them
+        return bucket.parameters  # so that on a device a waiter is ordered after the kernels that wrote them
 
     def _wait_for_update(self, bucket: Bucket, _layer: nn.Module, _inputs: Any) -> None:
         if bucket.updated is not None:
@@ -188,7 +188,7 @@ class Run:
 
 
 def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Forward."""
+    """Return the loss of a batch."""
     return nn.functional.cross_entropy(model(images), labels)
 
 
@@ -232,7 +232,7 @@ def gain(seconds: Mapping[str, float]) -> str:
 
 
 def show(results: Mapping[str, Any]) -> None:
-    """Print how long it took, what overlapped with what, and the outcome of every check."""
+    """Print the time, the overlaps, and the outcome of every check."""
     console = Console()
     console.print(overlap_table(results["overlap"]))
     console.print(step_table(results["step"]))
@@ -271,7 +271,7 @@ def results_of(args: argparse.Namespace, digits: Digits) -> dict[str, Any]:
     with ExitStack() as stack:
         disk = stack.enter_context(next_workers_disk(args.folder)) if args.state == "remote" else None
         run = train(args, digits, disk)
-        same = same_on_every_rank(run.model)  # and all ranks have come here
+        same = same_on_every_rank(run.model)  # and all ranks are here
         served = None if disk is None else disk.statistics()
         states = None if disk is None else read_states(disk.store, run.buckets)
         others = [] if args.no_compare or disk is None else [train(args, digits, disk, overlapped=False)]
@@ -296,7 +296,7 @@ def results_of(args: argparse.Namespace, digits: Digits) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Train, check, report; the number of checks that failed."""
+    """Train, check and report; return the number of failed checks."""
     args = arguments()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -235,7 +235,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Train three times, compare, report; return the number of checks that failed."""
+    """Train three times, compare and report; return the number of checks that failed."""
     args = arguments()
     if args.state is not None:  # one of the three processes
         print(json.dumps(train(args)))

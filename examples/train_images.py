@@ -116,7 +116,7 @@ def accuracy(model: nn.Module, images: TgzImages, device: torch.device) -> float
 
 
 def report(trainings: dict[str, Training], batches: Prefetcher, found: float) -> None:
-    """Print what was measured."""
+    """Print the measured times."""
     counted = batches.statistics()
     for name, training in trainings.items():
         sys.stdout.write(f"{name}: {training.seconds:.2f} s\n")

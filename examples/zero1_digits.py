@@ -100,7 +100,7 @@ class Run:
 
 
 def train_zero1(args: argparse.Namespace, digits: Digits, store: DiskStore | None) -> tuple[Run, int]:
-    """Train with sharded state. Beside the run: the most buckets that were in flight when backward returned."""
+    """Train with sharded state; return the run, and the most buckets in flight at the end of backward."""
     torch.manual_seed(args.seed)
     model = make_model().to(digits.device)
     groups = layer_groups(model, args.bucket_kib)
@@ -138,7 +138,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def largest_difference(ours: nn.Module, theirs: nn.Module) -> float:
-    """The largest difference between two parameters of the same name and place."""
+    """Return the largest difference between two parameters of the same name and place."""
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
 
@@ -198,7 +198,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Train twice, compare, report; the number of checks that failed."""
+    """Train twice, compare and report; return the number of failed checks."""
     args = arguments()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # training makes little differences grow, and in float32 soon large

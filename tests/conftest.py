@@ -30,7 +30,7 @@ _crashed: list[object] = []
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: object, error: object) -> None:
-    """Note a worker of pytest-xdist that has crashed."""
+    """Record a worker of pytest-xdist that has crashed."""
     if error is not None:
         _crashed.append(node)
 

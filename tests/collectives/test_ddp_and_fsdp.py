@@ -83,7 +83,7 @@ def fsdp2(layers: nn.Sequential) -> nn.Module:
 
 
 def train(wrap: Wrap, traffic: Traffic | None = None) -> list[Tensor]:
-    """Train; return this rank's gradients and parameters after each step."""
+    """Train, and return this rank's gradients and parameters after each step."""
     layers = make_layers()
     model = wrap(layers)
     optimizer = torch.optim.Adam(layers.parameters(), lr=0.01)

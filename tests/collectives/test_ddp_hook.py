@@ -51,7 +51,7 @@ def scatter_then_gather(group: Any, bucket: dist.GradBucket) -> CUDAFuture[Tenso
 
 
 def bf16_of_torch(group, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
-    """Under this name: DDP refuses one that is called bf16_compress_hook where there is no NCCL."""
+    """Compress like torch's hook, under this name: DDP refuses one that is called bf16_compress_hook without NCCL."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
@@ -67,7 +67,7 @@ def make_model(hook: Hook | None, state: Any = None, **options: Any) -> Distribu
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    """Another one on every rank, and in every step."""
+    """Return a loss that differs on every rank, and in every step."""
     images = torch.randn(5, 17, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
     loss: Tensor = model(images).square().sum()
     return loss
@@ -96,7 +96,7 @@ def expect_equal(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
 
 
 def expect_the_group_to_be_usable() -> None:
-    """Nothing was left in flight that would meet what is issued next; and DDP can be started anew."""
+    """Check that nothing is left in flight for the next collective to meet, and that DDP can start again."""
     total = torch.full((3,), float(dist.get_rank()))
     assert cfd.all_reduce(total).wait().tolist() == [sum(range(dist.get_world_size()))] * 3
     expect_equal(gradients(cfd.ddp_comm_hook(scatter_then_gather)), gradients(default_hooks.allreduce_hook))

@@ -32,7 +32,7 @@ on_each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
-    """Two ranks of this module alone: none has computed a gradient before it has simulated devices."""
+    """Yield two ranks of this module alone: none has computed a gradient before it has simulated devices."""
     with World(2) as world:
         yield world
 
@@ -577,7 +577,7 @@ def test_lost_rank_fails_every_future(sent: signal.Signals) -> None:
 
 
 def break_the_device(rank: int) -> None:
-    """Rank 1 cannot issue what its device has broken, nor what comes after it: that would be paired with the wrong."""
+    """Break the device of rank 1, which then refuses all collectives: later ones would meet wrong partners."""
     group = short_group()
     from cudafuture.testing import sim
 

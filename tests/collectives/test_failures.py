@@ -41,7 +41,7 @@ def several(count: int) -> list[torch.Tensor]:
 
 
 def every_operation(rank: int, size: int, lost: int) -> dict[str, Callable[[cfd.ProcessGroup], CUDAFuture[Any]]]:
-    """Everything that can be issued, such that ranks 0 and 1 need rank `lost` for it."""
+    """Yield every operation, such that ranks 0 and 1 need rank `lost` for it."""
     mine = several(size) if rank == lost else None
     at_0 = several(size) if rank == 0 else None
     peers = [r for r in range(size) if r != lost]
@@ -117,7 +117,7 @@ def test_lost_rank_fails_every_future(sent: signal.Signals) -> None:
 
 
 def lose_one_in_a_chain(rank: int) -> None:
-    """The rank dies while callbacks have made their group, and before they make another."""
+    """Lose a rank after callbacks have made their group, and before they make another."""
     group = short_group()
     known = group.all_reduce(ones(1)).then_async(lambda f: group.all_reduce(f.value()))
     assert known.wait(timeout=LONG).item() == 4

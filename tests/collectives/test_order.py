@@ -24,7 +24,7 @@ LONG = 60.0  # seconds; much more than anything takes
 
 
 def step(rank: int, rounds: int, buckets: int, delays: tuple[float, float], group: Any = None) -> None:
-    """Chains of all_reduce and broadcast, of which rank 1 issues each part and runs each callback late.
+    """Run chains of all_reduce and broadcast, of which rank 1 issues each part and runs each callback late.
 
     `delays`: the longest wait in the program and the wait in a callback, in seconds.
     """
@@ -159,7 +159,7 @@ def test_impossible_callback_gives_up_place(world: World) -> None:
         queue = cfd.ProcessGroup().queue
         never: CUDAFuture[int] = CUDAFuture()
         never.then(lambda f: None, executor=queue)
-        del never  # nobody can complete it any more
+        del never  # it can never complete now
         return cfd.all_reduce(torch.ones(1)).then(lambda f: True).wait(timeout=LONG)
 
     assert world.run(run) == [True]

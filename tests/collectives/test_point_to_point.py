@@ -20,7 +20,7 @@ SIZES = pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.world(n)
 
 
 def torch_sends(dtype: torch.dtype) -> bool:
-    """Ask torch to send a tensor from rank 0 to rank 1; false where it refuses, which both of them do."""
+    """Ask torch to send a tensor from rank 0 to rank 1; return False if it refuses, which both ranks do."""
     tensor = values(dtype, 5, dist.get_rank())
     try:
         if dist.get_rank() == 0:
@@ -219,7 +219,7 @@ RANKS: list[tuple[Any, Any, str]] = [  # arguments, function, and what the rank 
 
 
 def expect_refusal(function: Any, *args: Any, **kwargs: Any) -> None:
-    """See that a call raises at once, or returns a future that fails at once."""
+    """Check that a call raises at once, or returns a future that fails at once."""
     try:
         error = function(*args, **kwargs).exception(timeout=TIMEOUT)
     except (TypeError, ValueError):

@@ -20,7 +20,7 @@ def _needs_cuda() -> None:
 
 @pytest.fixture
 def cuda() -> Iterator[Cuda]:
-    """The GPU, idle before the test and after it."""
+    """Yield the GPU, idle before the test and after it."""
     device = Cuda()
     device.finish()
     yield device
@@ -29,7 +29,7 @@ def cuda() -> Iterator[Cuda]:
 
 @pytest.fixture
 def alone() -> Callable[..., str]:
-    """A function that runs a script in a process of its own, which must end well, and returns what it printed."""
+    """Return a function that runs a script in a new process, checks its status, and returns its output."""
 
     def run(script: str, **environment: str) -> str:
         done = run_script(textwrap.dedent(script), environment=environment)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cuda
 
 @pytest.fixture
 def x() -> torch.Tensor:
-    """The input of every graph here."""
+    """Return the input of every graph here."""
     return torch.zeros(SIZE, device="cuda")
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cuda
 
 @pytest.fixture
 def foreign() -> Iterator[torch.cuda.ExternalStream]:
-    """A stream of the driver's own making."""
+    """Yield a stream that the driver made."""
     driver = ctypes.CDLL("libcuda.so.1")
     torch.zeros(1, device="cuda")  # the context is there, and current
     handle = ctypes.c_void_p()

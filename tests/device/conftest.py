@@ -42,19 +42,19 @@ def _open_device(name: str, request: pytest.FixtureRequest) -> Iterator[Device]:
 
 @pytest.fixture(params=_parameters(with_host=True))
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """The host, or an accelerator."""
+    """Yield the host, or an accelerator."""
     yield from _open_device(request.param, request)
 
 
 @pytest.fixture(params=_parameters(with_host=False))
 def accelerator(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """An accelerator."""
+    """Yield an accelerator."""
     yield from _open_device(request.param, request)
 
 
 @pytest.fixture
 def pair(accelerator: Device) -> Device:
-    """An accelerator with two devices."""
+    """Yield an accelerator with two devices."""
     if accelerator.count < 2:
         pytest.skip("needs two devices, and there is one")
     return accelerator

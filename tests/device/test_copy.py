@@ -1,4 +1,4 @@
-"""copy(): between a host and devices, ordered after the caller's work and before whoever waits."""
+"""copy(): between a host and devices, ordered after the caller's work and before its waiters."""
 
 from __future__ import annotations
 

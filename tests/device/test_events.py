@@ -131,7 +131,7 @@ def test_torch_event_ignores_current_device(pair: Device) -> None:
         pair.current(1).wait_event(event)
     assert pair.read(future.value()) == 4.0
     with pair.select(1):
-        del event  # torch's own: whoever drops it sees to the device
+        del event  # torch's own: the program that drops it selects the device
 
 
 def test_events_cannot_be_changed(accelerator: Device) -> None:

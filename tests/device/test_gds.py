@@ -59,7 +59,7 @@ class CuFile:
 
 @pytest.fixture
 def direct(accelerator: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """An accelerator whose memory KvikIO reaches, or something that stands in for it."""
+    """Yield an accelerator whose memory KvikIO reaches, or a stand-in for it."""
     if accelerator.name == "cuda" and not fakecuda.is_active():
         pytest.importorskip("kvikio")
     else:

@@ -72,7 +72,7 @@ def test_torch_event_covers_other_device(pair: Device) -> None:
     event = pair.complete(1.0, 1).events[pair.at(1)].to_torch_event()
     assert event.device == pair.at(1)
     with pair.select(1):
-        del event  # torch's own: whoever drops it sees to the device
+        del event  # torch's own: the program that drops it selects the device
 
 
 def test_gather_of_other_device_works(pair: Device) -> None:

@@ -112,7 +112,7 @@ def test_child_does_not_inherit_hold(accelerator: Device) -> None:
     if not isinstance(accelerator, Simulated):
         pytest.skip("the allocator does not say what it holds back")
     future = Future(lifetime="hold")
-    child = future.then(lambda done: done.value() * 3)  # memory of a pool stream, which nobody joins
+    child = future.then(lambda done: done.value() * 3)  # memory of a pool stream that no stream joins
     with accelerator.stream():
         future.set_result(accelerator.produce(2.0))
     with accelerator.stream() as consumer, accelerator.hold(consumer):

@@ -79,7 +79,7 @@ def test_watcher_polls_less_over_time(accelerator: Device, pauses: None) -> None
 
 
 def most_polls(first: float, longest: float, seconds: float) -> int:
-    """Each pause is a sixteenth longer than the one before, up to the longest."""
+    """Return the most polls of such a time: each pause is a sixteenth longer than the one before, up to the longest."""
     count, pause, total = 0, first, 0.0
     while total + pause <= seconds:
         total += pause

@@ -55,7 +55,7 @@ class Store:
 
 @pytest.fixture
 def state(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Store, list[Any]]:
-    """The state of three buckets, of which two are in memory at a time."""
+    """Return the state of three buckets, of which two are in memory at a time."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     remote_state, timeline = importlib.import_module("_remote_state"), importlib.import_module("_timeline")
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in "abc"))

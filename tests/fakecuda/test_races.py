@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("race_detection")]
 
 @pytest.fixture(autouse=True)
 def _idle_device(race_detection: None) -> Iterator[None]:
-    """Select device 0, which the host has seen idle, with memory that nobody has used."""
+    """Select device 0, which the host has seen idle, with fresh memory."""
     with torch.cuda.device(0):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -229,7 +229,7 @@ def test_rerecorded_event_counts_as_waited() -> None:
 
 @pytest.fixture
 def blocking_stream() -> Iterator[Stream]:
-    """A stream that the legacy default stream waits for; torch makes none."""
+    """Yield a stream that the legacy default stream waits for; torch makes none."""
     driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     assert driver.cuStreamCreate(ctypes.byref(handle), 0) == 0
     yield torch.cuda.ExternalStream(handle.value)

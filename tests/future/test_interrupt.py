@@ -23,7 +23,7 @@ pending = other = None
 handled = []
 
 # To make an event loop gives up the GIL, so the other thread begins from inside. A signal that comes right before it
-# sleeps wakes nobody, unless it writes to the loop's own pipe: asyncio does so for the handlers that it knows.
+# sleeps wakes no thread, unless it writes to the loop's own pipe: asyncio does so for the handlers that it knows.
 @contextlib.contextmanager
 def inside_the_loop():
     signal.set_wakeup_fd(asyncio.get_running_loop()._csock.fileno())

@@ -26,7 +26,7 @@ Kind = Callable[[], object]
 
 
 def count_leftovers() -> dict[str, int]:
-    """Count what there is, after collecting what nobody can reach."""
+    """Count objects, references and memory, after collecting unreachable objects."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
@@ -65,7 +65,7 @@ def expect_nothing_left(kind: Kind, count: int) -> None:
 
 
 def is_flat(growth: dict[str, int]) -> bool:
-    """One object left by each would be ROUNDS x COUNT blocks, and 16 bytes at the very least for each."""
+    """Return True if nothing grew: one object left by each is ROUNDS x COUNT blocks, of 16 bytes at least."""
     few = all(growth[what] < COUNT / 10 for what in ("objects", "blocks", "references"))
     return few and growth["bytes"] < ROUNDS * COUNT * 12
 

@@ -63,7 +63,7 @@ completions = st.lists(st.one_of(*completing), min_size=8, max_size=40)
 
 @pytest.fixture(autouse=True, scope="module")
 def quiet_heap() -> Iterator[None]:
-    """Keep failures that nobody looks at out of the log, and collect what earlier tests have left."""
+    """Keep unseen failures out of the log, and collect the garbage of earlier tests."""
     logging.disable()
     gc.collect()
     yield

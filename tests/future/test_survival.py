@@ -25,7 +25,7 @@ Future = CUDAFuture[int]
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(small_heap: None) -> Iterator[None]:
-    """See that nothing is left to be taken apart later."""
+    """Check that nothing is left to be taken apart later."""
     yield
     gc.collect()
 

@@ -56,7 +56,7 @@ def bound_names(body: list[ast.stmt]) -> set[str]:
 
 
 def isort_key(name: str) -> tuple[int, str]:
-    """Constants, then classes, then the rest: the order in which ruff sorts ``__all__``."""
+    """Return the key by which ruff sorts, constants, then classes, then the rest: ``__all__``."""
     return (0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2), name
 
 

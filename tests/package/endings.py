@@ -97,7 +97,7 @@ def a_callback_that_posts_itself() -> None:
 
 
 def a_callback_that_waits() -> None:
-    """Leave the callback thread in a wait for what nobody completes."""
+    """Leave the callback thread in a wait for a future that never completes."""
     forever: CUDAFuture[int] = CUDAFuture()
     begun = threading.Event()
 
@@ -208,7 +208,7 @@ def two_gloo_groups() -> list[Any]:
 
 
 def collectives() -> None:
-    """Leave a collective that lacks a rank, a receive that nobody sends, and callbacks of Gloo's threads in flight."""
+    """Leave a collective that lacks a rank, a receive without a send, and callbacks of Gloo's threads in flight."""
     groups = two_gloo_groups()
     options = dist.AllreduceOptions()
     for _ in range(20):

@@ -76,7 +76,7 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def rpc(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
-    """Return what gives the examples of RPC a worker that calls itself. Whoever began a session, it ends here."""
+    """Return the context that starts RPC for examples: a worker that calls itself. It ends every session."""
     monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
     where = "tcp://127.0.0.1:0"
     yield lambda: rpc_ext.init_rpc("me", rank=0, world_size=1, init_method=where)
@@ -204,7 +204,7 @@ def is_function(thing: Any) -> bool:
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """Go through the public methods and properties that a class itself has, or from a base in a private module."""
+    """Yield the public methods and properties of a class, with those of bases in private modules."""
     private = [base for base in cls.__bases__ if base.__module__.rpartition(".")[2].startswith("_")]
     for name, member in [item for each in (*private, cls) for item in vars(each).items()]:
         if not name.startswith("_") and (isinstance(member, property) or callable(member)):

@@ -1,4 +1,4 @@
-"""Fork: a child of a process that had used the library is told so at every call, and never hangs."""
+"""Fork: in a child of a process that had used the library every call is refused, and none hangs."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ WAYS: dict[str, tuple[Callable[[], object], int]] = {
 
 
 def main(say: Callable[[str], None], hear: Callable[[], str]) -> None:
-    """Be forked for each scenario and way that is heard, and end so in the child; until "over"."""
+    """Fork for each scenario and way that is read, and end so in the child; until "over"."""
     while (line := hear()) != "over":
         scenario, way, folder = json.loads(line)
         errors = tempfile.TemporaryFile("w+")  # noqa: SIM115

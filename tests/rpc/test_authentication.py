@@ -1,4 +1,4 @@
-"""A job with a secret does what its workers want and nothing else, whoever is in the network and in the store."""
+"""Attacks on a job with a secret, from the network and from the store."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Seen:
 
 
 def be_attacked(file: str, attack: Callable[[list[Any]], Any], *, closed: bool = False, **options: Any) -> Any:
-    """Ranks 0 and 1 work while rank 2 attacks, which knows what they could have shown to one who listens.
+    """Work on ranks 0 and 1 while rank 2 attacks with the knowledge of a listener on the network.
 
     That the workers close their doors once they are connected is a matter for a test of its own: here the stranger has
     come before that, unless `closed`.
@@ -100,7 +100,7 @@ def default_store() -> Any:
 
 @contextlib.contextmanager
 def watch_doors(doors: list[Any], closed: bool) -> Iterator[None]:
-    """Note where an agent listens when it would close that; let it, or not."""
+    """Record the listeners that an agent closes; close them only if `closed`."""
     close = _listeners.close
     with contextlib.ExitStack() as kept:
 

@@ -186,7 +186,7 @@ def test_every_worker_names_missing_one(tmp_path: Path, present: list[int], miss
 
 
 def fail_in(rank: int, store: str, step: str) -> str:
-    """The second worker's start ends in the midst, when it has shown who it is."""
+    """Fail the start of the second worker after it has written its record."""
     others_have_failed = threading.Event()
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -360,7 +360,7 @@ def can_connect(address: Any) -> bool:
 
 
 def open_while_rpc_begins(rank: int, store: str) -> None:
-    """Another thread might open these just when the agent opens its own."""
+    """Open sockets at the moment at which the agent opens its own."""
     mine: list[socket.socket] = []
     set_agent = _engine.set_agent
     os.environ["TP_SOCKET_IFNAME"] = "lo"

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
-    """Two ranks of this module alone: none has computed a gradient before it has simulated devices."""
+    """Yield two ranks of this module alone: none has computed a gradient before it has simulated devices."""
     with World(2) as world:
         yield world
 

@@ -359,7 +359,7 @@ def test_future_dropped_on_callee_fails_call() -> None:
     assert rpc_ext.statistics().serving == 0
 
 
-# ---- how many times, and where they are told
+# ---- the number of reports, and their places
 
 
 def test_every_waiter_gets_unlogged_error(caplog: pytest.LogCaptureFixture) -> None:

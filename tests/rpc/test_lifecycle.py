@@ -102,7 +102,7 @@ def test_callbacks_of_eight_threads_call_again(tmp_path: Path, workers: int) -> 
 
 
 def wait_in_a_callback(rank: int, store: str, workers: int) -> list[int]:
-    """A callback has a thread of its own, which may wait for another answer."""
+    """Wait for another reply in a callback, which has a thread of its own."""
     begin(rank, 2, store, num_worker_threads=workers)
     peer = NAMES[1 - rank]
     futures = [rpc_async(peer, same, (i,)).then(lambda f: rpc_sync(peer, same, (-f.value(),))) for i in range(50)]
@@ -247,7 +247,7 @@ def test_immediate_shutdown_fails_pending_calls(tmp_path: Path) -> None:
 
 
 def leave_a_function_behind(rank: int, store: str) -> bool:
-    """The caller has given up; the function has not."""
+    """Give up a call whose function continues."""
     begin(rank, 2, store)
     if rank == 0:
         with pytest.raises(TimeoutError, match="wait_for_release on worker 'callee' has not answered within"):
@@ -272,7 +272,7 @@ def has_come_to(store: dist.Store, key: str, count: int) -> bool:
 
 
 def begin_again(rank: int, port: int) -> list[list[str]]:
-    """Worlds of different sizes follow each other at one store, of which each process has seen another number."""
+    """Start worlds of different sizes at one store, of which each process has seen a different number."""
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["TP_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -288,7 +288,7 @@ def begin_again(rank: int, port: int) -> list[list[str]]:
             assert rpc_ext.remote(peers[-1], same, (turn,)).to_here() == turn
             if not graceful:
                 store.add(f"{turn}", 1)
-                # nobody leaves before all are answered
+                # no worker leaves before all are answered
                 wait_for(functools.partial(has_come_to, store, f"{turn}", size))
             rpc_ext.shutdown(graceful)
     return seen
@@ -348,7 +348,7 @@ def raise_of_the_body() -> None:
 
 
 def raise_in_the_body(rank: int, store: str) -> None:
-    """One worker's error ends its part of the job, at once; the others hear of it when they call."""
+    """Raise in the body of one worker, which ends at once; the others notice when they call."""
     if rank == 0:
         with pytest.raises(LookupError, match="of the body"), begin(rank, 2, store):
             rpc_sync("callee", raise_of_the_body)

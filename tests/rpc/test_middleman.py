@@ -40,7 +40,7 @@ ROUNDS = 200 if SOAK else 1  # of each attack
 def be_relayed(
     file: str, attack: Callable[[Relay, rpc_ext.Session], Any], prepare: Callable[[], Any] = dict, **options: Any
 ) -> Any:
-    """Be two workers. `attack` runs on the first, whose messages to the second pass through a relay.
+    """Run two workers. `attack` runs on the first, whose messages to the second pass through a relay.
 
     The first returns what `attack` returns and its refusals; the second what `prepare` has returned and its refusals.
     """

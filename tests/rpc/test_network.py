@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 pytestmark = [pytest.mark.root, pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("rpc-network")]
 
-# Both workers: they meet at a TCPStore on the first host, do what they are told, and say what came of it.
+# Both workers: they meet at a TCPStore on the first host, run commands, and print the results.
 WORKER = (
     BE_A_HOST
     + """

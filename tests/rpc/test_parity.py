@@ -32,7 +32,7 @@ REASONS = {
         "of options that are given once, at the beginning"
     ),
     r"test_register_rpc_backend\w*|test_(cannot_)?infer_backend\w*|test_mismatched_type\w*|test_use_rpc_pickler": (
-        "of torch's backends and picklers, which nobody chooses here"
+        "of torch's backends and picklers, which rpc_ext does not offer"
     ),
     r"test_dist_init_decorator|test_debug_info|test_rref_context_debug_info": "of torch's own insides",
     r"test_rref_type\w*|test_rref_get_type\w*": "RRef has no _get_type()",

@@ -459,7 +459,7 @@ def in_a_second_session(file: str, secret: str | None) -> None:
             assert rpc_sync(other, add_of, (RRef(session), 1)) == session + 1
             kept.append(remote(other, same, (session,)))
             assert kept[-1].to_here() == session
-            del rref, kept[:session]  # those of the sessions before are nobody's
+            del rref, kept[:session]  # those of earlier sessions have no owner now
             while not rpc_sync(other, is_watched_gone):
                 rpc_sync(other, collect_garbage)
             dist.barrier()
@@ -547,14 +547,14 @@ def use_elsewhere_while_made(file: str) -> None:
         if rank == 0:
             # Itself, while it is made, and perhaps its creator already: torch would count none.
             assert remote(1, users_of_references).to_here() >= 1
-            while rpc_sync(1, users_of_references):  # and none when nobody uses it any more
+            while rpc_sync(1, users_of_references):  # and none after the last use
                 rpc_sync(1, collect_garbage)
             gate = Gate("used elsewhere")
             rref = remote(1, waits, (gate, 3))
             seen = rpc_async(0, value_of, (rref,))  # another reference, which is dropped right after
             for _ in range(5):
                 collect_garbage()
-                rpc_sync(1, collect_garbage)  # time for the owner to hear of it
+                rpc_sync(1, collect_garbage)  # time for the message to reach the owner
             rpc_sync(1, Gate.open, (gate,))
             assert seen.wait(timeout=PATIENCE) == 3
             assert rref.to_here(timeout=PATIENCE) == 3

@@ -121,7 +121,7 @@ def test_forged_addresses_misdirect_no_message(world: World, tmp_path: Path) -> 
 
 
 def fail_in_torchs_engine() -> None:
-    """See that errors of torch's own engine say what they say without a secret."""
+    """Check that errors of torch's own engine have the text that they have without a secret."""
     with pytest.raises(RuntimeError, match=r"The size of tensor a \(2\) must match the size of tensor b \(3\)"):
         rpc.rpc_sync("w1", torch.add, (torch.ones(2), torch.ones(3)))
     with pytest.raises(RuntimeError, match="No module named 'nowhere'"):

@@ -47,7 +47,7 @@ def timeout_of(sent: int) -> float:
 
 
 def expect_all_ended(session: rpc_ext.Session) -> None:
-    """The lost worker has no calls in flight, and this worker leaves without it."""
+    """Check that the lost worker has no calls in flight; then leave without it."""
     there = session.statistics().destinations["callee"]
     assert (there.in_flight, there.bytes_in_flight, there.waiting) == (0, 0, 0)
     rpc_ext.shutdown(graceful=False)
@@ -90,7 +90,7 @@ def test_callee_dies_during_batches(tmp_path: Path, sent: int, error: str) -> No
 
 
 def wait_for_room_at_the_lost(rank: int, store: str, sent: int) -> Counter[str]:
-    """Eight threads make calls, most of which wait until others have been answered."""
+    """Make calls in eight threads; most of them wait until others have been answered."""
     session = begin(rank, 2, store, rpc_timeout=SHORT, max_in_flight=4)
     if rank == 1:
         be_lost()
@@ -239,7 +239,7 @@ def test_late_value_times_out_everywhere(tmp_path: Path) -> None:
 
 
 def leave_the_stopped(rank: int, store: str) -> None:
-    """Calls without any limit are in flight to the worker that has stopped."""
+    """Leave while calls without any timeout are in flight to a stopped worker."""
     begin(rank, 2, store, rpc_timeout=math.inf)
     if rank == 1:
         be_lost()
@@ -254,7 +254,7 @@ def leave_the_stopped(rank: int, store: str) -> None:
 
 
 def meet_the_stopped(rank: int, store: str) -> None:
-    """The first worker, which counts the arrivals, stops."""
+    """Stop the first worker, which counts the arrivals, before a barrier."""
     begin(rank, 2, store)
     if rank == 0:
         be_lost()

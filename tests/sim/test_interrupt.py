@@ -82,7 +82,7 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def waiter() -> Iterator[Child]:
-    """Return a process that waits in the ways that it is told."""
+    """Yield a process that waits in the requested ways."""
     with Child(SCRIPT) as child:
         yield child
         child.say("end")

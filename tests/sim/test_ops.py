@@ -219,7 +219,7 @@ def test_pinned_source_is_read_at_run() -> None:
     pinned = X.clone().pin_memory()
     x = torch.empty(3, 4, device="sim")
     assert runs_later(lambda: x.copy_(pinned, non_blocking=True))
-    pinned.numpy()[:] = 0  # no operator: nobody sees it
+    pinned.numpy()[:] = 0  # no operator: the detector misses it
     assert x.cpu().abs().sum() == 0
 
 
@@ -257,7 +257,7 @@ def test_converting_copy_writes_pinned_memory_late(name: str) -> None:
     x = source.to("sim")
     pinned = torch.zeros(like.shape, dtype=like.dtype).pin_memory()
     assert runs_later(lambda: pinned.copy_(x, non_blocking=True))
-    assert not pinned.numpy().any()  # no operator: nobody sees it
+    assert not pinned.numpy().any()  # no operator: the detector misses it
     assert sim.races() == []
     pinned.sum()
     assert [report.kind for report in sim.races()] == ["host_race"]
@@ -414,7 +414,7 @@ def test_own_generator_works() -> None:
         torch.empty(5, device="sim").normal_(generator=torch.Generator())
 
 
-# ---- what the detector is told
+# ---- accesses that the detector records
 
 
 def test_batch_norm_statistics_are_written() -> None:

@@ -302,5 +302,5 @@ def test_pool_stream_choice_hides_no_race() -> None:
     child = future.then(lambda done: done.value().add_(1))
     for _ in range(8):  # each looks for a stream whose work has finished
         future.then(lambda done: None)
-    child.value().sum()  # waits for nobody
+    child.value().sum()  # without a wait
     assert kinds() == ["race"]

@@ -85,7 +85,7 @@ def test_polling_ends(schedule: sim.Schedule) -> None:
 
 
 def racy_program(seed: int) -> list[float]:
-    """Return what a program that waits for nobody happens to read, with every choice made by the seed."""
+    """Return the values that a program without waits happens to read, with every choice made by the seed."""
     sim.enable(schedule="jitter", seed=seed, detect=False)
     streams = [torch.Stream("sim") for _ in range(4)]
     x = torch.zeros(1, device="sim")

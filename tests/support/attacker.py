@@ -174,7 +174,7 @@ class Stranger:
         return message_of(lambda: _native._invoke_rpc_builtin(to, operator, float(PATIENCE), *args).wait())
 
     def remote(self, function: Any, *args: object) -> str:
-        """Have an RRef made of what a function returns."""
+        """Make an RRef of the result of a function."""
         return message_of(lambda: rpc.remote(self.workers[0], function, args=args).to_here())
 
 

@@ -1,4 +1,4 @@
-"""A Python process of a test's own, which says on a pipe how far it is and is told on another to go on."""
+"""Python process of a test, which reports its progress on one pipe and reads commands from another."""
 
 from __future__ import annotations
 

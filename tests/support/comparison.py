@@ -32,7 +32,7 @@ class Case(NamedTuple):
     arguments: tuple[Any, ...]
     written: list[Tensor]
     value: object
-    keywords: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
+    keywords: dict[str, Any] = {}  # noqa: RUF012 (it is never written)
 
 
 class Place:
@@ -110,7 +110,7 @@ def all_gather_into_tensor(place: Place, dtype: torch.dtype) -> Case:
 
 
 def all_gather_stacked(place: Place, dtype: torch.dtype) -> Case:
-    """With a dimension for the ranks, which Gloo refuses."""
+    """Make a case with a dimension for the ranks, which Gloo refuses."""
     t = values(dtype, 5 * place.size, 100).view(place.size, 5)
     return Case("all_gather_into_tensor", (t, values(dtype, 5, place.rank)), [t], t)
 
@@ -148,7 +148,7 @@ def all_to_all_single(place: Place, dtype: torch.dtype) -> Case:
 
 
 def all_to_all_single_uneven(place: Place, dtype: torch.dtype) -> Case:
-    """Rank r sends (r + 2p) % 3 rows to rank p: none to some."""
+    """Make a case in which rank r sends (r + 2p) % 3 rows to rank p: none to some."""
     give = [(place.rank + 2 * p) % 3 for p in range(place.size)]
     take = [(p + 2 * place.rank) % 3 for p in range(place.size)]
     t = values(dtype, 2 * sum(take), 100).view(-1, 2)
@@ -200,7 +200,7 @@ def by_ours(case: Case, owner: Any = cfd, **more: Any) -> CUDAFuture[Any]:
 
 
 def agree(refusal: Exception | None, wanted: Case, future: CUDAFuture[Any], case: Case, what: str) -> None:
-    """See that a future of ours comes to what torch came to."""
+    """Check that our future has the outcome of torch."""
     error = future.exception(timeout=TIMEOUT)
     if refusal is not None:
         expected = cfd.CollectiveError if isinstance(refusal, RuntimeError) else WrongArguments
@@ -242,7 +242,7 @@ def compare(
 
 
 def expect_common(taken: Taken, makes: Iterable[Make], dtypes: Iterable[torch.dtype] = COMMON) -> None:
-    """See that a comparison did compare something."""
+    """Check that a comparison was not empty."""
     missing = {(make.__name__, dtype) for make in makes if make not in NEWER for dtype in dtypes} - taken
     assert not missing, f"torch refuses {missing}"
 

@@ -1,4 +1,4 @@
-"""Calls with tensors on GPUs, which must go right whoever is called: another process, or one's own."""
+"""Calls with tensors on GPUs, to another process or to the caller itself."""
 
 from __future__ import annotations
 

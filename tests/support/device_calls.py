@@ -66,7 +66,7 @@ def double(x: Tensor) -> Tensor:
 
 
 def use(x: Tensor) -> None:
-    """Leave work behind that nobody waits for."""
+    """Leave work behind without a wait."""
     double(x)
 
 
@@ -83,7 +83,7 @@ def echo(*args: Any, **kwargs: Any) -> Any:
 
 
 def describe(value: Any) -> Any:
-    """Say what kind of tensor came, and what it holds."""
+    """Return the properties and values of the tensors that arrived."""
     return [(where(t), tuple(t.shape), t.stride(), t.dtype, t.tolist()) for t in value]
 
 
@@ -112,7 +112,7 @@ def double_there_later(value: float, index: int = 0) -> CUDAFuture[Tensor]:
 
 @rpc_ext.async_execution
 def double_elsewhere(x: Tensor) -> CUDAFuture[Tensor]:
-    """Return a future that is done when a thread of the host has come to it."""
+    """Return a future that a thread of the host completes."""
     both: CUDAFuture[list[Any]] = gather(CUDAFuture.completed(x), submit(int, 2))
     return both.then(lambda both: both.value()[0] * both.value()[1])
 
@@ -241,7 +241,7 @@ def release_held() -> None:
 
 
 def arguments_and_results(to: str) -> None:
-    """They are read after what the caller has enqueued, and written before whoever waits for the answer."""
+    """Check that arguments are read after earlier work of the caller, and results written before the waiter reads."""
     with torch.Stream("sim:0"):
         future = rpc_async(to, double, (start_fill(3.0),))
     with torch.Stream("sim:0"):
@@ -253,7 +253,7 @@ def arguments_and_results(to: str) -> None:
 
 
 def drop_at_once(to: str) -> None:
-    """Nobody keeps the arguments, and their memory is handed out again while the copies are still to come."""
+    """Drop the arguments; their memory is reused before the copies have run."""
     with torch.Stream("sim:0"):
         futures = []
         for value in (1.0, 2.0, 3.0):
@@ -278,7 +278,7 @@ def write_after_wait(to: str) -> None:
 
 
 def drop_unread(to: str) -> None:
-    """An answer that is dropped does no harm to memory that is handed out again."""
+    """Drop replies unread, and reuse their memory."""
     for future in [rpc_async(to, double, (start_fill(float(i)),)) for i in range(4)]:
         future.wait(non_blocking=True)
     del future
@@ -286,14 +286,14 @@ def drop_unread(to: str) -> None:
 
 
 def many_in_a_row(to: str) -> None:
-    """More calls than a device has streams, some of which leave work behind that nobody waits for."""
+    """Make more calls than a device has streams; some leave work behind without a wait."""
     for value in range(20):
         rpc_sync(to, use, (start_fill(float(value)),))
         assert only(rpc_sync(to, double, (start_fill(float(value)),))) == 2.0 * value
 
 
 def while_the_device_is_at_work(to: str) -> None:
-    """Nothing blocks the caller while its device has not finished."""
+    """Call while the device of the caller is busy: nothing blocks."""
     with torch.Stream("sim:0"):
         with sim.hold():
             x = start_fill(1.0)
@@ -305,7 +305,7 @@ def while_the_device_is_at_work(to: str) -> None:
 
 
 def several_devices(to: str) -> None:
-    """Each tensor arrives on its own device, and those on the host stay there."""
+    """Send tensors of several devices: each arrives on its own, and those on the host stay there."""
     on_host = torch.arange(4.0)
     first, second = start_fill(1.0), start_fill(2.0, 1)
     nested = {"a": [first, (second, on_host)], "b": {"n": 7}}
@@ -335,7 +335,7 @@ def layouts(to: str) -> None:
 
 
 def large_ones(to: str) -> None:
-    """More than a thread copies to pinned memory in passing."""
+    """Send more than a thread copies to pinned memory by itself."""
     size = 400_000  # floats
     x = start_fill(1.5, size=size)
     future = rpc_async(to, double, (x,))
@@ -347,14 +347,14 @@ def large_ones(to: str) -> None:
 
 
 def make_there(to: str) -> None:
-    """A function without any tensor among its arguments may return some."""
+    """Return tensors from a function without tensor arguments."""
     futures = [rpc_async(to, make, (float(i), i % 2)) for i in range(4)]
     assert [only(future.wait(non_blocking=True)) for future in futures] == [0.0, 1.0, 2.0, 3.0]
     assert [where(future.value()) for future in futures] == ["sim:0", "sim:1"] * 2
 
 
 def futures_there(to: str) -> None:
-    """An answer that is a future's outcome is read when that is done, and its device has finished."""
+    """Return futures, whose outcomes are read when they are done and their devices have finished."""
     with torch.Stream("sim:1"):
         assert only(rpc_async(to, double_later, (start_fill(3.0, 1),)).wait(non_blocking=True)) == 6.0
     assert only(rpc_sync(to, double_elsewhere, (start_fill(3.0),))) == 6.0
@@ -362,7 +362,7 @@ def futures_there(to: str) -> None:
 
 
 def callbacks(to: str) -> None:
-    """A callback is ordered after the answer, and a call in it after the callback."""
+    """Call in a callback, which is ordered after the reply and before its own call."""
     first = rpc_async(to, double, (start_fill(1.0),))
     second = first.then_async(lambda done: rpc_async(to, double, (done.value() + 1,)))
     third = second.then(lambda done: done.value() + 1)
@@ -373,7 +373,7 @@ def callbacks(to: str) -> None:
 
 
 def batch_calls(to: str) -> None:
-    """Calls that travel together have each its own tensors, of the streams that were current when it was made."""
+    """Send calls together, each with tensors of the streams that were current when it was made."""
     with rpc_ext.batch(to):
         with torch.Stream("sim:0"):
             futures = [rpc_async(to, double, (start_fill(float(i), i % 2),)) for i in range(6)]
@@ -388,7 +388,7 @@ def batch_calls(to: str) -> None:
 
 
 def messages_of_a_batch(to: str) -> None:
-    """Most of a batch is sent by the thread that takes an answer."""
+    """Send a batch of which the thread that takes replies sends most."""
     with torch.Stream("sim:0"), rpc_ext.batch(to):
         futures = [rpc_async(to, double, (start_fill(float(i)),)) for i in range(80)]
     assert [only(future.wait(timeout=LONG)) for future in futures] == [2.0 * i for i in range(80)]
@@ -408,7 +408,7 @@ def references(to: str) -> None:
 
 
 def methods_of_references(to: str) -> None:
-    """A method is ordered after its object, and after its own arguments."""
+    """Call methods, which are ordered after their object and their arguments."""
     register = remote(to, Register, (1.0,))
     with torch.Stream("sim:0"):
         assert only(register.rpc_async().add(start_fill(2.0)).wait(non_blocking=True)) == 3.0
@@ -420,7 +420,7 @@ def methods_of_references(to: str) -> None:
 
 
 def state_that_calls_change(to: str) -> None:
-    """A call is ordered after the device work of the same caller's earlier calls, which have returned no tensor."""
+    """Change state by calls without results, each of which is ordered after the same caller's earlier ones."""
     rpc_sync(to, hold, (start_fill(1.0),))
     for value, fill in enumerate([fill_held, fill_held_elsewhere, fill_held_later, fill_held], 2):
         rpc_sync(to, fill, (start_fill(float(value)),))
@@ -442,7 +442,7 @@ def state_that_calls_change(to: str) -> None:
 
 
 def objects_that_methods_change(to: str) -> None:
-    """The methods of an object are ordered like functions, where none returns a tensor."""
+    """Change objects by methods without results, which are ordered like functions."""
     register = remote(to, Register, (1.0,))
     for value in (2.0, 3.0, 4.0):
         register.rpc_sync().set(start_fill(value))
@@ -450,7 +450,7 @@ def objects_that_methods_change(to: str) -> None:
 
 
 def keep_current(to: str) -> None:
-    """A call with tensors runs on streams of its own, and leaves the thread as it was."""
+    """Check that calls run on streams of their own and restore the current streams and device."""
     before = rpc_sync(to, streams)
     assert rpc_sync(to, streams_with, (start_fill(1.0),))[0] not in (0, before[0])
     assert rpc_sync(to, streams) == before == [0, 0]
@@ -468,7 +468,7 @@ def failures(to: str) -> None:
 
 
 def copies_of_their_own(to: str) -> None:
-    """The caller moves tensors between host and device before and after, without waiting."""
+    """Move tensors between host and device before and after a call, without waiting."""
     there = copy(torch.full((SIZE,), 2.0), "sim:0")
     called = there.then_async(lambda done: rpc_async(to, double, (done.value(),)))
     back = called.then_async(lambda done: copy(done.value(), "cpu"))
@@ -476,7 +476,7 @@ def copies_of_their_own(to: str) -> None:
 
 
 def several_workers(to: str) -> None:
-    """The same tensor goes to several workers, and what comes back belongs together."""
+    """Send one tensor to several workers, and combine their results."""
     results = rpc_ext.broadcast_call([to, to], double, (start_fill(2.0),)).wait(non_blocking=True)
     assert [only(result) for result in results] == [4.0, 4.0]
     results = rpc_ext.map_call([to, to], double, [(start_fill(1.0),), (start_fill(2.0, 1),)]).wait(non_blocking=True)

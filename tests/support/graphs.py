@@ -140,7 +140,7 @@ class Model:
             self.finish(whole, *expected_outcome(whole, part))
 
     def drop_unreachable(self, nodes: Iterable[Node], held: Iterable[Node]) -> set[Node]:
-        """Fail those who wait for pending futures that nobody can reach any more; return these."""
+        """Fail the children of pending futures that are unreachable; return these futures."""
         alive = reachable(held)
         gone = {n for n in nodes if not n.done and n not in alive}
         for orphan in {child for n in gone for child in n.children if child in alive}:

@@ -263,7 +263,7 @@ def _enable_peers(devices: tuple[torch.device, ...]) -> None:
 
 @functools.cache
 def _warm_up(index: int) -> None:
-    """Have every kernel that a test uses loaded: a first launch can wait for all that the device does."""
+    """Load every kernel that a test uses: a first launch can wait for all that the device does."""
     device = torch.device("cuda", index)
     with torch.accelerator.device_index(index):
         torch.cuda._sleep(1)

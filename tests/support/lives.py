@@ -74,7 +74,7 @@ def fail_and_look() -> None:
 
 
 def fail_with_traceback() -> None:
-    """The traceback holds a frame that holds the future that holds the exception."""
+    """Fail with a traceback whose frame holds the future that holds the exception."""
     future: CUDAFuture[Probe] = CUDAFuture()
     held = probe
     try:
@@ -274,7 +274,7 @@ def from_torch_dropped() -> None:
 
 
 def collective() -> None:
-    """Completed by a thread of Gloo's, which knows nothing of Python."""
+    """Complete a future in a thread of Gloo's, which knows nothing of Python."""
     work = group().allreduce([torch.ones(1, device="cpu")], dist.AllreduceOptions())  # type: ignore[attr-defined]
     assert CUDAFuture.from_torch(work).then(probe).wait() is probe
 

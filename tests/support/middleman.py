@@ -144,7 +144,7 @@ class Relay:
 
 @contextlib.contextmanager
 def tcp_only() -> Iterator[None]:
-    """Have agents send messages and tensors over TCP, as between two machines."""
+    """Make agents send messages and tensors over TCP, as between two machines."""
     make = TensorPipeRpcBackendOptions.__init__
 
     def options(self: Any, **given: Any) -> None:
@@ -156,7 +156,7 @@ def tcp_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def be_worker(rank: int, file: Path | str, relay: Relay | None, seen: Any, **options: Any) -> Iterator[rpc_ext.Session]:
-    """Be a worker of two. The relay has itself taken for the second worker by the first one.
+    """Run one of two workers. The relay poses as the second worker to the first one.
 
     Addresses are signed, so it is the first worker that is made to believe it here. On a network a relay can stand
     between two workers without that.
@@ -187,7 +187,7 @@ def be_worker(rank: int, file: Path | str, relay: Relay | None, seen: Any, **opt
 
 @contextlib.contextmanager
 def start_relay(seen: dict[str, Any]) -> Iterator[Relay]:
-    """Stand between this worker and w1."""
+    """Start a relay between this worker and w1."""
 
     def find() -> tuple[str, int]:
         host, _, port = seen["real"].removeprefix("uv://").rpartition(":")

@@ -23,7 +23,7 @@ from types import TracebackType
 
 import pytest
 
-ADDRESSES = "10.231.77.1", "10.231.77.2"  # nobody but the two ever sees them
+ADDRESSES = "10.231.77.1", "10.231.77.2"  # only the two ever see them
 _TUN = "/dev/net/tun"
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # <linux/if_tun.h>
 _CLONE_NEWNET, _CLONE_NEWUSER = 0x40000000, 0x10000000  # <sched.h>

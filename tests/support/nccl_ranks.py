@@ -45,7 +45,7 @@ def ones(size: int = 64) -> torch.Tensor:
 
 
 def meet(place: str, rank: int, ranks: Sequence[int]) -> None:
-    """Wait for the ranks in the store: nobody leaves before all have finished what they had to do."""
+    """Wait for the ranks in the store: no rank leaves before all have finished."""
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{place}/{rank}", "")
     store.wait([f"{place}/{r}" for r in ranks])

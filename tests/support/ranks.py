@@ -86,7 +86,7 @@ def _outcome(pipe: Connection, rank: int, process: Any) -> Any:
 
 
 def short_group(seconds: float = TIMEOUT) -> ProcessGroup:
-    """Make a group of all ranks with a short timeout; nobody leaves before all have it."""
+    """Make a group of all ranks with a short timeout; no rank leaves before all have it."""
     dist.barrier()
     group = new_group(timeout=dt.timedelta(seconds=seconds))
     dist.barrier()
@@ -120,7 +120,7 @@ def _main(rank: int, size: int, group: Any, pipe: Connection, function: Callable
     except BaseException:
         answer = (None, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(answer))
-    with contextlib.suppress(EOFError):  # which comes when all have answered: nobody's connections break before
+    with contextlib.suppress(EOFError):  # after the last answer: no connection breaks before
         pipe.recv_bytes()
     if "nccl" in backend:
         os._exit(0)  # torch's watchdog may want the GIL after a failure, and an interpreter that ends has none to give

@@ -42,7 +42,7 @@ def working(name: str, rank: int, world_size: int, file: Path | str, **options: 
 
 
 def alone(file: Path | str, **options: Any) -> contextlib.AbstractContextManager[rpc_ext.Session]:
-    """Be the only worker, which calls itself."""
+    """Start RPC as the only worker, which calls itself."""
     return working(ME, 0, 1, file, **{"transports": SHARED_MEMORY, **options})
 
 
@@ -56,7 +56,7 @@ def thread_names() -> set[str]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait for what has to come, and of which nobody tells."""
+    """Poll until a condition holds that sends no notification."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end
@@ -287,7 +287,7 @@ def is_refused_to_wait(to: Any) -> str:
 
 
 class Watched:
-    """A value of which somebody wants to know when it is gone."""
+    """Value whose destruction a test observes."""
 
     gone = threading.Event()
 

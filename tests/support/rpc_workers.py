@@ -15,7 +15,7 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import WorkerLostError
 
 LONG = 60.0  # seconds until what has not come is a failure of the test
-SHORT = 2.0  # seconds, of calls that nobody is going to answer
+SHORT = 2.0  # seconds, of calls without a reply
 SECRET = "known to the tests' workers"
 NAMES = ("caller", "callee", "third")
 
@@ -25,7 +25,7 @@ release = threading.Event()
 
 
 def begin(rank: int, size: int, store: str, **options: Any) -> rpc_ext.Session:
-    """Be one of the workers that meet at a file; the first are called as in NAMES."""
+    """Start one of the workers that meet at a file; NAMES has the names of the first ones."""
     os.environ["TP_SOCKET_IFNAME"] = "lo"
     options = {"secret": SECRET, "rpc_timeout": LONG, "start_timeout": LONG, **options}
     return rpc_ext.init_rpc(NAMES[rank], rank=rank, world_size=size, init_method=f"file://{store}", **options)
@@ -46,7 +46,7 @@ def same(value: Any) -> Any:
 
 @rpc_ext.async_execution
 def hold() -> CUDAFuture[Any]:
-    """Return a future that nobody completes by itself."""
+    """Return a future that stays pending."""
     future: CUDAFuture[Any] = CUDAFuture()
     held.append(future)
     return future
@@ -54,7 +54,7 @@ def hold() -> CUDAFuture[Any]:
 
 @rpc_ext.async_execution
 def hold_half(strike_at: int, sent: int) -> CUDAFuture[int]:
-    """Answer every second call, and send this process a signal amid the one of that number."""
+    """Answer every second call, and send this process a signal during the one of that number."""
     number = next(_calls)
     if number == strike_at:
         os.kill(os.getpid(), sent)

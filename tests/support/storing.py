@@ -75,7 +75,7 @@ def error_number(future: CUDAFuture[Any]) -> int:
 
 
 def expect(store: DiskStore, expected: Mapping[str, torch.Tensor]) -> None:
-    """See that the store has exactly these tensors, whole, and takes no room for others."""
+    """Check that the store has exactly these tensors, whole, and takes no room for others."""
     assert sorted(store.keys()) == sorted(expected)
     reads = {key: store.read(key) for key in expected}
     for key, read in reads.items():

@@ -38,7 +38,7 @@ def runs(pid: int) -> bool:
 
 
 def expect_a_new_world(world: World, old: list[int]) -> None:
-    """The processes of a run that failed are gone, and the next run finds others."""
+    """Check that the processes of a failed run are gone, and that the next run has others."""
     assert not any(runs(pid) for pid in old)
     assert not set(pids(world)) & set(old)
     assert world.run(dist.get_rank) == list(range(world.size))

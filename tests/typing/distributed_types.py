@@ -70,7 +70,7 @@ def groups(pg: cfd.ProcessGroup) -> None:
 
 
 def methods(pg: cfd.ProcessGroup, t: Tensor, ts: list[Tensor], found: list[Any], ops: list[dist.P2POp]) -> None:
-    """Each is what the function is."""
+    """Check that each method has the type of its function."""
     assert_type(pg.all_reduce(t), CUDAFuture[Tensor])
     assert_type(pg.all_reduce_coalesced(ts), CUDAFuture[list[Tensor]])
     assert_type(pg.broadcast(t, 0), CUDAFuture[Tensor])
