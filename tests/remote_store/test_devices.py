@@ -23,7 +23,7 @@ from rpc_ext import RemoteStore, serve_store
 from rpc_ext.store import _source as source
 from rpc_ext.store import _target as target
 from rpc_ext.store._wire import PIECE
-from support.device_calls import LONG, calling, start_fill, only
+from support.device_calls import LONG, calling, only, start_fill
 from support.simulated import SCHEDULES
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store-devices")]
