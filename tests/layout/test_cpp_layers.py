@@ -170,7 +170,7 @@ def test_simulator_runtime_knows_no_torch(file: Path) -> None:
 
 @pytest.mark.parametrize("file", [f for f in fakecuda_files() if f.parent.name != "operators"], ids=ids)
 def test_only_the_operators_of_fakecuda_know_torch(file: Path) -> None:
-    for header, by in reached(file).items():
+    for header, by in foreign_headers(file).items():
         assert not TORCH_HEADER.fullmatch(header), f"{header} is included by {by}; torch begins in operators/"
 
 

@@ -131,7 +131,7 @@ def test_docstrings_of_functions_begin_with_an_imperative_verb(file: Path) -> No
 
 @pytest.mark.parametrize("file", WITH_WORDS, ids=ids)
 def test_texts_name_the_subject(file: Path) -> None:
-    found = found_words(file.read_text(encoding="utf-8"))
+    found = find_words(file.read_text(encoding="utf-8"))
     assert not found, f"name the subject (the caller, the store), or use the verb of the field: {found}"
 
 
@@ -181,5 +181,5 @@ def test_a_docstring_that_is_no_imperative_is_found(text: str) -> None:
     ["Whoever waits is woken.", "It would wait for\never.", "  # it lets\n    # go of it", "  // wait for\n  // ever."],
 )
 def test_a_word_that_hides_the_subject_is_found(text: str) -> None:
-    assert found_words(text)
-    assert not found_words("The caller waits: engine.let_go()")
+    assert find_words(text)
+    assert not find_words("The caller waits: engine.let_go()")

@@ -33,14 +33,14 @@ SMALL, LARGE = 1000, PIECE // 4 + 100  # float32s: in a batch; in two parts
 
 
 def read_to_host(remote: RemoteStore, size: int) -> None:
-    remote.write("x", filled(1.0, size=size)).wait(timeout=LONG)
+    remote.write("x", start_fill(1.0, size=size)).wait(timeout=LONG)
     back = remote.read("x").wait(timeout=LONG)
     assert back.is_cpu
     assert torch.equal(back, torch.ones(size))
 
 
 def read_to_device(remote: RemoteStore, size: int) -> None:
-    remote.write("x", filled(2.0, size=size)).wait(timeout=LONG)
+    remote.write("x", start_fill(2.0, size=size)).wait(timeout=LONG)
     back = remote.read("x", device="sim:1").wait(timeout=LONG, non_blocking=True)
     assert str(back.device) == "sim:1"
     assert (only(back), back.shape) == (2.0, (size,))
@@ -49,7 +49,7 @@ def read_to_device(remote: RemoteStore, size: int) -> None:
 def repeat_corrupted_read(remote: RemoteStore, size: int) -> None:
     remote.write("x", torch.full((size,), 5.0)).wait(timeout=LONG)
     verbs = [wire.GET] if size == SMALL else [wire.GET, wire.FETCH]
-    for out, verb in itertools.product((None, filled(-1.0, size=size)), verbs):
+    for out, verb in itertools.product((None, start_fill(-1.0, size=size)), verbs):
         with change_one_reply(remote, verb):
             read = remote.read("x", out, None if out is not None else "sim:1")
             assert only(read.wait(timeout=LONG, non_blocking=True)) == 5.0
@@ -63,7 +63,7 @@ def read_into_pending_tensor(remote: RemoteStore, size: int) -> None:
 
 
 def overwrite_released_tensor(remote: RemoteStore, size: int) -> None:
-    tensor = filled(4.0, size=size)
+    tensor = start_fill(4.0, size=size)
     write = remote.write("x", tensor)
     assert write.released is not None
     write.released.wait(timeout=LONG)
@@ -73,7 +73,7 @@ def overwrite_released_tensor(remote: RemoteStore, size: int) -> None:
 
 
 def move_many_at_once(remote: RemoteStore, size: int) -> None:
-    tensors = {f"{i}": filled(float(i), i % 2, size) for i in range(4)}
+    tensors = {f"{i}": start_fill(float(i), i % 2, size) for i in range(4)}
     remote.writev(tensors, priority=-1).wait(timeout=LONG)
     outs = [torch.empty_like(tensor) for tensor in tensors.values()]
     gather(*(remote.read(key, out, priority=-1) for key, out in zip(tensors, outs, strict=True))).wait(
@@ -99,7 +99,7 @@ def compare_digests(remote: RemoteStore, size: int) -> None:
 
 
 def move_many_in_one_call(remote: RemoteStore, size: int) -> None:
-    tensors = {f"{i}": filled(float(i), i % 2, size) for i in range(4)}
+    tensors = {f"{i}": start_fill(float(i), i % 2, size) for i in range(4)}
     write = remote.writev(tensors)
     assert write.released is not None
     write.released.wait(timeout=LONG)
@@ -114,7 +114,7 @@ def move_many_in_one_call(remote: RemoteStore, size: int) -> None:
 
 
 def move_transposed(remote: RemoteStore, size: int) -> None:
-    tensor = filled(5.0, size=2 * size).view(2, size).t()
+    tensor = start_fill(5.0, size=2 * size).view(2, size).t()
     remote.write("x", tensor).wait(timeout=LONG)
     out = start_fill(-1.0, size=2 * size).view(2, size).t()
     assert remote.read("x", out).wait(timeout=LONG, non_blocking=True).shape == (size, 2)

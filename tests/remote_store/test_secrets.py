@@ -199,7 +199,7 @@ def test_changed_or_exchanged_requests_do_nothing(world: World, tmp_path: Path) 
                 remote.write("x", x).wait(timeout=PATIENCE)
                 relay.change_next(TO, flip)
                 expect_refusal(lambda: remote.delete("x"), "delete x")
-                with relay.recorded(TO) as recorded:
+                with relay.record(TO) as recorded:
                     remote.delete("x").wait(timeout=PATIENCE)
                 remote.write("x", x).wait(timeout=PATIENCE)
                 relay.inject(TO, bytes(recorded))
