@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from cudafuture import copy, distributed, gather, prefetch, submit
+from cudafuture.compat.deepspeed import OptimizerSwapper
 from cudafuture.compat.tensornvme import AsyncFileWriter, DiskOffloader
 from cudafuture.data import TgzImages
 from cudafuture.io import BufferPool, File
 from cudafuture.pipeline import GPipe, Pipeline
 from cudafuture.store import DiskStore, ShardedStore, Store
-from cudafuture.swap import OptimizerSwapper, offload
+from cudafuture.swap import offload
 from data.archives import images, numbers, write_archive
 from rpc_ext import RemoteStore, rpc_async, serve_store
 from support.rpc_callees import ME, alone

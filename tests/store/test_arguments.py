@@ -12,11 +12,12 @@ import torch
 
 import cudafuture
 from cudafuture import CUDAFuture
+from cudafuture.compat.deepspeed import OptimizerSwapper
 from cudafuture.compat.tensornvme import AsyncFileWriter, DiskOffloader
 from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.io import BufferPool, Digest, Engine, File, digest, digests, empty
 from cudafuture.store import DiskStore, MultipartWrite, ShardedStore
-from cudafuture.swap import OffloadedOptimizer, OptimizerSwapper, offload
+from cudafuture.swap import OffloadedOptimizer, offload
 from support.child import run_script
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from cudafuture.compat.deepspeed import OptimizerSwapper
 from cudafuture.errors import QuotaError, StorageError, SwapError
 from cudafuture.store import DiskStore
-from cudafuture.swap import OffloadedOptimizer, OptimizerSwapper, offload
+from cudafuture.swap import OffloadedOptimizer, offload
 from cudafuture.testing import FaultyEngine
 from support.child import run_script
 from support.training import OPTIMIZERS, Pair, same

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cudafuture.swap import OffloadedOptimizer, OptimizerSwapper, offload
+from cudafuture.compat.deepspeed import OptimizerSwapper
+from cudafuture.swap import OffloadedOptimizer, offload
 
 STEPS = 4
 

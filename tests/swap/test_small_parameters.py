@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import cudafuture.swap
+from cudafuture.compat.deepspeed import OptimizerSwapper
 from cudafuture.errors import SwapError
 from cudafuture.store import DiskStore
-from cudafuture.swap import OptimizerSwapper, offload
+from cudafuture.swap import offload
 from support.soak import soak_cases
 from support.training import OPTIMIZERS, Pair, same
 

@@ -11,24 +11,32 @@ import torch
 from cudafuture._arguments import expect_tensor
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import gather
+from cudafuture.compat.deepspeed._returned_futures import ReturnedFutures
+from cudafuture.compat.deepspeed._swap_order import SwapOrder
 from cudafuture.errors import InvalidStateError, SwapError
 from cudafuture.store import Store
-from cudafuture.swap._buffers import Buffers
-from cudafuture.swap._gradients import Gradients, StoredGradient
-from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, copied
-from cudafuture.swap._pipeline import Pipeline
-from cudafuture.swap._returned_futures import ReturnedFutures
-from cudafuture.swap._swap_order import SwapOrder
-from cudafuture.swap._tracebacks import clear_tracebacks
-from cudafuture.swap._unit import Unit, layout_of, places
-from cudafuture.swap._update import Update
+from cudafuture.swap import (
+    Buffers,
+    Chunk,
+    Gradients,
+    ParameterState,
+    Pipeline,
+    StoredGradient,
+    StoredTensor,
+    Unit,
+    Update,
+    clear_tracebacks,
+    copied,
+    layout_of,
+    places,
+)
 
 __all__ = ["PARAMETER", "ParameterSwapper"]
 
 PARAMETER = "parameter"  # the name of a parameter's values beside the names of its state
 _LEAST_UNIT = 32 << 20  # bytes for each parameter in flight, where the buffers have their default size
 _STATE, _GRADIENT = "optimizer state", "gradient"  # the two kinds of writes, as messages name them
-_logger = logging.getLogger("cudafuture.swap")
+_logger = logging.getLogger("cudafuture.compat.deepspeed")
 
 
 class ParameterSwapper:

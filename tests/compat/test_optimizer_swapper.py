@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from cudafuture import CUDAFuture
+from cudafuture.compat.deepspeed import OptimizerSwapper
 from cudafuture.errors import InvalidStateError, StorageError, SwapError
 from cudafuture.io import File
 from cudafuture.store import DiskStore
-from cudafuture.swap import OptimizerSwapper, SwapStatistics
+from cudafuture.swap import SwapStatistics
 from cudafuture.testing import FaultyEngine
 from support.training import same
 
@@ -309,7 +310,7 @@ def test_stages_are_timed_and_tensors_are_logged(store: DiskStore, caplog: pytes
         def log(self, names: list[str]) -> None:
             logged.append(names)
 
-    caplog.set_level(logging.DEBUG, "cudafuture.swap")
+    caplog.set_level(logging.DEBUG, "cudafuture.compat.deepspeed")
     training = Training(store, timers=Timers())
     training.swapper.pre_backward()
     training.step()

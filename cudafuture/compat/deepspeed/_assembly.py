@@ -17,8 +17,7 @@ from cudafuture.combine import wait_all
 from cudafuture.io import File
 from cudafuture.io.engine import PAGE
 from cudafuture.store import Store
-from cudafuture.swap._parameter_state import StoredTensor
-from cudafuture.swap._unit import places
+from cudafuture.swap import StoredTensor, places
 
 __all__ = ["Partition", "assembled", "partitions_of", "staged"]
 

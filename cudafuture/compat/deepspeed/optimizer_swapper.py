@@ -13,14 +13,13 @@ import torch
 from cudafuture._arguments import expect_int, expect_tensor, listed, shown
 from cudafuture._C import CUDAFuture
 from cudafuture._modes import outside_inference
+from cudafuture.compat.deepspeed._parameter_swapper import ParameterSwapper
+from cudafuture.compat.deepspeed._registration import Registration
+from cudafuture.compat.deepspeed.timers import StageTimers, Timers
 from cudafuture.errors import InvalidStateError
 from cudafuture.store import Store
-from cudafuture.swap._checkpoints import Checkpoints
-from cudafuture.swap._namespace import Namespace
-from cudafuture.swap._parameter_swapper import ParameterSwapper
-from cudafuture.swap._registration import Registration
+from cudafuture.swap import Checkpoints, Namespace
 from cudafuture.swap.statistics import SwapStatistics
-from cudafuture.swap.timers import StageTimers, Timers
 
 __all__ = ["OptimizerSwapper"]
 

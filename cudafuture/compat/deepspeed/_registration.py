@@ -12,11 +12,10 @@ import torch
 from cudafuture._arguments import expect_dtype, expect_int, expect_tensor, listed
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import wait_all
+from cudafuture.compat.deepspeed._assembly import assembled, partitions_of, staged
+from cudafuture.compat.deepspeed._parameter_swapper import ParameterSwapper
 from cudafuture.io import empty
-from cudafuture.swap._assembly import assembled, partitions_of, staged
-from cudafuture.swap._namespace import Namespace
-from cudafuture.swap._parameter_swapper import ParameterSwapper
-from cudafuture.swap._unit import places
+from cudafuture.swap import Namespace, places
 
 __all__ = ["Registration"]
 
@@ -37,7 +36,7 @@ class Registration(ABC):
     def swappable(self, tensor_or_numel: torch.Tensor | int, dtype: torch.dtype = torch.float32) -> bool:
         """Return whether a tensor, or one with this number of elements and dtype, belongs in the store.
 
-        >>> from cudafuture.swap import OptimizerSwapper
+        >>> from cudafuture.compat.deepspeed import OptimizerSwapper
         >>> swapper = OptimizerSwapper(torch.optim.SGD([torch.ones(1)]), "states", min_bytes=4096)
         >>> swapper.swappable(1023), swapper.swappable(1024), swapper.swappable(torch.ones(1024))
         (False, True, True)
@@ -62,7 +61,7 @@ class Registration(ABC):
                 has the minimum); the number of tensors differs from the number of parameters.
             StorageError: a value cannot be written; then none of the parameters is registered.
 
-        >>> from cudafuture.swap import OptimizerSwapper
+        >>> from cudafuture.compat.deepspeed import OptimizerSwapper
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
         >>> swapper.initialize_parameters([weight])
@@ -106,7 +105,7 @@ class Registration(ABC):
             ValueError: the arguments do not fit together, or no buffer has room for the partitions of a parameter.
             StorageError: a partition cannot be read, or a value written. Then none of the parameters is registered.
 
-        >>> from cudafuture.swap import OptimizerSwapper
+        >>> from cudafuture.compat.deepspeed import OptimizerSwapper
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> swapper = OptimizerSwapper(torch.optim.Adam([weight]), "states", min_bytes=0)
         >>> here = [(torch.ones(2).half(), 2, None)]
