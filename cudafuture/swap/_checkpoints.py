@@ -30,7 +30,7 @@ from cudafuture._arguments import expect_str
 from cudafuture._modes import outside_inference
 from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.store import DiskStore, Store
-from cudafuture.swap._namespace import Namespace
+from cudafuture.swap._namespace import OptimizerNamespace
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, cast, key_of
 
 __all__ = ["Checkpoints", "SwappedStates"]
@@ -59,7 +59,7 @@ class SwappedStates(Protocol):
 class Checkpoints(ABC):
     """Methods of an offloaded optimizer that save and load checkpoints."""
 
-    _namespace: Namespace
+    _namespace: OptimizerNamespace
     _lock: threading.RLock
     _is_settled = False  # no write of an interrupted save() is in flight
     param_groups: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Gradients in a store: written in pieces, and read with the state of their parameters."""
+"""Gradients of an offloaded optimizer in the store, and their placeholders in ``parameter.grad``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import bisect
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,17 +14,26 @@ import torch
 
 from cudafuture._C import CUDAFuture
 from cudafuture.store import Store
-from cudafuture.swap._counters import SwapCounters
-from cudafuture.swap._tracebacks import error_of
+from cudafuture.swap._errors import error_of
+from cudafuture.swap.statistics import SwapCounters
 
-__all__ = ["FIRST", "Gradients", "Piece", "StoredGradient"]
+__all__ = [
+    "FIRST",
+    "AppliedGradient",
+    "GradientMark",
+    "GradientPiece",
+    "Gradients",
+    "StoredGradient",
+    "SwappedGradient",
+]
+
 
 FIRST = -10  # the priority of reads that the computation waits for
 _logger = logging.getLogger("cudafuture.swap")
 
 
 @dataclass(eq=False)
-class Piece:
+class GradientPiece:
     """Adjacent elements of a gradient, flat: in memory, in the store, or in flight."""
 
     begin: int
@@ -43,20 +52,20 @@ class StoredGradient:
     """Gradient of one parameter in pieces. Elements outside of the pieces are zero."""
 
     dtype: torch.dtype
-    pieces: dict[int, Piece] = field(default_factory=dict)
+    pieces: dict[int, GradientPiece] = field(default_factory=dict)
     """by their first element"""
     factors: list[torch.Tensor] = field(default_factory=list)
     """factors of the elements, applied in order after a read"""
     _begins: list[int] = field(default_factory=list)
     """the first elements of the pieces, sorted"""
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: GradientPiece) -> None:
         """Add a piece, which overlaps no other one, or replace the one that begins at the same element."""
         if piece.begin not in self.pieces:
             bisect.insort(self._begins, piece.begin)
         self.pieces[piece.begin] = piece
 
-    def within(self, begin: int, end: int) -> Iterator[Piece]:
+    def within(self, begin: int, end: int) -> Iterator[GradientPiece]:
         """Return an iterator over the pieces that have elements of a range, in their order."""
         first = bisect.bisect_right(self._begins, begin)
         if first and self.pieces[self._begins[first - 1]].end > begin:
@@ -83,7 +92,7 @@ class Gradients:
     def __init__(self, store: Store, prefix: str, min_bytes: int, window_bytes: int) -> None:
         self._store, self._prefix, self._min_bytes, self._window = store, prefix, min_bytes, window_bytes
         self.counters = SwapCounters()
-        self._writing: OrderedDict[Piece, None] = OrderedDict()
+        self._writing: OrderedDict[GradientPiece, None] = OrderedDict()
         self._in_flight = 0
         self._error: BaseException | None = None
 
@@ -110,7 +119,7 @@ class Gradients:
         if (old := gradient.pieces.get(begin)) is not None:
             self._finish(old)
         is_large = elements.nbytes >= self._min_bytes
-        piece = Piece(begin, end, f"{self._prefix}{number}/gradient/{begin}", elements, is_large)
+        piece = GradientPiece(begin, end, f"{self._prefix}{number}/gradient/{begin}", elements, is_large)
         gradient.put(piece)
         if not is_large:
             return CUDAFuture.completed(0)
@@ -122,7 +131,7 @@ class Gradients:
             self._finish(next(iter(self._writing)))
         return written
 
-    def _finish(self, piece: Piece) -> None:
+    def _finish(self, piece: GradientPiece) -> None:
         """Wait for the write of a piece; its memory is then freed, unless the write failed."""
         if piece.written is None:
             return
@@ -192,3 +201,57 @@ class Gradients:
         gradient.pieces.clear()
         gradient._begins.clear()
         return keys
+
+
+class GradientMark(torch.Tensor):
+    """Tensor without memory, of the shape of a gradient. Operations on it raise RuntimeError.
+
+    Clipping, scalers and a further backward would otherwise skip the gradient, or use it twice, without an error.
+    """
+
+    reason = ""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> GradientMark:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device, strides=like.stride()
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<{type(self).__name__} of shape {list(self.shape)}>"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        operation: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if operation is torch.ops.aten.detach.default:
+            return args[0]
+        mark = args[0] if args else None
+        if operation is torch.ops.aten.add_.Tensor and isinstance(mark, SwappedGradient) and not kwargs:
+            mark.added = args[1].clone() if mark.added is None else mark.added + args[1]
+            return mark
+        raise RuntimeError(cls.reason)
+
+
+class AppliedGradient(GradientMark):
+    """Placeholder for a gradient that an update has already applied."""
+
+    reason = (
+        "an update has already applied this gradient (when='backward' or swap_gradients=True). Call zero_grad() before "
+        "the next backward; clipping, gradient scalers and accumulation need when='step'"
+    )
+
+
+class SwappedGradient(GradientMark):
+    """Placeholder for a gradient in the store. Backward adds to it."""
+
+    reason = (
+        "this gradient is in the store (swap_gradients=True): use the optimizer's clip_grad_norm_(), unscale_() and "
+        "gradient_of() instead of functions that take parameters"
+    )
+    added: torch.Tensor | None = None
+    """the sum that backward has added, until the optimizer writes it"""

@@ -9,12 +9,12 @@ from typing import Any
 from cudafuture._arguments import expect_str, shown
 from cudafuture.store import DiskStore, Store
 
-__all__ = ["Namespace"]
+__all__ = ["OptimizerNamespace"]
 
-_owners: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Namespace]]] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[OptimizerNamespace]]] = weakref.WeakKeyDictionary()
 
 
-class Namespace:
+class OptimizerNamespace:
     """Keys of one optimizer: they begin with a name, in a store that other optimizers may use too.
 
     Creation deletes keys of state that an earlier process has left.

@@ -10,7 +10,7 @@ import torch
 
 from cudafuture._arguments import expect_tensor, listed, shown
 from cudafuture.store import Store
-from cudafuture.swap._options import SwapOptions
+from cudafuture.swap._state_layout import SwapOptions
 from cudafuture.swap.offloaded_optimizer import OffloadedOptimizer
 
 __all__ = ["offload"]

@@ -13,8 +13,8 @@ import torch
 from cudafuture._arguments import expect_number, expect_tensor
 from cudafuture._modes import outside_inference
 from cudafuture.errors import SwapError
-from cudafuture.swap._gradient_marks import GradientMark, SwappedGradient
-from cudafuture.swap._shards import is_shard
+from cudafuture.swap._gradients import GradientMark, SwappedGradient
+from cudafuture.swap._parameter_state import is_shard
 from cudafuture.swap._swapper import Swapper
 
 __all__ = ["OffloadedGradients"]

@@ -1,4 +1,4 @@
-"""Groups of an optimizer's parameters."""
+"""Parameters of an optimizer: their groups, and the order of their updates during backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from cudafuture._arguments import expect_tensor
 
-__all__ = ["GroupIndex", "name_of", "parameters_of"]
+__all__ = ["GroupIndex", "UpdateOrder", "name_of", "parameters_of"]
+
 
 Group = dict[str, Any]
 
@@ -60,3 +61,46 @@ def name_of(groups: Sequence[Group], parameter: torch.Tensor) -> str:
                 names = group.get("param_names")
                 return f"parameter {names[j]!r}" if names else f"parameter {j} of group {i}"
     return "a parameter"
+
+
+class UpdateOrder:
+    """Order of the updates in the last backward, and the progress of this one in it.
+
+    Args:
+        prefetch: the number of parameters that are read ahead.
+    """
+
+    def __init__(self, prefetch: int) -> None:
+        self._prefetch = prefetch
+        self._last: list[torch.Tensor] = []
+        self._updated: dict[torch.Tensor, None] = {}  # in this backward
+        self._read = 0  # the number of the last order's parameters that this backward has read, or is reading
+
+    def begin_update(self, parameter: torch.Tensor) -> None:
+        """Begin the update of a parameter; stop reading ahead if it is not the next one of the last order."""
+        if parameter in self._updated:  # another backward, and no step between them
+            self._begin()
+            self.stop_reads()
+        position = len(self._updated)
+        if position >= len(self._last) or self._last[position] is not parameter:
+            self.stop_reads()
+        self._updated[parameter] = None
+
+    def end(self) -> None:
+        """End this backward; its order is used for the next one."""
+        if self._updated:
+            self._begin()
+        self._read = 0
+
+    def _begin(self) -> None:
+        self._last, self._updated = list(self._updated), {}
+
+    def stop_reads(self) -> None:
+        """Stop reading ahead in this backward."""
+        self._read = len(self._last)
+
+    def next_reads(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters whose states must be read now."""
+        while self._read < min(len(self._last), len(self._updated) + self._prefetch):
+            self._read += 1
+            yield self._last[self._read - 1]

@@ -14,7 +14,6 @@ import torch
 
 from cudafuture._tensors import version_of
 from cudafuture.swap._gradients import StoredGradient
-from cudafuture.swap._shards import local_of
 
 __all__ = [
     "MASTER",
@@ -27,8 +26,12 @@ __all__ = [
     "chunks_of",
     "copied",
     "expect_shape",
+    "is_shard",
     "key_of",
+    "like",
+    "local_of",
 ]
+
 
 MASTER = "master"  # the name of the float32 copy of a parameter beside the names of its state
 UNDO = "undo"  # the name of the old values of a chunk
@@ -231,3 +234,34 @@ def cast(state: Mapping[str, Any], like: StoredTensor, saved: torch.dtype | None
         return value.dtype == saved if saved is not None else value.is_floating_point()
 
     return {name: value.to(like.dtype) if is_cast(name, value) else value for name, value in state.items()}
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor, without importing DTensor."""
+    return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
+
+
+def local_of(tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> torch.Tensor:
+    """Return this rank's shard of a DTensor; return any other tensor unchanged.
+
+    If `parameter` has another placement, the tensor is first redistributed to the parameter's placement.
+    """
+    if not is_shard(tensor):
+        return tensor
+    sharded: Any = tensor
+    if parameter is not None and is_shard(parameter) and sharded.placements != parameter.placements:  # type: ignore[attr-defined]
+        sharded = sharded.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    local: torch.Tensor = sharded.to_local()
+    return local
+
+
+def like(parameter: torch.Tensor, local: Any) -> Any:
+    """Return a DTensor with `local` as this rank's shard, if the parameter is one and the shapes are the same."""
+    if not is_shard(parameter) or not isinstance(local, torch.Tensor) or local_of(parameter).shape != local.shape:
+        return local
+    from torch.distributed.tensor import DTensor  # slow to import
+
+    given: Any = parameter
+    return DTensor.from_local(
+        local, given.device_mesh, given.placements, run_check=False, shape=given.shape, stride=given.stride()
+    )

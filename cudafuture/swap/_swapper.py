@@ -13,23 +13,20 @@ import torch
 from cudafuture._arguments import expect_mapping
 from cudafuture.errors import SwapError
 from cudafuture.store import DiskStore, Store
-from cudafuture.swap._buffers import Buffers
-from cudafuture.swap._computation import Computation, Group
-from cudafuture.swap._gradients import Gradients
-from cudafuture.swap._options import SwapOptions
+from cudafuture.swap._computation import Computation, Group, UndoLog
+from cudafuture.swap._errors import clear_tracebacks
 from cudafuture.swap._parameter_state import (
     Chunk,
     ParameterState,
     StoredTensor,
     cast,
     copied,
+    like,
+    local_of,
 )
-from cudafuture.swap._pipeline import Pipeline
-from cudafuture.swap._shards import like, local_of
-from cudafuture.swap._state_layout import StateLayout
-from cudafuture.swap._tracebacks import clear_tracebacks
-from cudafuture.swap._undo_log import UndoLog
-from cudafuture.swap._unit import Unit, layout_of, places
+from cudafuture.swap._state_layout import StateLayout, SwapOptions
+from cudafuture.swap._step_pipeline import StepPipeline
+from cudafuture.swap._unit import Unit, UnitBuffers, layout_of, places
 from cudafuture.swap._update import Update
 
 __all__ = ["Swapper"]
@@ -60,11 +57,10 @@ class Swapper:
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._name_of = name_of
         units = options.prefetch + 2
-        self._buffers = Buffers(options.buffer_bytes, units, _UNIT)
+        self._buffers = UnitBuffers(options.buffer_bytes, units, _UNIT)
         self._unit_bytes = max(self.expect_room(parameters), min(_UNIT, self._buffers.nbytes // units))
-        gradients = Gradients(store, prefix, options.min_bytes, self._buffers.nbytes)
-        self.pipeline = Pipeline(
-            store, prefix, self._buffers, options.prefetch, lambda c: name_of(c.state.parameter), gradients
+        self.pipeline = StepPipeline(
+            store, prefix, options.min_bytes, self._buffers, options.prefetch, lambda c: name_of(c.state.parameter)
         )
         self._undo = UndoLog(store, prefix, self.pipeline)
         self._computation = Computation(update, options, self.layout, self.pipeline, prefix, self._undo)

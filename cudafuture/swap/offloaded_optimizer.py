@@ -16,17 +16,15 @@ from cudafuture._modes import outside_inference
 from cudafuture.errors import InvalidStateError, SwapError
 from cudafuture.store import Store
 from cudafuture.swap._checkpoints import Checkpoints
-from cudafuture.swap._counters import SwapCounters
-from cudafuture.swap._gradient_marks import AppliedGradient, GradientMark
-from cudafuture.swap._namespace import Namespace
+from cudafuture.swap._gradients import AppliedGradient, GradientMark
+from cudafuture.swap._namespace import OptimizerNamespace
 from cudafuture.swap._offloaded_gradients import OffloadedGradients
-from cudafuture.swap._options import SwapOptions
-from cudafuture.swap._parameter_groups import GroupIndex, name_of, parameters_of
+from cudafuture.swap._parameter_groups import GroupIndex, UpdateOrder, name_of, parameters_of
+from cudafuture.swap._state_layout import SwapOptions
 from cudafuture.swap._state_mapping import StateMapping
 from cudafuture.swap._swapper import Swapper
 from cudafuture.swap._update import Update
-from cudafuture.swap._update_order import UpdateOrder
-from cudafuture.swap.statistics import SwapStatistics
+from cudafuture.swap.statistics import SwapCounters, SwapStatistics
 
 __all__ = ["OffloadedOptimizer"]
 
@@ -65,7 +63,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         given_state = dict(optimizer.state)
         super().__init__([dict(group) for group in groups], dict(optimizer.defaults))
         self.state = StateMapping(self)  # type: ignore[assignment]
-        self._namespace = Namespace(store, name)
+        self._namespace = OptimizerNamespace(store, name)
         try:
             parameters = list(self._parameters())
             this = weakref.ref(self)  # so that an optimizer that the program drops, and its hooks, are freed at once

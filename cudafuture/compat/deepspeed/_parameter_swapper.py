@@ -16,14 +16,13 @@ from cudafuture.compat.deepspeed._swap_order import SwapOrder
 from cudafuture.errors import InvalidStateError, SwapError
 from cudafuture.store import Store
 from cudafuture.swap import (
-    Buffers,
     Chunk,
-    Gradients,
     ParameterState,
-    Pipeline,
+    StepPipeline,
     StoredGradient,
     StoredTensor,
     Unit,
+    UnitBuffers,
     Update,
     clear_tracebacks,
     copied,
@@ -58,10 +57,9 @@ class ParameterSwapper:
         self._optimizer, self._store, self._prefix = optimizer, store, prefix
         self._update, self._min_bytes, self._prefetch = Update(optimizer), min_bytes, prefetch
         self.optimizer_class = self._update.optimizer_class
-        self.buffers = Buffers(buffer_bytes, prefetch + 2, _LEAST_UNIT)
-        self.gradients = Gradients(store, prefix, min_bytes, self.buffers.nbytes)
-        self.pipeline = Pipeline(
-            store, prefix, self.buffers, prefetch, lambda chunk: self._name(chunk.state), self.gradients
+        self.buffers = UnitBuffers(buffer_bytes, prefetch + 2, _LEAST_UNIT)
+        self.pipeline = StepPipeline(
+            store, prefix, min_bytes, self.buffers, prefetch, lambda chunk: self._name(chunk.state)
         )
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._shapes: dict[ParameterState, torch.Size] = {}
@@ -370,7 +368,7 @@ class ParameterSwapper:
             if not tensor.numel():
                 continue
             own = tensor.detach().reshape(-1).to(state.parameter.device, gradient.dtype, copy=True)
-            futures.append(self.gradients.write(gradient, state.number, offset, own))
+            futures.append(self.pipeline.gradients.write(gradient, state.number, offset, own))
             self.pipeline.obsolete.pop(gradient.pieces[offset].key, None)
             state.gradient = gradient
         return self._ended(state, futures, _GRADIENT)
@@ -381,7 +379,7 @@ class ParameterSwapper:
         Raises:
             SwapError: a piece cannot be written; it stays in memory.
         """
-        error = self.gradients.flush()
+        error = self.pipeline.gradients.flush()
         self._returned[_GRADIENT].finish()
         if error is not None:
             raise SwapError(f"a gradient cannot be written, and stays in memory: {error}") from error
@@ -400,7 +398,7 @@ class ParameterSwapper:
         """Wait for operations in flight, and delete all tensors. Parameters that are swapped out stay empty."""
         self.pipeline.drop_reads()
         self._settle()
-        self.gradients.flush()
+        self.pipeline.gradients.flush()
         self._returned[_GRADIENT].finish()
         keys = [key for state in self._states.values() for key in state.keys(self._prefix)]
         for state in self._states.values():

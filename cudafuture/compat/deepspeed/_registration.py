@@ -15,7 +15,7 @@ from cudafuture.combine import wait_all
 from cudafuture.compat.deepspeed._assembly import assembled, partitions_of, staged
 from cudafuture.compat.deepspeed._parameter_swapper import ParameterSwapper
 from cudafuture.io import empty
-from cudafuture.swap import Namespace, places
+from cudafuture.swap import OptimizerNamespace, places
 
 __all__ = ["Registration"]
 
@@ -23,7 +23,7 @@ __all__ = ["Registration"]
 class Registration(ABC):
     """Methods that give parameters their first values: from tensors, or from partitions of half precision."""
 
-    _namespace: Namespace
+    _namespace: OptimizerNamespace
     param_groups: list[dict[str, Any]]
 
     @property

@@ -18,7 +18,7 @@ from cudafuture.compat.deepspeed._registration import Registration
 from cudafuture.compat.deepspeed.timers import StageTimers, Timers
 from cudafuture.errors import InvalidStateError
 from cudafuture.store import Store
-from cudafuture.swap import Checkpoints, Namespace
+from cudafuture.swap import Checkpoints, OptimizerNamespace
 from cudafuture.swap.statistics import SwapStatistics
 
 __all__ = ["OptimizerSwapper"]
@@ -81,7 +81,7 @@ class OptimizerSwapper(Registration, Checkpoints):
         self._lock = threading.RLock()
         self._timers = StageTimers(timers)
         self._swapper: ParameterSwapper | None = None
-        self._namespace = Namespace(store, name)
+        self._namespace = OptimizerNamespace(store, name)
         try:
             self._swapper = ParameterSwapper(
                 optimizer, self._namespace.store, self._namespace.state_prefix, min_bytes, buffer_bytes, prefetch

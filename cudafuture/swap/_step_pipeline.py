@@ -11,7 +11,7 @@ of the device, and the prefetch depth limits their number in flight.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,33 +21,50 @@ from cudafuture.combine import collect_all
 from cudafuture.errors import SwapError
 from cudafuture.io import Buffer
 from cudafuture.store import DiskStore, Store
-from cudafuture.swap._buffers import Buffers
+from cudafuture.swap._errors import clear_tracebacks, error_of, interrupts_deferred
 from cudafuture.swap._gradients import FIRST, Gradients, StoredGradient
-from cudafuture.swap._interrupts import interrupts_deferred
 from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor
-from cudafuture.swap._tracebacks import clear_tracebacks, error_of
-from cudafuture.swap._unit import Unit, by_parameter, copies, cut
-from cudafuture.swap._writes import Writes
+from cudafuture.swap._unit import Unit, UnitBuffers, UnitWrite, by_parameter, copies, cut
 
-__all__ = ["Pipeline"]
+__all__ = ["StepPipeline"]
 
 
-class Pipeline(Writes):
-    """Reads and writes of a swapped optimizer that are in flight."""
+class StepPipeline:
+    """Reads and writes of a swapped optimizer that are in flight, and keys that no parameter needs any more.
+
+    Args:
+        store: of the state.
+        prefix: of its keys.
+        min_bytes: smaller pieces of gradients stay in memory.
+        buffers: host memory of the units.
+        prefetch: the number of units that are read ahead of the computation, and written behind it.
+        name_of: the name of a chunk's parameter, for errors.
+    """
 
     def __init__(
         self,
         store: Store,
         prefix: str,
-        buffers: Buffers,
+        min_bytes: int,
+        buffers: UnitBuffers,
         prefetch: int,
         name_of: Callable[[Chunk], str],
-        gradients: Gradients,
     ) -> None:
-        super().__init__(store, prefix, prefetch, name_of, gradients.counters)
-        self._gradients = gradients
-        self._buffers = buffers
+        self._store, self._prefix, self._prefetch, self._name_of = store, prefix, prefetch, name_of
+        self._buffers, self.gradients = buffers, Gradients(store, prefix, min_bytes, buffers.nbytes)
+        self.counters = self.gradients.counters
         self._reading: deque[Unit] = deque()
+        self._writing: deque[UnitWrite] = deque()
+        self.obsolete: dict[str, ParameterState] = {}  # keys that are deleted when their parameter has been written
+        self._deletions: deque[CUDAFuture[None]] = deque()
+        self._error_of_write: SwapError | None = None
+
+    def error(self, chunk: Chunk, what: str, error: BaseException, of: str = "optimizer state") -> SwapError:
+        """Return an error that names the parameter; its cause is the store's error."""
+        message = f"the {of} of {self._name_of(chunk)} cannot be {what}: {error}"
+        failure = SwapError(message, parameter=chunk.state.parameter)
+        failure.__cause__ = error
+        return failure
 
     def run(self, units: Iterator[Unit], compute: Callable[[Unit], None]) -> None:
         """Read and compute units in order; `compute` starts their writes, some of which are in flight on return.
@@ -80,7 +97,7 @@ class Pipeline(Writes):
         self._finish_writes_of(states)
         for state in states:
             if state.gradient is not None:
-                self._gradients.settle(state.gradient)
+                self.gradients.settle(state.gradient)
         if unit.device.type != "cpu":
             there = [chunk for chunk in unit.chunks if chunk.unwritten() is None]
             unit.read = there, self._store.readv(self._keys(there), device=unit.device, priority=FIRST)
@@ -116,7 +133,7 @@ class Pipeline(Writes):
         """Start to read the gradients of a unit; return a future of all its reads."""
         for chunk, out in zip(unit.chunks, unit.gradients, strict=True):
             if out is not None and chunk.state.gradient is not None:
-                unit.gradient_reads.append((chunk, self._gradients.read(chunk.state.gradient, chunk.begin, out)))
+                unit.gradient_reads.append((chunk, self.gradients.read(chunk.state.gradient, chunk.begin, out)))
         return collect_all(self._reads_of(unit))
 
     def _reads_of(self, unit: Unit) -> list[CUDAFuture[Any]]:
@@ -160,7 +177,7 @@ class Pipeline(Writes):
             if (error := error_of(future)) is not None:
                 raise self.error(chunk, "read", error, "gradient") from error
             future.wait()
-            self._gradients.note_read(chunk.state.gradient, chunk.begin, chunk.end)
+            self.gradients.note_read(chunk.state.gradient, chunk.begin, chunk.end)
         self._reading.popleft()
         if unit.device.type != "cpu":
             for chunk in unit.chunks:
@@ -234,6 +251,117 @@ class Pipeline(Writes):
             error_of(future)  # retrieves the error, so that it is not logged
         unit.forget()
 
+    # ---- writes
+
+    def start_write(
+        self, unit: Unit, tensors: list[dict[str, torch.Tensor]], versions: list[int]
+    ) -> CUDAFuture[int] | None:
+        """Write the new state of the chunks of a unit, and free its memory when the write has ended.
+
+        Returns:
+            the future of the write, or None if there is nothing to write.
+        """
+        self._limit_writes()
+        keys: dict[str, torch.Tensor] = {}
+        for chunk, named, version in zip(unit.chunks, tensors, versions, strict=True):
+            for name, tensor in named.items():
+                keys[chunk.key(self._prefix, name, version)] = tensor
+        if not keys:
+            return None
+        if self.obsolete:
+            for key in keys:
+                self.obsolete.pop(key, None)
+        outcomes = torch.zeros(len(keys), dtype=torch.bool, device="cpu")
+        try:
+            future = self._store.writev(keys, written=outcomes)
+        except Exception as e:  # the new state stays in memory, as after any failed write
+            future = CUDAFuture.failed(e)
+        self._writing.append(UnitWrite(unit, tensors, future, outcomes))
+        return future
+
+    def _limit_writes(self) -> None:
+        """Wait until no more units are being written than are read ahead."""
+        while len(self._writing) > self._prefetch:
+            self._finish_write()
+
+    def _finish_writes_of(self, states: set[ParameterState]) -> None:
+        """Wait for the writes of some parameters: a read that overtakes a write returns the old tensor."""
+        while any(not states.isdisjoint(write.states) for write in self._writing):
+            self._finish_write()
+
+    def _finish_write(self) -> None:
+        write = self._writing[0]
+        with self.counters.timed("write_wait_seconds"):
+            error = error_of(write.future)
+        self._writing.popleft()
+        chunks = write.unit.chunks
+        failed = set() if error is None else write.failed()
+        for chunk, new in zip(chunks, write.tensors, strict=True):
+            state = chunk.state
+            if state.unwritten:
+                state.unwritten = {index: old for index, old in state.unwritten.items() if index != chunk.index}
+            if chunk in failed:
+                copies = {name: tensor.clone() for name, tensor in new.items()}
+                state.unwritten = {**(state.unwritten or {}), chunk.index: copies}
+            else:
+                self.counters.bytes_written += sum(tensor.nbytes for tensor in new.values())
+        if error is not None and self._error_of_write is None:
+            culprit = next((chunk for chunk in chunks if chunk in failed), chunks[0])
+            self._error_of_write = self.error(culprit, "written", error)
+        write.unit.forget()
+
+    def delete_later(self, state: ParameterState, keys: Iterable[str]) -> None:
+        """Delete keys of a parameter when the tensors that replace them have been written."""
+        self.obsolete |= dict.fromkeys(keys, state)
+
+    def _delete_obsolete(self) -> None:
+        """Delete the obsolete keys of all parameters that are not being written; ``drain`` waits for the deletion."""
+        written = set().union(*(write.states for write in self._writing))
+        keys = [key for key, state in self.obsolete.items() if state not in written]
+        self.obsolete = {key: state for key, state in self.obsolete.items() if state in written}
+        if keys:
+            self._deletions.append(self._store.deletev(keys))
+
+    def reap(self) -> None:
+        """Finish the writes that have ended, without waiting for others.
+
+        Raises:
+            SwapError: a write has failed.
+        """
+        self._release()
+        self._delete_obsolete()
+        while self._deletions and self._deletions[0].done():
+            self._deletions.popleft().exception()
+        self.raise_error()
+
+    def _release(self) -> None:
+        """Release the memory of the writes that have ended: reads of later units wait for it."""
+        while self._writing and self._writing[0].future.done():
+            self._finish_write()
+
+    def settle(self) -> None:
+        """Wait until every write has ended, and keep the first error for ``drain``."""
+        while self._writing:
+            self._finish_write()
+
+    def raise_error(self) -> None:
+        """Raise the error of the first write that has failed since the last call, if any."""
+        if self._error_of_write is not None:
+            error, self._error_of_write = self._error_of_write, None
+            raise error
+
+    def drain(self) -> None:
+        """Wait until all state is written.
+
+        Raises:
+            SwapError: a write has failed. Its state stays in memory until a later write succeeds.
+        """
+        self.settle()
+        self._delete_obsolete()
+        while self._deletions:
+            self._deletions.popleft().exception()  # some keys may not exist, because their writes have failed
+        self.raise_error()
+
     # ---- gradients
 
     def write_gradient(self, state: ParameterState, gradient: torch.Tensor) -> None:
@@ -242,7 +370,7 @@ class Pipeline(Writes):
         state.gradient = StoredGradient(gradient.dtype)
         flat = gradient.detach().contiguous().view(-1)
         for begin, end in state.bounds:
-            self._gradients.write(state.gradient, state.number, begin, flat[begin:end])
+            self.gradients.write(state.gradient, state.number, begin, flat[begin:end])
         for piece in state.gradient.pieces.values():
             self.obsolete.pop(piece.key, None)
 
@@ -254,20 +382,20 @@ class Pipeline(Writes):
         """
         gradient, parameter = state.gradient, state.parameter
         assert gradient is not None
-        self._gradients.settle(gradient)
+        self.gradients.settle(gradient)
         out = torch.empty(parameter.numel(), dtype=gradient.dtype, device=parameter.device)
         try:
             with self.counters.timed("read_wait_seconds"):
-                self._gradients.read(gradient, 0, out).wait()
+                self.gradients.read(gradient, 0, out).wait()
         except Exception as e:
             raise self.error(state.chunks()[0], "read", e, "gradient") from e
-        self._gradients.note_read(gradient, 0, out.numel())
+        self.gradients.note_read(gradient, 0, out.numel())
         return gradient.scaled(out).view(parameter.shape)
 
     def forget_gradient(self, state: ParameterState) -> None:
         """Drop a gradient, if it is in the store."""
         if state.gradient is not None:
-            self.delete_later(state, self._gradients.forget(state.gradient))
+            self.delete_later(state, self.gradients.forget(state.gradient))
             state.gradient = None
 
     # ---- single tensors
