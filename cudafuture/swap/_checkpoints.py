@@ -18,8 +18,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import threading
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
@@ -27,7 +25,6 @@ from typing import Any, Protocol, TypeGuard
 import torch
 
 from cudafuture._arguments import expect_str
-from cudafuture._modes import outside_inference
 from cudafuture.errors import NotFoundError, StorageError
 from cudafuture.store import DiskStore, Store
 from cudafuture.swap._namespace import OptimizerNamespace
@@ -56,107 +53,161 @@ class SwappedStates(Protocol):
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None: ...
 
 
-class Checkpoints(ABC):
-    """Methods of an offloaded optimizer that save and load checkpoints."""
+class Checkpoints:
+    """Checkpoints of one optimizer in its store. Only one thread at a time may call it, without gradient mode."""
 
-    _namespace: OptimizerNamespace
-    _lock: threading.RLock
-    _is_settled = False  # no write of an interrupted save() is in flight
-    param_groups: list[dict[str, Any]]
+    def __init__(self, namespace: OptimizerNamespace) -> None:
+        self._store, self._name = namespace.store, namespace.name
+        self._is_settled = False  # no write of an interrupted save() is in flight
 
-    @property
-    @abstractmethod
-    def _swap(self) -> SwappedStates: ...
+    def names(self) -> list[str]:
+        """Return the names of the checkpoints in the store, sorted."""
+        return sorted(_Listing.of(self._store, self._name).numbers)
 
-    @abstractmethod
-    def _forget_reads(self) -> None: ...
+    def _settle(self) -> None:
+        """Wait for the writes of an interrupted save(): the list of keys lacks them until they end."""
+        if not self._is_settled:
+            self._store.flush().exception()  # the call that wrote raises an error of the write
+            self._is_settled = True
 
-    def save(self, checkpoint: str) -> None:
-        """Save the state of all parameters, and the options of their groups, under a name in the store.
+    # ---- saving
 
-        In a ``DiskStore`` a checkpoint links to the tensors without copying them, because later steps write new ones.
-        Other stores copy. A checkpoint of the same name is replaced when the new one is complete. A checkpoint does not
-        contain the values of parameters, unless they have master weights.
+    def save(self, checkpoint: str, groups: list[dict[str, Any]], states: SwappedStates) -> None:
+        """Save the state of all parameters, and the options of their groups, under a name.
 
         Raises:
             SwapError: state of an earlier step cannot be written.
             StorageError: the checkpoint cannot be written; an older one of the name does not change.
             TypeError: the name, an option or a value of a state has a type ``load()`` cannot read; nothing is written.
             ValueError: the name is empty, or has a "/".
-
-        >>> from cudafuture.store import DiskStore
-        >>> from cudafuture.swap import offload
-        >>> weight = torch.nn.Parameter(torch.ones(3))
-        >>> optimizer = offload(torch.optim.Adam([weight]), DiskStore("states", durable=True))
-        >>> optimizer.save("epoch 1")
-        >>> optimizer.checkpoints()
-        ['epoch 1']
-        >>> optimizer.load("epoch 1")
         """
-        with self._lock, outside_inference(), torch.no_grad():
-            self._swap.flush()
-            self._settle()
-            self._is_settled = False
-            _save(self._namespace.store, self._namespace.name, checkpoint, self.param_groups, self._swap)
-            self._is_settled = True
+        states.flush()
+        self._settle()
+        expect_str("checkpoint", checkpoint)
+        if not checkpoint or "/" in checkpoint:
+            raise ValueError(f"checkpoint={checkpoint!r} is empty or has a '/'")
+        listing = _Listing.of(self._store, self._name)
+        older = listing.of_checkpoint(checkpoint)
+        number = max(older, default=0) + 1
+        contents = _Contents(self._place(checkpoint, number))
+        manifest = _manifest_of(contents, groups, states)
+        self._is_settled = False
+        if obsolete := listing.obsolete():
+            self._store.deletev(obsolete)  # without a wait, like the deletion below
+        self._write(contents, self._key(checkpoint, number), manifest)
+        if checkpoint in listing.numbers:
+            self._store.deletev(older[listing.numbers[checkpoint]])
+        self._is_settled = True
 
-    def load(self, checkpoint: str) -> None:
-        """Restore the state and the groups' options of a checkpoint, for any chunk size.
+    def _write(self, contents: _Contents, key: str, manifest: torch.Tensor) -> None:
+        """Write the tensors of a checkpoint, and then its manifest."""
+        is_sent = False
+        try:
+            self._copy(contents.links)
+            self._store.writev(contents.tensors).wait()
+            is_sent = True
+            self._store.write(key, manifest).wait()
+        except BaseException as e:
+            # After an interrupt or the loss of a connection the store may have the manifest, or write it later.
+            if not is_sent or isinstance(e, StorageError):
+                self._store.deletev([*contents.links, *contents.tensors]).exception()
+            raise
 
-        State of the parameters' dtype is cast if that dtype has changed, as ``load_state_dict()`` does.
+    def _copy(self, links: dict[str, str]) -> None:
+        if isinstance(self._store, DiskStore):
+            self._store.link(links).wait()
+            return
+        for new, old in links.items():
+            self._store.write(new, self._store.read(old).wait()).wait()
+
+    # ---- loading
+
+    def load(self, checkpoint: str, groups: list[dict[str, Any]], states: SwappedStates) -> None:
+        """Load the state of all parameters, and then the options of their groups.
 
         Raises:
             NotFoundError: the checkpoint does not exist, or one of its tensors is missing; nothing has changed.
             ValueError: its groups, the shapes of its parameters, or its optimizer's class differ from this one's.
             StorageError: a tensor cannot be read. Some parameters have the state of the checkpoint, the others and the
-                options have not changed: load it again, or load another one.
-
-        >>> from cudafuture.store import DiskStore
-        >>> from cudafuture.swap import offload
-        >>> weight = torch.nn.Parameter(torch.ones(3))
-        >>> optimizer = offload(torch.optim.Adam([weight]), DiskStore("states", durable=True))
-        >>> optimizer.save("epoch 1")
-        >>> optimizer.load("epoch 1")
+                options have not changed.
         """
-        with self._lock, outside_inference(), torch.no_grad():
-            self._forget_reads()
-            self._settle()
-            _load(self._namespace.store, self._namespace.name, checkpoint, self.param_groups, self._swap)
+        self._settle()
+        number = _Listing.of(self._store, self._name).number(checkpoint)
+        manifest = self._manifest(checkpoint, number)
+        classes = _class_names(states.optimizer_class)
+        if classes[0] not in manifest["classes"] and manifest["classes"][0] not in classes:
+            raise ValueError(
+                f"checkpoint {checkpoint!r} is of {manifest['classes'][0]}, but the optimizer is {classes[0]}"
+            )
+        found = [[tuple(entry["shape"]) for entry in group] for group in manifest["parameters"]]
+        wanted = [[tuple(states.like(parameter).shape) for parameter in group["params"]] for group in groups]
+        if found != wanted:
+            raise ValueError(
+                f"checkpoint {checkpoint!r} has parameters of the shapes {found}, but the optimizer {wanted}"
+            )
+        place = self._place(checkpoint, number)
+        self._expect_tensors(place, checkpoint, manifest)
+        for group, entries in zip(groups, manifest["parameters"], strict=True):
+            for parameter, entry in zip(group["params"], entries, strict=True):
+                state = {**entry["values"], **self._tensors_of(place, entry)}
+                states.write_state(parameter, cast(state, states.like(parameter), entry["dtype"]))
+        for group, options in zip(groups, manifest["groups"], strict=True):
+            group.update(options)
 
-    def checkpoints(self) -> list[str]:
-        """Return the names of the checkpoints in the store, sorted.
+    def _manifest(self, checkpoint: str, number: int) -> dict[str, Any]:
+        content = self._store.read(self._key(checkpoint, number)).wait()
+        manifest = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+        if manifest["format"] != _FORMAT:
+            raise ValueError(f"checkpoint {checkpoint!r} has format {manifest['format']}; this version reads {_FORMAT}")
+        return manifest  # type: ignore[no-any-return]
 
-        >>> from cudafuture.store import DiskStore
-        >>> from cudafuture.swap import offload
-        >>> weight = torch.nn.Parameter(torch.ones(3))
-        >>> optimizer = offload(torch.optim.Adam([weight]), DiskStore("states", durable=True))
-        >>> optimizer.checkpoints()
-        []
-        """
-        return sorted(_Listing.of(self._namespace.store, self._namespace.name).numbers)
+    def _expect_tensors(self, place: str, checkpoint: str, manifest: dict[str, Any]) -> None:
+        """Raise NotFoundError if the store lacks a tensor of a checkpoint."""
+        entries = [entry for group in manifest["parameters"] for entry in group]
+        keys = [
+            key for entry in entries for tensor_name in entry["tensors"] for key in _keys(place, entry, tensor_name)
+        ]
+        missing = [key for key, found in zip(keys, self._store.find(keys).wait(), strict=True) if found is None]
+        if missing:
+            raise NotFoundError(
+                f"checkpoint {checkpoint!r} lacks {len(missing)} of its {len(keys)} tensors: {missing[0]!r}"
+            )
 
-    def delete_checkpoint(self, checkpoint: str) -> None:
-        """Delete a checkpoint.
+    def _tensors_of(self, place: str, entry: dict[str, Any]) -> dict[str, torch.Tensor]:
+        tensors = {}
+        for tensor_name, (dtype, shape, chunks) in entry["tensors"].items():
+            whole = torch.empty(shape, dtype=dtype, device="cpu")
+            parts = [whole.view(-1)[begin:end] for begin, end in _bounds(entry, chunks)] if chunks > 1 else [whole]
+            self._store.readv(_keys(place, entry, tensor_name), parts).wait()
+            tensors[tensor_name] = whole
+        return tensors
+
+    # ---- deletion
+
+    def delete(self, checkpoint: str) -> None:
+        """Delete a checkpoint, its manifests first, so that an interrupt leaves only tensors without a manifest.
 
         Raises:
             NotFoundError: the checkpoint does not exist.
-
-        >>> from cudafuture.store import DiskStore
-        >>> from cudafuture.swap import offload
-        >>> weight = torch.nn.Parameter(torch.ones(3))
-        >>> optimizer = offload(torch.optim.Adam([weight]), DiskStore("states", durable=True))
-        >>> optimizer.save("epoch 1")
-        >>> optimizer.delete_checkpoint("epoch 1")
         """
-        with self._lock:
-            self._settle()
-            _delete(self._namespace.store, self._namespace.name, checkpoint)
+        self._settle()
+        listing = _Listing.of(self._store, self._name)
+        listing.number(checkpoint)
+        kept = listing.of_checkpoint(checkpoint)
+        manifests = [key for number in kept if (key := self._key(checkpoint, number)) in kept[number]]
+        for key in manifests:  # in ascending order: a crash leaves the highest one
+            self._store.delete(key).wait()
+        self._store.deletev([key for keys in kept.values() for key in keys if key not in manifests]).wait()
 
-    def _settle(self) -> None:
-        """Wait for the writes of an interrupted save(): the list of keys lacks them until they end."""
-        if not self._is_settled:
-            self._namespace.store.flush().exception()  # the call that wrote raises an error of the write
-            self._is_settled = True
+    # ---- keys
+
+    def _key(self, checkpoint: str, number: int) -> str:
+        """Return the key of a manifest."""
+        return f"{self._name}/checkpoints/{checkpoint}/{number}"
+
+    def _place(self, checkpoint: str, number: int) -> str:
+        """Return the prefix of the keys of a checkpoint's tensors."""
+        return f"{self._name}/saved/{checkpoint}/{number}/"
 
 
 @dataclass(frozen=True)
@@ -210,16 +261,16 @@ class _Contents:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """tensors in memory, by key"""
 
-    def add(self, swapper: SwappedStates, parameter: torch.Tensor) -> dict[str, Any]:
+    def add(self, states: SwappedStates, parameter: torch.Tensor) -> dict[str, Any]:
         """Add a parameter's tensors; return its manifest entry, from which ``_keys`` and ``_bounds`` are derived."""
-        state, like = swapper.state(parameter), swapper.like(parameter)
+        state, like = states.state(parameter), states.like(parameter)
         tensors = {name: (t.dtype, tuple(t.shape), len(state.bounds)) for name, t in state.stored.items()}
         for chunk in state.chunks():
             unwritten = chunk.unwritten()
             for name in state.stored:
                 key = chunk.key(self.place, name, 0)
                 if unwritten is None:
-                    self.links[key] = swapper.key(chunk, name)
+                    self.links[key] = states.key(chunk, name)
                 else:
                     self.tensors[key] = unwritten[name]
         values = {}
@@ -239,38 +290,18 @@ class _Contents:
         }
 
 
-def _save(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: SwappedStates) -> None:
-    """Save the state of all parameters; none of them is being written."""
-    expect_str("checkpoint", checkpoint)
-    if not checkpoint or "/" in checkpoint:
-        raise ValueError(f"checkpoint={checkpoint!r} is empty or has a '/'")
-    listing = _Listing.of(store, name)
-    older = listing.of_checkpoint(checkpoint)
-    number = max(older, default=0) + 1
-    contents = _Contents(_place(name, checkpoint, number))
-    parameters = [[contents.add(swapper, parameter) for parameter in group["params"]] for group in groups]
+def _manifest_of(contents: _Contents, groups: list[dict[str, Any]], states: SwappedStates) -> torch.Tensor:
+    """Return the bytes of a checkpoint's manifest, and add its tensors to `contents`; none of them is being written."""
+    parameters = [[contents.add(states, parameter) for parameter in group["params"]] for group in groups]
     options = [
         {key: _loadable(value, f"option {key!r} of group {i}") for key, value in group.items() if key != "params"}
         for i, group in enumerate(groups)
     ]
-    classes = _class_names(swapper.optimizer_class)
-    content = {"format": _FORMAT, "classes": classes, "groups": options, "parameters": parameters}
-    torch.save(content, manifest := io.BytesIO())
-    if obsolete := listing.obsolete():
-        store.deletev(obsolete)  # without a wait, like the deletion below
-    is_sent = False
-    try:
-        _copy(store, contents.links)
-        store.writev(contents.tensors).wait()
-        is_sent = True
-        store.write(_key(name, checkpoint, number), torch.frombuffer(manifest.getbuffer(), dtype=torch.uint8)).wait()
-    except BaseException as e:
-        # After an interrupt or the loss of a connection the store may have the manifest, or write it later.
-        if not is_sent or isinstance(e, StorageError):
-            store.deletev([*contents.links, *contents.tensors]).exception()
-        raise
-    if checkpoint in listing.numbers:
-        store.deletev(older[listing.numbers[checkpoint]])
+    classes = _class_names(states.optimizer_class)
+    torch.save(
+        {"format": _FORMAT, "classes": classes, "groups": options, "parameters": parameters}, out := io.BytesIO()
+    )
+    return torch.frombuffer(out.getbuffer(), dtype=torch.uint8)
 
 
 def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
@@ -320,81 +351,3 @@ def _bounds(entry: dict[str, Any], chunks: int) -> list[tuple[int, int]]:
 def _class_names(optimizer: type[torch.optim.Optimizer]) -> list[str]:
     """Return the names of an optimizer class and of its bases, which keep state of the same kind."""
     return [c.__name__ for c in optimizer.__mro__ if issubclass(c, torch.optim.Optimizer)][:-1]
-
-
-def _copy(store: Store, links: dict[str, str]) -> None:
-    if isinstance(store, DiskStore):
-        store.link(links).wait()
-        return
-    for new, old in links.items():
-        store.write(new, store.read(old).wait()).wait()
-
-
-def _load(store: Store, name: str, checkpoint: str, groups: list[dict[str, Any]], swapper: SwappedStates) -> None:
-    """Load the state of all parameters."""
-    number = _Listing.of(store, name).number(checkpoint)
-    manifest = _manifest(store, _key(name, checkpoint, number), checkpoint)
-    classes = _class_names(swapper.optimizer_class)
-    if classes[0] not in manifest["classes"] and manifest["classes"][0] not in classes:
-        raise ValueError(f"checkpoint {checkpoint!r} is of {manifest['classes'][0]}, but the optimizer is {classes[0]}")
-    found = [[tuple(entry["shape"]) for entry in group] for group in manifest["parameters"]]
-    wanted = [[tuple(swapper.like(parameter).shape) for parameter in group["params"]] for group in groups]
-    if found != wanted:
-        raise ValueError(f"checkpoint {checkpoint!r} has parameters of the shapes {found}, but the optimizer {wanted}")
-    place = _place(name, checkpoint, number)
-    _expect_tensors(store, place, checkpoint, manifest)
-    for group, entries in zip(groups, manifest["parameters"], strict=True):
-        for parameter, entry in zip(group["params"], entries, strict=True):
-            state = {**entry["values"], **_tensors_of(store, place, entry)}
-            swapper.write_state(parameter, cast(state, swapper.like(parameter), entry["dtype"]))
-    for group, options in zip(groups, manifest["groups"], strict=True):
-        group.update(options)
-
-
-def _expect_tensors(store: Store, place: str, checkpoint: str, manifest: dict[str, Any]) -> None:
-    """Raise NotFoundError if the store lacks a tensor of a checkpoint."""
-    entries = [entry for group in manifest["parameters"] for entry in group]
-    keys = [key for entry in entries for tensor_name in entry["tensors"] for key in _keys(place, entry, tensor_name)]
-    missing = [key for key, found in zip(keys, store.find(keys).wait(), strict=True) if found is None]
-    if missing:
-        raise NotFoundError(
-            f"checkpoint {checkpoint!r} lacks {len(missing)} of its {len(keys)} tensors: {missing[0]!r}"
-        )
-
-
-def _tensors_of(store: Store, place: str, entry: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for tensor_name, (dtype, shape, chunks) in entry["tensors"].items():
-        whole = torch.empty(shape, dtype=dtype, device="cpu")
-        parts = [whole.view(-1)[begin:end] for begin, end in _bounds(entry, chunks)] if chunks > 1 else [whole]
-        store.readv(_keys(place, entry, tensor_name), parts).wait()
-        tensors[tensor_name] = whole
-    return tensors
-
-
-def _delete(store: Store, name: str, checkpoint: str) -> None:
-    """Delete a checkpoint, its manifests first, so that an interrupt leaves only tensors without a manifest."""
-    listing = _Listing.of(store, name)
-    listing.number(checkpoint)
-    kept = listing.of_checkpoint(checkpoint)
-    manifests = [key for number in kept if (key := _key(name, checkpoint, number)) in kept[number]]
-    for key in manifests:  # in ascending order: a crash leaves the highest one
-        store.delete(key).wait()
-    store.deletev([key for keys in kept.values() for key in keys if key not in manifests]).wait()
-
-
-def _manifest(store: Store, key: str, checkpoint: str) -> dict[str, Any]:
-    manifest = torch.load(io.BytesIO(store.read(key).wait().numpy().tobytes()), weights_only=True)
-    if manifest["format"] != _FORMAT:
-        raise ValueError(f"checkpoint {checkpoint!r} has format {manifest['format']}; this version reads {_FORMAT}")
-    return manifest  # type: ignore[no-any-return]
-
-
-def _key(name: str, checkpoint: str, number: int) -> str:
-    """Return the key of a manifest."""
-    return f"{name}/checkpoints/{checkpoint}/{number}"
-
-
-def _place(name: str, checkpoint: str, number: int) -> str:
-    """Return the prefix of the keys of a checkpoint's tensors."""
-    return f"{name}/saved/{checkpoint}/{number}/"

@@ -1,9 +1,10 @@
-"""Optimizer states of parameters in a store: read, updated and written back."""
+"""Optimizer states and gradients of parameters in a store: read, updated and written back."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,12 +16,14 @@ from cudafuture.errors import SwapError
 from cudafuture.store import DiskStore, Store
 from cudafuture.swap._computation import Computation, Group, UndoLog
 from cudafuture.swap._errors import clear_tracebacks
+from cudafuture.swap._gradients import GradientMark, SwappedGradient
 from cudafuture.swap._parameter_state import (
     Chunk,
     ParameterState,
     StoredTensor,
     cast,
     copied,
+    is_shard,
     like,
     local_of,
 )
@@ -34,10 +37,11 @@ __all__ = ["Swapper"]
 _UNIT = 32 << 20  # bytes of state that are read together, unless one parameter or chunk needs more
 _MOST_CHUNKS = 256  # of a unit: the garbage collector visits the objects of all chunks that are in flight
 _UNDO_SHARE = 8  # old values of a parameter take up to 1/8 of the bytes of the buffers, in addition
+_logger = logging.getLogger("cudafuture.swap")
 
 
 class Swapper:
-    """States of an optimizer's parameters; an update loads them into memory for as long as it needs them.
+    """States and gradients of an optimizer's parameters; an update loads them into memory while it needs them.
 
     Only one thread at a time may call it, without gradient mode.
     """
@@ -217,6 +221,61 @@ class Swapper:
             state = ParameterState(len(self._states), parameter, self.layout.bounds(parameter), {}, {})
             self._states[parameter] = state
         return state
+
+    # ---- gradients
+
+    def write_gradient(self, parameter: torch.Tensor) -> None:
+        """Move the gradient of this backward, or the part that it has added, into the store."""
+        gradient = parameter.grad
+        try:
+            if gradient is None or self.has_swapped_gradient(parameter) or isinstance(gradient, GradientMark):
+                return
+        except SwapError as e:  # an error would end this backward; the added part stays in memory
+            _logger.warning("the added part of a gradient stays in memory until it is used: %s", e)
+            return
+        if gradient.is_sparse or is_shard(parameter) or not parameter.is_contiguous():
+            return
+        if gradient.nbytes < self._options.min_bytes:
+            return  # it stays in memory
+        parameter.grad = SwappedGradient(parameter)
+        self.pipeline.write_gradient(self.state(parameter), gradient)
+
+    def has_swapped_gradient(self, parameter: torch.Tensor) -> bool:
+        """Return whether the gradient is in the store, after moving the added part there.
+
+        Raises:
+            SwapError: the added part cannot be added, because the gradient cannot be read.
+        """
+        state, mark = self.state(parameter), parameter.grad
+        if not isinstance(mark, SwappedGradient):
+            self.pipeline.forget_gradient(state)  # the program has replaced or dropped it
+            return False
+        if state.gradient is None:
+            return False
+        if mark.added is not None:
+            total = self.pipeline.read_gradient(state)
+            total += mark.added
+            mark.added = None
+            self.pipeline.write_gradient(state, total)
+        return True
+
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy of the gradient of a parameter, from the store if it is there; None if there is none.
+
+        Raises:
+            SwapError: the gradient cannot be read.
+        """
+        if self.has_swapped_gradient(parameter):
+            return self.pipeline.read_gradient(self.state(parameter))
+        return None if parameter.grad is None else parameter.grad.clone()
+
+    def multiply_gradient(self, parameter: torch.Tensor, factor: torch.Tensor) -> None:
+        """Multiply a gradient: in memory at once, in the store when it is read."""
+        stored = self.state(parameter).gradient
+        if stored is not None:
+            stored.factors.append(factor)
+        elif parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.device))
 
     # ---- access
 

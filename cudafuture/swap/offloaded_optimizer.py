@@ -12,13 +12,13 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from cudafuture._arguments import expect_number, expect_tensor
 from cudafuture._modes import outside_inference
 from cudafuture.errors import InvalidStateError, SwapError
 from cudafuture.store import Store
 from cudafuture.swap._checkpoints import Checkpoints
 from cudafuture.swap._gradients import AppliedGradient, GradientMark
 from cudafuture.swap._namespace import OptimizerNamespace
-from cudafuture.swap._offloaded_gradients import OffloadedGradients
 from cudafuture.swap._parameter_groups import GroupIndex, UpdateOrder, name_of, parameters_of
 from cudafuture.swap._state_layout import SwapOptions
 from cudafuture.swap._state_mapping import StateMapping
@@ -29,7 +29,7 @@ from cudafuture.swap.statistics import SwapCounters, SwapStatistics
 __all__ = ["OffloadedOptimizer"]
 
 
-class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer):
+class OffloadedOptimizer(torch.optim.Optimizer):
     """``torch.optim.Optimizer`` whose state is in a store; ``offload()`` creates it.
 
     ``state`` is a mapping from parameters to their states, as usual; each lookup reads the state from the store.
@@ -51,8 +51,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         if options.swap_gradients and when == "backward":
             raise ValueError("swap_gradients is for when='step'; when='backward' uses each gradient at once")
         update = Update(optimizer)
-        self._swaps_gradients, self._min_bytes = options.swap_gradients, options.min_bytes
-        self._make, self._when = make, when
+        self._make, self._when, self._swaps_gradients = make, when, options.swap_gradients
         self._until_now, self._last_step = SwapCounters(), SwapCounters()  # at the last step's end; of that step
         self._index = GroupIndex()
         self._lock = threading.RLock()  # backward runs in one thread per device
@@ -64,6 +63,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         super().__init__([dict(group) for group in groups], dict(optimizer.defaults))
         self.state = StateMapping(self)  # type: ignore[assignment]
         self._namespace = OptimizerNamespace(store, name)
+        self._checkpoints = Checkpoints(self._namespace)
         try:
             parameters = list(self._parameters())
             this = weakref.ref(self)  # so that an optimizer that the program drops, and its hooks, are freed at once
@@ -148,7 +148,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         return loss
 
     def _is_due(self, parameter: torch.Tensor) -> bool:
-        if self._swaps_gradients and self._has_swapped_gradient(parameter):
+        if self._swaps_gradients and self._swap.has_swapped_gradient(parameter):
             return True
         gradient = parameter.grad
         if gradient is None or isinstance(gradient, GradientMark):
@@ -159,11 +159,14 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             )
         return not self._swap.state(parameter).has_applied(gradient)
 
-    # ---- updates during backward
+    # ---- hooks of backward
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Update a parameter whose gradient is complete, and start to read the state of the next ones."""
+        """Move a complete gradient to the store, or update its parameter and read the state of the next ones."""
         with self._lock, outside_inference(), torch.no_grad():
+            if self._swaps_gradients:
+                self._swap.write_gradient(parameter)
+                return
             group = self._index.find(self.param_groups, parameter)
             if group is None or not self._is_due(parameter):
                 return
@@ -196,7 +199,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
         self._start_reads()
         self._swap.pipeline.reap()
 
-    # ---- parameters and gradients
+    # ---- parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as with every optimizer of torch.
@@ -232,10 +235,7 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             def hook(parameter: torch.Tensor) -> None:
                 optimizer = this()
                 if optimizer is not None and optimizer._swapper is not None:
-                    if optimizer._swaps_gradients:
-                        optimizer._swap_gradient(parameter)
-                    else:
-                        optimizer._on_gradient(parameter)
+                    optimizer._on_gradient(parameter)
 
             for parameter, _ in added:
                 if parameter.requires_grad:
@@ -261,6 +261,113 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
                 parameter.grad = None
                 if self._swapper is not None:
                     self._swapper.pipeline.forget_gradient(self._swapper.state(parameter))
+
+    # ---- gradients
+
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy of the gradient of a parameter, from the store if it is there; None if there is none.
+
+        Raises:
+            SwapError: the gradient cannot be read.
+            RuntimeError: a step has already applied the gradient.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states", swap_gradients=True, min_bytes=0)
+        >>> weight.sum().backward()
+        >>> optimizer.gradient_of(weight)
+        tensor([1., 1., 1.])
+        """
+        expect_tensor("parameter", parameter)
+        with self._lock, outside_inference(), torch.no_grad():
+            return self._swap.gradient_of(parameter)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
+
+        The result equals that of ``torch.nn.utils.clip_grad_norm_`` bit for bit, for gradients in the store and in
+        memory. Gradients in the store are read once for the norm; the step applies the factor when it reads them.
+
+        Args:
+            max_norm: of all gradients together, as one vector.
+            norm_type: of the norm; ``math.inf`` for the largest element.
+            error_if_nonfinite: raise if the norm is infinite or not a number.
+
+        Raises:
+            SwapError: a gradient cannot be read.
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is True.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(4))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states", swap_gradients=True, min_bytes=0)
+        >>> weight.sum().backward()
+        >>> optimizer.clip_grad_norm_(1.0)
+        tensor(2.)
+        >>> optimizer.gradient_of(weight)
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+        """
+        for name, number in (("max_norm", max_norm), ("norm_type", norm_type)):
+            expect_number(name, number)
+        with self._lock, outside_inference(), torch.no_grad():
+            clipped: list[torch.Tensor] = []
+            norms: list[torch.Tensor] = []
+            for parameter, gradient in self._gradients():
+                clipped.append(parameter)
+                norms.append(torch.linalg.vector_norm(gradient, norm_type))
+            if not norms:
+                return torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            total: torch.Tensor = torch.linalg.vector_norm(
+                torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
+            )
+            if error_if_nonfinite and not total.isfinite():
+                raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}")
+            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            for parameter in clipped:
+                self._swap.multiply_gradient(parameter, factor)
+            return total
+
+    def unscale_(self, scale: float | torch.Tensor) -> bool:
+        """Divide all gradients by a loss scale; return whether they are all finite.
+
+        It replaces ``GradScaler.unscale_`` if gradients are in the store. If it returns False, skip the step, call
+        ``zero_grad()``, and use a smaller scale.
+
+        Args:
+            scale: the factor of the loss.
+
+        Raises:
+            SwapError: a gradient cannot be read.
+
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = offload(torch.optim.Adam([weight]), "states", swap_gradients=True, min_bytes=0)
+        >>> (weight.sum() * 8).backward()
+        >>> optimizer.unscale_(8)
+        True
+        >>> optimizer.gradient_of(weight)
+        tensor([1., 1.])
+        """
+        expect_number("scale", scale)
+        with self._lock, outside_inference(), torch.no_grad():
+            device = scale.device if isinstance(scale, torch.Tensor) else "cpu"
+            inverse = torch.as_tensor(scale, dtype=torch.float64, device=device).reciprocal().float()
+            finite = True
+            unscaled: list[torch.Tensor] = []
+            for parameter, gradient in self._gradients():
+                unscaled.append(parameter)
+                finite = finite and bool(gradient.isfinite().all())
+            for parameter in unscaled:
+                self._swap.multiply_gradient(parameter, inverse)
+            return finite
+
+    def _gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the parameters that have gradients, with copies of those; two copies exist at a time."""
+        for parameter, _ in self._parameters():
+            gradient = self._swap.gradient_of(parameter)
+            if gradient is not None:
+                yield parameter, gradient
 
     # ---- the state
 
@@ -337,6 +444,83 @@ class OffloadedOptimizer(OffloadedGradients, Checkpoints, torch.optim.Optimizer)
             for number, (parameter, _) in zip(numbers, self._parameters(), strict=True)
         }
         self.__setstate__({"state": states, "param_groups": self.param_groups})
+
+    # ---- checkpoints
+
+    def save(self, checkpoint: str) -> None:
+        """Save the state of all parameters, and the options of their groups, under a name in the store.
+
+        In a ``DiskStore`` a checkpoint links to the tensors without copying them, because later steps write new ones.
+        Other stores copy. A checkpoint of the same name is replaced when the new one is complete. A checkpoint does not
+        contain the values of parameters, unless they have master weights.
+
+        Raises:
+            SwapError: state of an earlier step cannot be written.
+            StorageError: the checkpoint cannot be written; an older one of the name does not change.
+            TypeError: the name, an option or a value of a state has a type ``load()`` cannot read; nothing is written.
+            ValueError: the name is empty, or has a "/".
+
+        >>> from cudafuture.store import DiskStore
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), DiskStore("states", durable=True))
+        >>> optimizer.save("epoch 1")
+        >>> optimizer.checkpoints()
+        ['epoch 1']
+        >>> optimizer.load("epoch 1")
+        """
+        with self._lock, outside_inference(), torch.no_grad():
+            self._checkpoints.save(checkpoint, self.param_groups, self._swap)
+
+    def load(self, checkpoint: str) -> None:
+        """Restore the state and the groups' options of a checkpoint, for any chunk size.
+
+        State of the parameters' dtype is cast if that dtype has changed, as ``load_state_dict()`` does.
+
+        Raises:
+            NotFoundError: the checkpoint does not exist, or one of its tensors is missing; nothing has changed.
+            ValueError: its groups, the shapes of its parameters, or its optimizer's class differ from this one's.
+            StorageError: a tensor cannot be read. Some parameters have the state of the checkpoint, the others and the
+                options have not changed: load it again, or load another one.
+
+        >>> from cudafuture.store import DiskStore
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), DiskStore("states", durable=True))
+        >>> optimizer.save("epoch 1")
+        >>> optimizer.load("epoch 1")
+        """
+        with self._lock, outside_inference(), torch.no_grad():
+            self._forget_reads()
+            self._checkpoints.load(checkpoint, self.param_groups, self._swap)
+
+    def checkpoints(self) -> list[str]:
+        """Return the names of the checkpoints in the store, sorted.
+
+        >>> from cudafuture.store import DiskStore
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), DiskStore("states", durable=True))
+        >>> optimizer.checkpoints()
+        []
+        """
+        return self._checkpoints.names()
+
+    def delete_checkpoint(self, checkpoint: str) -> None:
+        """Delete a checkpoint.
+
+        Raises:
+            NotFoundError: the checkpoint does not exist.
+
+        >>> from cudafuture.store import DiskStore
+        >>> from cudafuture.swap import offload
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = offload(torch.optim.Adam([weight]), DiskStore("states", durable=True))
+        >>> optimizer.save("epoch 1")
+        >>> optimizer.delete_checkpoint("epoch 1")
+        """
+        with self._lock:
+            self._checkpoints.delete(checkpoint)
 
     # ---- statistics and shutdown
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from cudafuture._arguments import expect_tensor
 from cudafuture._C import CUDAFuture
 from cudafuture.combine import gather
-from cudafuture.compat.deepspeed._returned_futures import ReturnedFutures
 from cudafuture.compat.deepspeed._swap_order import SwapOrder
 from cudafuture.errors import InvalidStateError, SwapError
 from cudafuture.store import Store
@@ -30,7 +30,26 @@ from cudafuture.swap import (
     places,
 )
 
-__all__ = ["PARAMETER", "ParameterSwapper"]
+__all__ = ["PARAMETER", "ParameterSwapper", "ReturnedFutures"]
+
+
+class ReturnedFutures:
+    """Futures that may be pending, oldest first. A call that waits for the writes waits for them, too."""
+
+    def __init__(self) -> None:
+        self._futures: deque[CUDAFuture[Any]] = deque()
+
+    def add(self, future: CUDAFuture[Any]) -> None:
+        """Add a future, and drop the oldest ones that are done."""
+        while self._futures and self._futures[0].done():
+            self._futures.popleft()
+        self._futures.append(future)
+
+    def finish(self) -> None:
+        """Wait for all of them; the caller raises the errors of the writes."""
+        while self._futures:
+            self._futures.popleft().exception()
+
 
 PARAMETER = "parameter"  # the name of a parameter's values beside the names of its state
 _LEAST_UNIT = 32 << 20  # bytes for each parameter in flight, where the buffers have their default size

@@ -1,4 +1,4 @@
-"""Assembly of parameters from partitions of half precision, which lie in memory, in a store, or in files."""
+"""Partitions of half precision, in memory, in a store or in files, from which parameters are assembled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cudafuture.io.engine import PAGE
 from cudafuture.store import Store
 from cudafuture.swap import StoredTensor, places
 
-__all__ = ["Partition", "assembled", "partitions_of", "staged"]
+__all__ = ["Partition", "assemble", "partitions_of", "staged"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def partitions_of(
     return found
 
 
-def assembled(
+def assemble(
     parameters: Sequence[Sequence[Partition]], store: Store, buffers: Sequence[torch.Tensor]
 ) -> Iterator[list[torch.Tensor]]:
     """Read and cast parameters, in as many rounds as the buffers need. Elements in memory need no buffer.
