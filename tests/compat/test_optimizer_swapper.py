@@ -6,7 +6,7 @@ import errno
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from cudafuture.io import File
 from cudafuture.store import DiskStore
 from cudafuture.swap import SwapStatistics
 from cudafuture.testing import FaultyEngine
+from support.executed_lines import count_lines
 from support.training import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,7 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_updates_are_those_of_the_plain_optimizer(store: DiskStore, options: dict[str, Any]) -> None:
+def test_updates_equal_plain_optimizer(store: DiskStore, options: dict[str, Any]) -> None:
     training = Training(store, **options)
     for _ in range(4):
         training.step()
@@ -93,7 +94,7 @@ def test_updates_are_those_of_the_plain_optimizer(store: DiskStore, options: dic
     assert all(p.numel() == 0 for p, n in zip(training.swapped, SIZES, strict=True) if training.swapper.swappable(n))
 
 
-def test_parameters_are_empty_while_they_are_swapped_out(store: DiskStore) -> None:
+def test_swapped_out_parameters_are_empty(store: DiskStore) -> None:
     training = Training(store, [5000])
     (parameter,) = training.swapped
     assert parameter.numel() == 0
@@ -106,7 +107,7 @@ def test_parameters_are_empty_while_they_are_swapped_out(store: DiskStore) -> No
     assert [parameter.numel(), moment.numel()] == [5000, 5000]
 
 
-def test_parameters_may_be_swapped_in_any_order(store: DiskStore) -> None:
+def test_parameters_are_swapped_in_any_order(store: DiskStore) -> None:
     training = Training(store)
     for order in ([4, 2, 0, 1, 3], [4, 2, 0, 1, 3], [0, 3], [1, 2, 3, 4]):
         training.give_gradients()
@@ -125,7 +126,7 @@ def test_parameters_may_be_swapped_in_any_order(store: DiskStore) -> None:
         training.swapper.release_swap_buffers(swapped)
 
 
-def test_pieces_of_a_gradient_are_put_together(store: DiskStore) -> None:
+def test_gradient_pieces_are_put_together(store: DiskStore) -> None:
     """Pieces lie anywhere, replace those that begin at the same element, and are copies."""
     training = Training(store, [1000])
     (parameter,) = training.swapped
@@ -145,7 +146,7 @@ def test_pieces_of_a_gradient_are_put_together(store: DiskStore) -> None:
     assert same(parameter.grad, expected)
 
 
-def test_unknown_parameters_are_left_alone(store: DiskStore) -> None:
+def test_unknown_parameters_are_ignored(store: DiskStore) -> None:
     swapper = Training(store).swapper
     unknown = nn.Parameter(torch.ones(100))
     swapper.swap_out_gradients(unknown, [0], [torch.ones(100)]).wait()
@@ -155,7 +156,7 @@ def test_unknown_parameters_are_left_alone(store: DiskStore) -> None:
     assert same(unknown.detach(), torch.ones(100))
 
 
-def test_misuse_is_told_in_words(store: DiskStore) -> None:
+def test_misuse_raises_clear_errors(store: DiskStore) -> None:
     training = Training(store, buffer_bytes=4 * (4 * 70_001 + 4096))
     swapper, swapped = training.swapper, training.swapped
     with pytest.raises(ValueError, match="parameter 1 is registered already"):
@@ -179,7 +180,7 @@ def test_misuse_is_told_in_words(store: DiskStore) -> None:
         swapper.swap_in_optimizer_state(swapped[0])
 
 
-def test_parameters_that_are_swapped_in_hold_the_buffers(tmp_path: Path) -> None:
+def test_swapped_in_parameters_hold_buffers(tmp_path: Path) -> None:
     training = Training(tmp_path, [50_000] * 3, buffer_bytes=4 * (4 * 50_000 + 4096))
     training.step()
     training.swapper.swap_in_optimizer_state(training.swapped[0])
@@ -190,7 +191,7 @@ def test_parameters_that_are_swapped_in_hold_the_buffers(tmp_path: Path) -> None
     training.swapper.close()
 
 
-def test_state_that_was_changed_is_written_back_or_dropped(store: DiskStore) -> None:
+def test_changed_state_is_written_back_or_dropped(store: DiskStore) -> None:
     training = Training(store, [5000])
     (parameter,), swapper = training.swapped, training.swapper
     training.step()
@@ -209,7 +210,7 @@ def test_state_that_was_changed_is_written_back_or_dropped(store: DiskStore) -> 
     assert training.other.state[parameter]["exp_avg"].numel() == 5000
 
 
-def test_a_call_that_waits_for_writes_leaves_no_pending_future(store: DiskStore) -> None:
+def test_waiting_call_leaves_no_pending_future(store: DiskStore) -> None:
     """The futures are done when the call returns, also those of earlier calls, and also if the writes have failed."""
     training = Training(store)
     swapper, first = training.swapper, training.swapped[0]
@@ -229,9 +230,7 @@ def test_a_call_that_waits_for_writes_leaves_no_pending_future(store: DiskStore)
 
 
 @pytest.mark.parametrize("name", ["save", "load", "purge_state", "close"])
-def test_a_call_that_waits_for_writes_waits_for_the_callbacks_of_their_futures(
-    name: str, store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_call_waits_for_callbacks(name: str, store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     has_returned = threading.Event()
     write = store.writev
 
@@ -252,7 +251,7 @@ def test_a_call_that_waits_for_writes_waits_for_the_callbacks_of_their_futures(
     has_returned.set()
 
 
-def test_a_failed_write_raises_where_the_call_waits_for_it(tmp_path: Path) -> None:
+def test_failed_write_raises_in_waiting_call(tmp_path: Path) -> None:
     with FaultyEngine("threads", at={3: errno.EIO}) as engine, DiskStore(tmp_path, engine=engine) as store:
         training = Training(store, [5000])
         training.swapper.swap_in_optimizer_state(training.swapped[0])
@@ -273,7 +272,7 @@ def test_purged_states_begin_anew(store: DiskStore) -> None:
     training.expect_same()
 
 
-def test_a_checkpoint_brings_all_parameters_back(store: DiskStore) -> None:
+def test_checkpoint_restores_all_parameters(store: DiskStore) -> None:
     training = Training(store, min_bytes=1 << 14)
     training.step()
     training.give_gradients()
@@ -289,7 +288,7 @@ def test_a_checkpoint_brings_all_parameters_back(store: DiskStore) -> None:
         training.swapper.release_swap_buffers(swapped)
 
 
-def test_stages_are_timed_and_tensors_are_logged(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_stages_are_timed_and_tensors_logged(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
     calls: Counter[tuple[str, str]] = Counter()
     logged: list[list[str]] = []
 
@@ -325,7 +324,7 @@ def test_stages_are_timed_and_tensors_are_logged(store: DiskStore, caplog: pytes
     assert statistics.swap_in_gradient_bytes > 4 * 70_001
 
 
-def test_whichever_io_fails_the_call_can_be_repeated(tmp_path: Path) -> None:
+def test_call_can_be_repeated_after_any_failed_io(tmp_path: Path) -> None:
     seen = 0
     for failing in range(1, 200):
         engine, told = FaultyEngine("threads", at={failing: 5}), 0
@@ -403,7 +402,7 @@ def test_parameters_are_assembled_from_partitions(
         swapper.swap_out_optimizer_state(parameter)
 
 
-def test_a_partition_that_is_missing_registers_no_parameter(store: DiskStore, tmp_path: Path) -> None:
+def test_missing_partition_registers_no_parameter(store: DiskStore, tmp_path: Path) -> None:
     swapper = OptimizerSwapper(torch.optim.Adam([torch.zeros(0)]), store, min_bytes=64)
     parameters = [nn.Parameter(torch.empty(0)) for _ in range(2)]
     here = [(torch.ones(500).half(), 500, None)]
@@ -422,7 +421,7 @@ def test_a_partition_that_is_missing_registers_no_parameter(store: DiskStore, tm
 
 @pytest.mark.parametrize("places", [["memory"], ["file"], ["store"], ["file", "memory", "store", "file"]])
 @pytest.mark.parametrize("numel", [300_000, 4097, 7])
-def test_a_buffer_of_deepspeeds_size_has_room(store: DiskStore, tmp_path: Path, places: list[str], numel: int) -> None:
+def test_buffer_of_deepspeed_size_has_room(store: DiskStore, tmp_path: Path, places: list[str], numel: int) -> None:
     """DeepSpeed rounds a buffer up to 1,024 bytes, and the partitions in it are adjacent."""
     value = torch.randn(numel, generator=torch.Generator().manual_seed(0)).half()
     info: list[tuple[torch.Tensor | None, int, Any]] = []
@@ -465,3 +464,67 @@ def test_partitions_in_memory_need_no_buffer(store: DiskStore) -> None:
         swapper.swap_in_optimizer_state(parameter)
         assert same(parameter.detach(), torch.full((1000,), float(i)))
         swapper.swap_out_optimizer_state(parameter)
+
+
+def test_kept_buffer_tensors_block_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with DiskStore(tmp_path) as store:
+        parameters = [nn.Parameter(torch.randn(40_000)) for _ in range(3)]
+        values = [parameter.detach().clone() for parameter in parameters]
+        adam = torch.optim.Adam([torch.zeros(0)])
+        swapper = OptimizerSwapper(adam, store, min_bytes=0, prefetch=2, buffer_bytes=4 * (4 * 40_000 + 4096))
+        swapper.initialize_parameters(parameters)
+        views = []
+        for _ in range(2):
+            for parameter, value in zip(parameters, values, strict=True):
+                swapper.swap_in_optimizer_state(parameter)
+                views.append(parameter.detach().view(-1))
+                assert torch.equal(parameter.detach(), value)
+                swapper.swap_out_optimizer_state(parameter)
+        assert "that the program keeps hold the swap buffers" in caplog.text
+        swapper.close()
+
+
+@pytest.mark.parametrize("place", ["registered", "swapped in", "swapped out"])
+def test_parameters_swapped_in_inference_mode_can_be_trained(tmp_path: Path, place: str) -> None:
+    parameter = nn.Parameter(torch.ones(4096))
+    optimizer = torch.optim.Adam([parameter])
+    with torch.inference_mode(place == "registered"):
+        swapper = OptimizerSwapper(optimizer, tmp_path, min_bytes=0)
+        swapper.initialize_parameters([parameter])
+    with swapper:
+        for step in range(4):
+            with torch.inference_mode(place == "swapped in" and step == 1):
+                swapper.swap_in_optimizer_state(parameter)
+            (parameter * parameter).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.inference_mode(place == "swapped out" and step == 1):
+                swapper.swap_out_optimizer_state(parameter).wait()
+            assert not parameter.is_inference()
+
+
+def count_lines_of_round(count: int, store: DiskStore) -> int:
+    parameters = [nn.Parameter(torch.full((4,), float(i))) for i in range(count)]
+    swapper = OptimizerSwapper(torch.optim.Adam(parameters), store, name=f"{count}", min_bytes=0)
+    swapper.initialize_parameters(parameters)
+
+    def go_round() -> None:
+        for parameter in parameters:
+            swapper.swap_out_gradients(parameter, [0], [torch.ones(4)])
+            swapper.swap_in_optimizer_state(parameter)
+            swapper.swap_out_optimizer_state(parameter, async_swap=False)
+
+    with swapper:
+        return count_lines(go_round)
+
+
+def count_lines_of_pieces(count: int, store: DiskStore) -> int:
+    parameter = nn.Parameter(torch.zeros(count))
+    with OptimizerSwapper(torch.optim.Adam([parameter]), store, name=f"{count}", min_bytes=64) as swapper:
+        swapper.initialize_parameters([parameter])
+        return count_lines(lambda: [swapper.swap_out_gradients(parameter, [i], [torch.ones(1)]) for i in range(count)])
+
+
+@pytest.mark.parametrize("work", [count_lines_of_round, count_lines_of_pieces], ids=["one by one", "pieces"])
+def test_swapper_work_grows_linearly(work: Callable[[int, DiskStore], int], store: DiskStore) -> None:
+    assert work(200, store) < 4.4 * work(50, store)

@@ -27,7 +27,7 @@ def pair(store: DiskStore) -> Pair:
     return Pair(OPTIMIZERS["Adam"], store, ((200, 201), (77,), (3,)), chunk_bytes=1 << 16, memory=1000)
 
 
-def test_a_checkpoint_gives_back_state_and_options(pair: Pair, store: DiskStore) -> None:
+def test_checkpoint_restores_state_and_options(pair: Pair, store: DiskStore) -> None:
     pair.offloaded.save("empty")
     for _ in range(3):
         pair.step()
@@ -50,7 +50,7 @@ def test_a_checkpoint_gives_back_state_and_options(pair: Pair, store: DiskStore)
     assert len(pair.offloaded.state) == 0
 
 
-def test_a_checkpoint_is_read_with_other_chunks_and_buffers(pair: Pair, store: DiskStore) -> None:
+def test_checkpoint_loads_with_other_chunks_and_buffers(pair: Pair, store: DiskStore) -> None:
     for _ in range(3):
         pair.step()
     pair.offloaded.save("here")
@@ -66,7 +66,7 @@ def test_a_checkpoint_is_read_with_other_chunks_and_buffers(pair: Pair, store: D
         other.offloaded.close()
 
 
-def test_a_checkpoint_of_the_same_name_is_replaced_and_can_be_deleted(pair: Pair, store: DiskStore) -> None:
+def test_checkpoint_is_replaced_and_deleted(pair: Pair, store: DiskStore) -> None:
     pair.step()
     pair.offloaded.save("latest")
     keys = len(store.keys())
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_the_same_name_is_replaced_and_can_be_deleted(pair: Pair
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_checkpoints_without_tensors_have_numbers_of_their_own(is_replaced: bool, store: DiskStore) -> None:
+def test_checkpoints_without_tensors_have_own_numbers(is_replaced: bool, store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store)
     pair.offloaded.save("before the first step")
     pair.step()
@@ -123,7 +123,7 @@ def expect_loads(pair: Pair, state: dict[str, Any]) -> None:
     pair.expect_same()
 
 
-def test_an_interrupt_after_the_manifest_was_written_leaves_a_whole_checkpoint(
+def test_interrupt_after_manifest_leaves_whole_checkpoint(
     two_steps: tuple[Pair, dict[str, Any]], store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, _ = two_steps
@@ -138,7 +138,7 @@ def test_an_interrupt_after_the_manifest_was_written_leaves_a_whole_checkpoint(
 
 
 @pytest.mark.parametrize("call", ["save", "load", "delete_checkpoint"])
-def test_a_call_waits_for_the_manifest_of_an_interrupted_one(
+def test_call_waits_for_manifest_of_interrupted_save(
     call: str, two_steps: tuple[Pair, dict[str, Any]], store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest is in flight until the store is flushed."""
@@ -158,7 +158,7 @@ def test_a_call_waits_for_the_manifest_of_an_interrupted_one(
     expect_loads(pair, second)
 
 
-def test_a_manifest_that_cannot_be_written_leaves_the_older_checkpoint_and_no_tensors(
+def test_failed_manifest_leaves_older_checkpoint_and_no_tensors(
     two_steps: tuple[Pair, dict[str, Any]], store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, first = two_steps
@@ -178,7 +178,7 @@ def test_a_manifest_that_cannot_be_written_leaves_the_older_checkpoint_and_no_te
 
 
 @pytest.mark.parametrize("checkpoint", ["latest", "other"])
-def test_the_next_checkpoint_deletes_tensors_without_a_manifest(
+def test_next_checkpoint_deletes_tensors_without_manifest(
     checkpoint: str, two_steps: tuple[Pair, dict[str, Any]], store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, first = two_steps
@@ -197,7 +197,7 @@ def test_the_next_checkpoint_deletes_tensors_without_a_manifest(
 
 
 @pytest.mark.parametrize("checkpoint", ["latest", "other"])
-def test_the_last_manifest_counts_where_a_crash_has_left_two(
+def test_last_of_two_manifests_counts_after_crash(
     checkpoint: str, two_steps: tuple[Pair, dict[str, Any]], store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, _ = two_steps
@@ -215,7 +215,7 @@ def test_the_last_manifest_counts_where_a_crash_has_left_two(
     expect_loads(pair, second)
 
 
-def test_all_manifests_of_a_checkpoint_are_deleted(
+def test_all_manifests_of_checkpoint_are_deleted(
     two_steps: tuple[Pair, dict[str, Any]], store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, _ = two_steps
@@ -226,7 +226,7 @@ def test_all_manifests_of_a_checkpoint_are_deleted(
     assert saved_keys(store) == set()
 
 
-def test_numbers_of_numpy_are_saved_as_numbers_of_python(pair: Pair) -> None:
+def test_numpy_numbers_are_saved_as_python_numbers(pair: Pair) -> None:
     pair.step()
     options = pair.offloaded.param_groups[0]
     options["lr"], options["betas"] = np.float64(0.25), (np.float32(0.5), 0.75)
@@ -239,7 +239,7 @@ def test_numbers_of_numpy_are_saved_as_numbers_of_python(pair: Pair) -> None:
     assert pair.offloaded.state_of(pair.swapped[1])["count"] == 3
 
 
-def test_values_that_cannot_be_loaded_are_not_saved(pair: Pair, store: DiskStore) -> None:
+def test_unloadable_values_are_not_saved(pair: Pair, store: DiskStore) -> None:
     pair.step()
     pair.offloaded.save("here")
     before = saved_keys(store)
@@ -256,7 +256,7 @@ def test_values_that_cannot_be_loaded_are_not_saved(pair: Pair, store: DiskStore
     pair.offloaded.save("here")
 
 
-def test_a_manifest_holds_no_large_tensors_of_state_in_memory(store: DiskStore) -> None:
+def test_manifest_has_no_large_tensors(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (77,)), chunk_bytes=1 << 16, memory=1 << 20)
     pair.step()
     assert pair.offloaded.statistics().stored_bytes == 0
@@ -278,7 +278,7 @@ def test_a_manifest_holds_no_large_tensors_of_state_in_memory(store: DiskStore) 
         assert all(same(value, found[name]) for name, value in pair.optimizer.state[plain].items())
 
 
-def test_what_is_no_checkpoint_is_refused(pair: Pair, store: DiskStore) -> None:
+def test_unknown_checkpoints_are_refused(pair: Pair, store: DiskStore) -> None:
     pair.offloaded.save("there")
     with pytest.raises(NotFoundError, match="no checkpoint 'elsewhere'; there are: 'there'"):
         pair.offloaded.load("elsewhere")
@@ -297,7 +297,7 @@ def test_what_is_no_checkpoint_is_refused(pair: Pair, store: DiskStore) -> None:
         other.offloaded.load("there")
 
 
-def test_a_step_and_a_checkpoint_are_killed(tmp_path: Path) -> None:
+def test_kill_during_step_and_save(tmp_path: Path) -> None:
     """The last checkpoint whose save() has returned can be loaded, and is whole."""
     for number in range(100 if SOAK else 2):
         folder = tmp_path / f"{number}"
@@ -338,7 +338,7 @@ while True:
 """
 
 
-def test_a_state_dict_reads_nothing_until_its_tensors_are_used(tmp_path: Path) -> None:
+def test_state_dict_reads_tensors_on_use(tmp_path: Path) -> None:
     with Engine() as engine, DiskStore(tmp_path, engine=engine) as store:
         pair = Pair(OPTIMIZERS["Adam"], store, ((200, 201), (70_001,), (2 * 16_384 + 100,)), chunk_bytes=1 << 16)
         pair.step()

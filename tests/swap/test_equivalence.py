@@ -26,7 +26,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_are_those_of_the_plain_optimizer(name: str, schedule: dict[str, Any], store: DiskStore) -> None:
+def test_steps_equal_plain_optimizer(name: str, schedule: dict[str, Any], store: DiskStore) -> None:
     shapes = ((20, 30), (8, 9)) if name == "Muon" else ((200, 201), (123,), (64, 500), ())
     pair = Pair(OPTIMIZERS[name], store, shapes, **schedule)
     for step in range(max(10, soak_count(50))):
@@ -39,21 +39,21 @@ def test_steps_are_those_of_the_plain_optimizer(name: str, schedule: dict[str, A
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize("name", ["Adam", "SGD, momentum", "RMSprop"])
-def test_other_dtypes_give_the_same(name: str, dtype: torch.dtype, store: DiskStore) -> None:
+def test_steps_equal_plain_optimizer_in_other_dtypes(name: str, dtype: torch.dtype, store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS[name], store, ((300, 301), (7,)), dtype, chunk_bytes=1 << 16)
     for _ in range(10):
         pair.step()
     pair.expect_same()
 
 
-def test_sizes_around_a_page_give_the_same(store: DiskStore) -> None:
+def test_sizes_around_page_give_same_result(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, [(size,) for size in SIZES] + [(4, size) for size in SIZES])
     for _ in range(10):
         pair.step()
     pair.expect_same()
 
 
-def test_parameters_that_are_not_contiguous_give_the_same(store: DiskStore) -> None:
+def test_noncontiguous_parameters_give_same_result(store: DiskStore) -> None:
     layout = torch.channels_last
     pair = Pair(OPTIMIZERS["Adam"], store, ((8, 3, 70, 70),), memory_format=layout, chunk_bytes=1 << 16)
     assert pair.swapped[0].is_contiguous(memory_format=layout)
@@ -62,7 +62,7 @@ def test_parameters_that_are_not_contiguous_give_the_same(store: DiskStore) -> N
     pair.expect_same()
 
 
-def test_a_gradient_of_another_layout_gives_the_same(store: DiskStore) -> None:
+def test_gradient_of_other_layout_gives_same_result(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, ((300, 301),), chunk_bytes=1 << 16)
     for _ in range(5):
         gradient = pair.random((301, 300), torch.float32).t()
@@ -85,7 +85,7 @@ def test_parameters_are_added_frozen_and_thawed(store: DiskStore) -> None:
     pair.expect_same()
 
 
-def test_a_layer_that_is_used_twice_gives_the_same_in_backward(store: DiskStore) -> None:
+def test_layer_used_twice_gives_same_result_in_backward(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, ((40, 40), (40, 40)), when="backward")
     for step in range(6):
         for (first, second), optimizer in ((pair.plain, pair.optimizer), (pair.swapped, pair.offloaded)):
@@ -110,7 +110,7 @@ def test_gradients_accumulate_and_are_clipped(store: DiskStore) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("when", ["step", "backward"])
-def test_master_weights_are_those_of_a_float32_copy(dtype: torch.dtype, when: Any, store: DiskStore) -> None:
+def test_master_weights_equal_float32_copy(dtype: torch.dtype, when: Any, store: DiskStore) -> None:
     half = nn.Parameter(torch.randn(300, 301, generator=torch.Generator().manual_seed(0)).to(dtype))
     master = nn.Parameter(half.detach().float())
     plain = OPTIMIZERS["AdamW"]([master])
@@ -134,7 +134,7 @@ def test_master_weights_are_those_of_a_float32_copy(dtype: torch.dtype, when: An
         assert offloaded.state_of(half)["master"].dtype == torch.float32
 
 
-def test_state_that_an_optimizer_allocates_at_once_is_made_chunk_by_chunk(store: DiskStore) -> None:
+def test_initial_state_is_made_chunk_by_chunk(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adagrad"], store, ((300, 301), (5,)))
     most = 0
 
@@ -155,7 +155,7 @@ def test_state_that_an_optimizer_allocates_at_once_is_made_chunk_by_chunk(store:
     pair.expect_same()
 
 
-def test_state_that_is_there_is_taken_over(tmp_path: Path) -> None:
+def test_existing_state_is_taken_over(tmp_path: Path) -> None:
     pair = Pair(OPTIMIZERS["Adam"], str(tmp_path))
     for _ in range(3):
         pair.step()

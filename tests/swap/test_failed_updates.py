@@ -60,7 +60,7 @@ def _is_called_by_an_optimizer(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def trained(make: Make, place: str, store: DiskStore, steps: int) -> Pair:
+def train_pair(make: Make, place: str, store: DiskStore, steps: int) -> Pair:
     shapes, options = PLACES[place]
     pair = Pair(make, store, shapes, **options)
     for _ in range(steps):
@@ -82,7 +82,7 @@ def differences(pair: Pair) -> list[int]:
 
 
 def count_operators(make: Make, place: str, store: DiskStore, steps: int) -> int:
-    pair = trained(make, place, store, steps)
+    pair = train_pair(make, place, store, steps)
     fault = Fault(0)
     with fault:
         pair.offloaded.step()
@@ -92,13 +92,13 @@ def count_operators(make: Make, place: str, store: DiskStore, steps: int) -> int
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "place", "steps"), soak_cases(product(UPDATES, ["store", "memory"], [0, 1]), 5))
-def test_whichever_operator_of_a_step_fails_the_other_parameters_are_updated_once(
+def test_failed_operator_leaves_other_parameters_updated_once(
     name: str, place: str, steps: int, store: DiskStore
 ) -> None:
     make = UPDATES[name]
     count = count_operators(make, place, store, steps)
     for number in range(1, count + 1, max(1, count // 6)):
-        pair = trained(make, place, store, steps)
+        pair = train_pair(make, place, store, steps)
         with pytest.raises(torch.OutOfMemoryError), Fault(number):
             pair.offloaded.step()
         pair.offloaded.step()
@@ -108,10 +108,10 @@ def test_whichever_operator_of_a_step_fails_the_other_parameters_are_updated_onc
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "place"), soak_cases(product(LAST, ["store", "chunks", "gradients"]), 5))
-def test_state_in_the_store_is_old_if_the_value_is(name: str, place: str, store: DiskStore) -> None:
+def test_stored_state_is_old_if_value_is(name: str, place: str, store: DiskStore) -> None:
     make = UPDATES[name]
     for number in range(1, count_operators(make, place, store, 1) + 1):
-        pair = trained(make, place, store, 1)
+        pair = train_pair(make, place, store, 1)
         with pytest.raises(torch.OutOfMemoryError), Fault(number):
             pair.offloaded.step()
         pair.offloaded.step()
@@ -120,7 +120,7 @@ def test_state_in_the_store_is_old_if_the_value_is(name: str, place: str, store:
 
 
 @pytest.mark.parametrize("place", ["store", "chunks"])
-def test_new_state_that_cannot_be_written_after_a_failed_update_stays_in_memory(
+def test_unwritten_state_stays_in_memory_after_failed_update(
     place: str, store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(tensors: Mapping[str, torch.Tensor], **options: Any) -> CUDAFuture[int]:
@@ -129,7 +129,7 @@ def test_new_state_that_cannot_be_written_after_a_failed_update_stays_in_memory(
     make = OPTIMIZERS["Adam"]
     count = count_operators(make, place, store, 1)
     for number in range(count // 2, count + 1, 4):
-        pair = trained(make, place, store, 1)
+        pair = train_pair(make, place, store, 1)
         monkeypatch.setattr(store, "writev", fail)
         with pytest.raises(torch.OutOfMemoryError), Fault(number):
             pair.offloaded.step()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from cudafuture.compat.deepspeed import OptimizerSwapper
 from cudafuture.errors import QuotaError, StorageError, SwapError
 from cudafuture.store import DiskStore
 from cudafuture.swap import OffloadedOptimizer, offload
@@ -27,7 +26,7 @@ STEPS = 2  # before the step that fails
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def trained(store: DiskStore, **options: Any) -> Pair:
+def train_pair(store: DiskStore, **options: Any) -> Pair:
     pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, **{"chunk_bytes": CHUNK, "buffer_bytes": BUFFERS, **options})
     for _ in range(STEPS):
         pair.step()
@@ -37,7 +36,7 @@ def trained(store: DiskStore, **options: Any) -> Pair:
 def ios_of_a_step(folder: Path, options: dict[str, Any]) -> range:
     """Return the numbers of the I/Os of the third step."""
     with FaultyEngine("threads", block_size=CHUNK) as engine, DiskStore(folder, engine=engine) as store:
-        pair = trained(store, **options)
+        pair = train_pair(store, **options)
         before = engine.statistics().blocks
         pair.step()
         return range(before + 1, engine.statistics().blocks + 1)
@@ -66,7 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_whichever_io_of_a_step_fails_the_step_can_be_repeated(
+def test_step_can_be_repeated_after_any_failed_io(
     code: int, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed = 0
@@ -74,7 +73,7 @@ def test_whichever_io_of_a_step_fails_the_step_can_be_repeated(
     for number in numbers:
         engine = FaultyEngine("threads", at={number: code}, block_size=CHUNK)
         with engine, DiskStore(tmp_path / f"{number}", engine=engine) as store:
-            pair = trained(store, **options)
+            pair = train_pair(store, **options)
             old = [parameter.detach().clone() for parameter in pair.swapped]
             old_states = [copy.deepcopy(pair.optimizer.state[parameter]) for parameter in pair.plain]
             pair.give_gradients()
@@ -96,7 +95,7 @@ def test_whichever_io_of_a_step_fails_the_step_can_be_repeated(
     assert failed + len(kept) == len(numbers) >= 24
 
 
-def with_masters(store: DiskStore) -> tuple[list[torch.nn.Parameter], OffloadedOptimizer]:
+def train_with_masters(store: DiskStore) -> tuple[list[torch.nn.Parameter], OffloadedOptimizer]:
     """Return trained parameters whose old values are read from master weights: the buffers leave no memory for them."""
     numbers = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(size, generator=numbers).bfloat16()) for size in (168_000, 100_000)]
@@ -114,14 +113,14 @@ def step_from_values(parameters: list[torch.nn.Parameter], optimizer: OffloadedO
     optimizer.step()
 
 
-def test_parameters_with_master_weights_are_whole_whichever_io_of_a_step_fails(tmp_path: Path) -> None:
+def test_master_weights_are_whole_after_any_failed_io(tmp_path: Path) -> None:
     with DiskStore(tmp_path / "reference") as store:
-        new, optimizer = with_masters(store)
+        new, optimizer = train_with_masters(store)
         old, old_state = [p.detach().clone() for p in new], [optimizer.state_of(p) for p in new]
         step_from_values(new, optimizer)
         new_state = [optimizer.state_of(p) for p in new]
     with FaultyEngine("threads", block_size=CHUNK) as engine, DiskStore(tmp_path / "count", engine=engine) as store:
-        parameters, optimizer = with_masters(store)
+        parameters, optimizer = train_with_masters(store)
         before = engine.statistics().blocks
         step_from_values(parameters, optimizer)
         numbers = range(before + 1, engine.statistics().blocks + 1)
@@ -129,7 +128,7 @@ def test_parameters_with_master_weights_are_whole_whichever_io_of_a_step_fails(t
     for number in numbers:
         engine = FaultyEngine("threads", at={number: errno.EIO}, block_size=CHUNK)
         with engine, DiskStore(tmp_path / f"{number}", engine=engine) as store:
-            parameters, optimizer = with_masters(store)
+            parameters, optimizer = train_with_masters(store)
             try:
                 step_from_values(parameters, optimizer)
             except SwapError:
@@ -144,7 +143,7 @@ def test_parameters_with_master_weights_are_whole_whichever_io_of_a_step_fails(t
     assert failed == len(numbers) >= 24
 
 
-def test_state_stays_in_memory_while_the_store_is_full(tmp_path: Path) -> None:
+def test_state_stays_in_memory_while_store_is_full(tmp_path: Path) -> None:
     needed = 4 * 2 * sum(a * b for a, b in SHAPES)
     with DiskStore(tmp_path, capacity=8 * needed // 5) as store:  # a tensor that is written again needs room for both
         pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, chunk_bytes=CHUNK, buffer_bytes=BUFFERS)
@@ -168,9 +167,9 @@ def test_state_stays_in_memory_while_the_store_is_full(tmp_path: Path) -> None:
             pair.expect_same()
 
 
-def test_a_step_that_is_made_again_uses_the_gradients_again(store: DiskStore) -> None:
+def test_second_step_uses_gradients_again(store: DiskStore) -> None:
     """As torch does; also where a gradient was changed behind autograd's back."""
-    pair = trained(store)
+    pair = train_pair(store)
     pair.give_gradients()
     for _ in range(3):
         pair.optimizer.step()
@@ -185,7 +184,7 @@ def test_a_step_that_is_made_again_uses_the_gradients_again(store: DiskStore) ->
 
 
 @pytest.mark.parametrize("when", ["step", "backward"])
-def test_state_stays_whole_where_writes_stay_in_flight(when: str, store: DiskStore) -> None:
+def test_state_is_whole_while_writes_are_in_flight(when: str, store: DiskStore) -> None:
     """Each step writes keys that the one before it has replaced; what has gone from the store then stays gone."""
     pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, when=when, chunk_bytes=1 << 16, prefetch=4)
     for step in range(6):
@@ -201,12 +200,12 @@ def test_state_stays_whole_where_writes_stay_in_flight(when: str, store: DiskSto
     assert len([key for key in store.list_keys().wait() if "/state/" in key]) <= tensors
 
 
-def test_a_batch_that_is_dropped_after_an_error_costs_no_state(tmp_path: Path) -> None:
+def test_batch_dropped_after_error_loses_no_state(tmp_path: Path) -> None:
     numbers = ios_of_a_step(tmp_path / "count", {})
     for number in numbers[:: len(numbers) // 6]:
         engine = FaultyEngine("threads", at={number: errno.EIO}, block_size=CHUNK)
         with engine, DiskStore(tmp_path / f"{number}", engine=engine) as store:
-            pair = trained(store)
+            pair = train_pair(store)
             pair.give_gradients()
             with contextlib.suppress(SwapError):
                 pair.offloaded.step()
@@ -223,9 +222,7 @@ def test_a_batch_that_is_dropped_after_an_error_costs_no_state(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("options", [{"when": "backward"}, {"swap_gradients": True}], ids=["updates", "gradients"])
-def test_io_that_fails_during_backward_leaves_every_parameter_its_gradient(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_failed_io_during_backward_keeps_all_gradients(options: dict[str, Any], tmp_path: Path) -> None:
     """The error comes out of the next step; a further step updates what is left."""
 
     def train(pair: Pair) -> None:
@@ -310,13 +307,13 @@ print(caught)
 
 
 @pytest.mark.parametrize("memory", [0, 1 << 30])
-def test_an_interrupted_step_can_be_repeated(memory: int, tmp_path: Path) -> None:
+def test_interrupted_step_can_be_repeated(memory: int, tmp_path: Path) -> None:
     """Ctrl-C takes effect when a parameter has been updated and its write has begun."""
     done = run_script(INTERRUPTED, str(tmp_path), str(memory))
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
-def test_an_exception_that_is_kept_does_not_hold_the_next_step_up(tmp_path: Path) -> None:
+def test_kept_exception_does_not_delay_next_step(tmp_path: Path) -> None:
     """Its frames have tensors of the buffers; debuggers and notebooks keep the last one."""
     kept: list[SwapError] = []
     engine = FaultyEngine("threads", seed=1, io_error=0.2, block_size=CHUNK)
@@ -334,23 +331,3 @@ def test_an_exception_that_is_kept_does_not_hold_the_next_step_up(tmp_path: Path
         assert len(kept) > 3
         for plain, swapped in zip(pair.plain, pair.swapped, strict=True):
             assert same(plain.detach(), swapped.detach())
-
-
-def test_tensors_of_the_buffers_that_a_program_keeps_cost_memory_and_hold_nothing_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with DiskStore(tmp_path) as store:
-        parameters = [torch.nn.Parameter(torch.randn(40_000)) for _ in range(3)]
-        values = [parameter.detach().clone() for parameter in parameters]
-        adam = torch.optim.Adam([torch.zeros(0)])
-        swapper = OptimizerSwapper(adam, store, min_bytes=0, prefetch=2, buffer_bytes=4 * (4 * 40_000 + 4096))
-        swapper.initialize_parameters(parameters)
-        views = []
-        for _ in range(2):
-            for parameter, value in zip(parameters, values, strict=True):
-                swapper.swap_in_optimizer_state(parameter)
-                views.append(parameter.detach().view(-1))
-                assert torch.equal(parameter.detach(), value)
-                swapper.swap_out_optimizer_state(parameter)
-        assert "that the program keeps hold the swap buffers" in caplog.text
-        swapper.close()

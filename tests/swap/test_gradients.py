@@ -32,7 +32,7 @@ def gradient_keys(store: DiskStore) -> list[str]:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adafactor"])
-def test_steps_are_those_of_the_plain_optimizer(store: DiskStore, name: str, options: dict[str, Any]) -> None:
+def test_steps_equal_plain_optimizer(store: DiskStore, name: str, options: dict[str, Any]) -> None:
     pair = Pair(OPTIMIZERS[name], store, SHAPES, swap_gradients=True, **options)
     for step in range(4):
         pair.give_gradients(missing=[step])
@@ -44,7 +44,7 @@ def test_steps_are_those_of_the_plain_optimizer(store: DiskStore, name: str, opt
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
-def test_gradients_have_the_dtype_of_their_parameter(store: DiskStore, dtype: torch.dtype) -> None:
+def test_gradients_have_dtype_of_parameter(store: DiskStore, dtype: torch.dtype) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, dtype, swap_gradients=True)
     pair.step()
     pair.step()
@@ -53,7 +53,7 @@ def test_gradients_have_the_dtype_of_their_parameter(store: DiskStore, dtype: to
 
 @pytest.mark.parametrize("options", [OPTIONS["chunks"], OPTIONS["some gradients in memory"]], ids=["chunks", "some"])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-def test_accumulation_unscaling_and_clipping_are_those_of_torch(
+def test_accumulation_unscaling_and_clipping_equal_torch(
     store: DiskStore, options: dict[str, Any], norm_type: float
 ) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, swap_gradients=True, **options)
@@ -79,7 +79,7 @@ def test_accumulation_unscaling_and_clipping_are_those_of_torch(
         pair.expect_same()
 
 
-def test_an_accumulation_after_clipping_adds_to_the_clipped_gradient(store: DiskStore) -> None:
+def test_accumulation_adds_to_clipped_gradient(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, swap_gradients=True, chunk_bytes=1 << 16)
     pair.give_gradients()
     nn.utils.clip_grad_norm_(pair.plain, 1.0)
@@ -90,7 +90,7 @@ def test_an_accumulation_after_clipping_adds_to_the_clipped_gradient(store: Disk
         assert same(pair.offloaded.gradient_of(swapped), plain.grad)
 
 
-def test_infinite_gradients_are_seen_when_they_are_unscaled(store: DiskStore) -> None:
+def test_unscale_finds_infinite_gradients(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, swap_gradients=True)
     pair.give_gradients()
     (pair.swapped[1] * math.inf).sum().backward()
@@ -99,7 +99,7 @@ def test_infinite_gradients_are_seen_when_they_are_unscaled(store: DiskStore) ->
         pair.offloaded.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-def test_functions_of_torch_raise_on_gradients_in_the_store(store: DiskStore) -> None:
+def test_torch_functions_raise_on_stored_gradients(store: DiskStore) -> None:
     """They would otherwise clip or unscale the gradients in memory only."""
     pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, swap_gradients=True)
     pair.give_gradients()
@@ -114,7 +114,7 @@ def test_functions_of_torch_raise_on_gradients_in_the_store(store: DiskStore) ->
 
 
 @pytest.mark.parametrize("by", ["optimizer", "module", "assignment"])
-def test_gradients_that_are_dropped_are_not_applied(store: DiskStore, by: str) -> None:
+def test_dropped_gradients_are_not_applied(store: DiskStore, by: str) -> None:
     pair = Pair(OPTIMIZERS["SGD"], store, SHAPES, swap_gradients=True)
     pair.give_gradients()
     if by == "optimizer":
@@ -132,7 +132,7 @@ def test_gradients_that_are_dropped_are_not_applied(store: DiskStore, by: str) -
     pair.expect_same()
 
 
-def test_a_gradient_that_was_applied_is_not_added_to(store: DiskStore) -> None:
+def test_applied_gradient_is_not_added_to(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["SGD"], store, SHAPES, swap_gradients=True)
     pair.step()
     pair.offloaded.step()  # updates nobody again
@@ -144,9 +144,7 @@ def test_a_gradient_that_was_applied_is_not_added_to(store: DiskStore) -> None:
     pair.expect_same()
 
 
-def test_a_gradient_that_a_full_store_does_not_take_stays_in_memory(
-    tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gradient_stays_in_memory_if_store_is_full(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     with DiskStore(tmp_path, capacity=1 << 22) as store:
         pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, swap_gradients=True, chunk_bytes=1 << 16)
         pair.step()
@@ -180,6 +178,6 @@ def test_statistics_count_gradients_by_step(store: DiskStore) -> None:
     assert 0 < last.exposed_io_seconds < all_steps.exposed_io_seconds
 
 
-def test_gradients_in_the_store_and_updates_during_backward_exclude_each_other(store: DiskStore) -> None:
+def test_swap_gradients_excludes_updates_during_backward(store: DiskStore) -> None:
     with pytest.raises(ValueError, match="when='step'"):
         offload(torch.optim.Adam([nn.Parameter(torch.ones(3))]), store, swap_gradients=True, when="backward")

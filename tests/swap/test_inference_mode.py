@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cudafuture.compat.deepspeed import OptimizerSwapper
 from cudafuture.swap import OffloadedOptimizer, offload
 
 STEPS = 4
@@ -26,7 +25,7 @@ def load_checkpoint(optimizer: OffloadedOptimizer) -> None:
 @pytest.mark.parametrize("memory", [0, 1 << 30], ids=["in the store", "in memory"])
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"swap_gradients": True}], ids=str)
 @pytest.mark.parametrize("between", [None, load_state, load_checkpoint], ids=["step", "load_state_dict", "load"])
-def test_training_continues_after_a_call_in_inference_mode(
+def test_training_continues_after_call_in_inference_mode(
     tmp_path: Path, memory: int, options: dict[str, bool], between: Callable[[OffloadedOptimizer], None] | None
 ) -> None:
     parameters = [torch.nn.Parameter(torch.full((4096,), float(i))) for i in (1, 2)]
@@ -49,26 +48,7 @@ def test_training_continues_after_a_call_in_inference_mode(
         torch.testing.assert_close(parameter, copied)
 
 
-@pytest.mark.parametrize("place", ["registered", "swapped in", "swapped out"])
-def test_parameters_that_are_swapped_in_inference_mode_can_be_trained(tmp_path: Path, place: str) -> None:
-    parameter = torch.nn.Parameter(torch.ones(4096))
-    optimizer = torch.optim.Adam([parameter])
-    with torch.inference_mode(place == "registered"):
-        swapper = OptimizerSwapper(optimizer, tmp_path, min_bytes=0)
-        swapper.initialize_parameters([parameter])
-    with swapper:
-        for step in range(STEPS):
-            with torch.inference_mode(place == "swapped in" and step == 1):
-                swapper.swap_in_optimizer_state(parameter)
-            (parameter * parameter).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.inference_mode(place == "swapped out" and step == 1):
-                swapper.swap_out_optimizer_state(parameter).wait()
-            assert not parameter.is_inference()
-
-
-def test_gradients_that_were_computed_in_inference_mode_update_a_parameter_in_chunks(tmp_path: Path) -> None:
+def test_inference_mode_gradients_update_chunked_parameter(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(40_000))
     copied = torch.nn.Parameter(torch.ones(40_000))
     optimizer = offload(torch.optim.Adam([parameter]), tmp_path, min_bytes=0, chunk_bytes=65536)

@@ -40,7 +40,7 @@ def expect_same_states(found: list[dict[str, Any]], expected: list[dict[str, Any
         assert all(same(value, other[name]) for name, value in one.items())
 
 
-def test_a_checkpoint_that_lacks_a_tensor_changes_nothing(pair: Pair, store: DiskStore) -> None:
+def test_checkpoint_without_tensor_changes_nothing(pair: Pair, store: DiskStore) -> None:
     pair.offloaded.save("damaged")
     store.delete([key for key in store.list_keys().wait() if "/saved/" in key][-1]).wait()
     pair.step()
@@ -52,7 +52,7 @@ def test_a_checkpoint_that_lacks_a_tensor_changes_nothing(pair: Pair, store: Dis
     assert pair.offloaded.param_groups[0]["lr"] == 0.5
 
 
-def with_checkpoint(store: DiskStore) -> tuple[Pair, list[list[dict[str, Any]]]]:
+def train_with_checkpoint(store: DiskStore) -> tuple[Pair, list[list[dict[str, Any]]]]:
     """Return a pair with a checkpoint of its first step, and the states after both of its steps."""
     pair, found = Pair(OPTIMIZERS["Adam"], store, ((400, 420), (256, 255)), chunk_bytes=1 << 18), []
     for number in range(2):
@@ -64,10 +64,10 @@ def with_checkpoint(store: DiskStore) -> tuple[Pair, list[list[dict[str, Any]]]]
     return pair, found
 
 
-def test_a_load_that_fails_leaves_each_parameter_whole_and_can_be_repeated(tmp_path: Path) -> None:
+def test_failed_load_leaves_parameters_whole_and_can_be_repeated(tmp_path: Path) -> None:
     """The options are those of the checkpoint only when all states are."""
     with FaultyEngine("threads", block_size=1 << 18) as engine, DiskStore(tmp_path / "count", engine=engine) as store:
-        pair, _ = with_checkpoint(store)
+        pair, _ = train_with_checkpoint(store)
         before = engine.statistics().blocks
         pair.offloaded.load("first")
         numbers = range(before + 1, engine.statistics().blocks + 1)
@@ -75,7 +75,7 @@ def test_a_load_that_fails_leaves_each_parameter_whole_and_can_be_repeated(tmp_p
     for number in numbers:
         engine = FaultyEngine("threads", at={number: errno.EIO}, block_size=1 << 18)
         with engine, DiskStore(tmp_path / f"{number}", engine=engine) as store:
-            pair, (first, second) = with_checkpoint(store)
+            pair, (first, second) = train_with_checkpoint(store)
             with pytest.raises((StorageError, SwapError)):
                 pair.offloaded.load("first")
             found = states(pair)
@@ -89,7 +89,7 @@ def test_a_load_that_fails_leaves_each_parameter_whole_and_can_be_repeated(tmp_p
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_state_of_another_dtype_is_cast_as_torch_does(masters: bool, store: DiskStore) -> None:
+def test_state_of_other_dtype_is_cast_like_torch(masters: bool, store: DiskStore) -> None:
     saved = Pair(OPTIMIZERS["Adam"], store, SHAPES, torch.float32 if not masters else torch.bfloat16, name="saved")
     saved.step()
     loaded = Pair(OPTIMIZERS["Adam"], store, SHAPES, torch.bfloat16, name="loaded", master_weights=masters)
@@ -106,7 +106,7 @@ def test_state_of_another_dtype_is_cast_as_torch_does(masters: bool, store: Disk
 @pytest.mark.parametrize(
     ("dtypes", "masters"), [((torch.float32, torch.bfloat16), False), ((torch.bfloat16,) * 2, True)]
 )
-def test_a_checkpoint_of_another_dtype_is_cast(
+def test_checkpoint_of_other_dtype_is_cast(
     dtypes: tuple[torch.dtype, torch.dtype], masters: bool, store: DiskStore
 ) -> None:
     saved = Pair(OPTIMIZERS["NAdam"], store, SHAPES, dtypes[0], name="optimizer")
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_another_dtype_is_cast(
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_a_state_dict_of_an_older_torch_is_completed(masters: bool, store: DiskStore) -> None:
+def test_state_dict_of_older_torch_is_completed(masters: bool, store: DiskStore) -> None:
     """It lacks options that came later, and its steps are numbers."""
     dtype = torch.bfloat16 if masters else torch.float32
     pair = Pair(OPTIMIZERS["Adam"], store, SHAPES, dtype, master_weights=masters)
@@ -144,7 +144,7 @@ def test_a_state_dict_of_an_older_torch_is_completed(masters: bool, store: DiskS
         pair.expect_same()
 
 
-def test_a_checkpoint_of_another_class_is_refused_unless_one_is_the_others_base(pair: Pair, store: DiskStore) -> None:
+def test_checkpoint_of_unrelated_class_is_refused(pair: Pair, store: DiskStore) -> None:
     pair.offloaded.save("of Adam")
     pair.offloaded.close()
     parameters = copy.deepcopy(pair.swapped)
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_another_class_is_refused_unless_one_is_the_others_base(
         other.load("of AdamW")
 
 
-def test_memory_of_state_that_was_replaced_is_given_back(store: DiskStore) -> None:
+def test_replaced_state_releases_memory(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, ((100,), (100,)), memory=2 * 4 * 100)
     pair.step(missing=[1])
     assert pair.offloaded.statistics().resident_bytes == 800
@@ -174,7 +174,7 @@ def test_memory_of_state_that_was_replaced_is_given_back(store: DiskStore) -> No
     pair.expect_same()
 
 
-def test_a_tensor_of_another_shape_is_refused_for_a_parameter_in_chunks(pair: Pair) -> None:
+def test_wrong_shape_is_refused_for_chunked_parameter(pair: Pair) -> None:
     before = states(pair)
     wrong = {**before[0], "exp_avg": torch.ones(201, 200)}
     with pytest.raises(ValueError, match=r"'exp_avg' has the shape \(201, 200\), but the parameter has \(200, 201\)"):
@@ -182,7 +182,7 @@ def test_a_tensor_of_another_shape_is_refused_for_a_parameter_in_chunks(pair: Pa
     expect_same_states(states(pair), before)
 
 
-def test_state_that_could_not_be_written_is_gone_when_it_is_replaced(tmp_path: Path) -> None:
+def test_replaced_state_drops_unwritten_state(tmp_path: Path) -> None:
     with FaultyEngine("threads", at={1: errno.EIO}) as engine, DiskStore(tmp_path, engine=engine) as store:
         pair = Pair(OPTIMIZERS["Adam"], store, ((77,),))
         pair.give_gradients()
@@ -195,7 +195,7 @@ def test_state_that_could_not_be_written_is_gone_when_it_is_replaced(tmp_path: P
         pair.expect_same()
 
 
-def test_no_parameter_is_added_whose_first_state_cannot_be_written(tmp_path: Path) -> None:
+def test_parameter_with_unwritable_state_is_not_added(tmp_path: Path) -> None:
     with FaultyEngine("threads", at={2: errno.EIO}) as engine, DiskStore(tmp_path, engine=engine) as store:
         first, second = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(300))
         optimizer = offload(torch.optim.Adagrad, store, params=[first], min_bytes=0)
@@ -206,14 +206,14 @@ def test_no_parameter_is_added_whose_first_state_cannot_be_written(tmp_path: Pat
         assert optimizer.state_of(second).keys() == {"step", "sum"}
 
 
-def test_a_closed_optimizer_takes_no_parameters(pair: Pair) -> None:
+def test_closed_optimizer_takes_no_parameters(pair: Pair) -> None:
     pair.offloaded.close()
     with pytest.raises(InvalidStateError, match="closed"):
         pair.offloaded.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     assert len(pair.offloaded.param_groups) == 1
 
 
-def test_a_forked_child_is_told_why_it_cannot_step(tmp_path: Path) -> None:
+def test_step_in_forked_child_is_refused(tmp_path: Path) -> None:
     with Child(STEPS_IN_A_FORKED_CHILD, str(tmp_path)) as child:
         assert "before it forked" in child.hear()
         assert child.hear() == "2.0 in the parent"

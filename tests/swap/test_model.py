@@ -174,7 +174,7 @@ class Sequence:
 
 @settings(max_examples=soak_count(600), deadline=None)
 @given(st.sampled_from(["AdamW", "SGD, momentum", "SGD"]), OPTIONS, st.lists(ACTIONS, min_size=1, max_size=25))
-def test_any_sequence_of_calls_does_what_a_plain_optimizer_does(
+def test_any_sequence_of_calls_equals_plain_optimizer(
     name: str, options: dict[str, Any], actions: list[tuple[str, Any]]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, DiskStore(folder) as store:
@@ -190,7 +190,7 @@ def test_any_sequence_of_calls_does_what_a_plain_optimizer_does(
 
 @settings(max_examples=soak_count(600), deadline=None)
 @given(OPTIONS, st.integers(0, 1 << 30), st.sampled_from([0.02, 0.2]), st.lists(st.booleans(), min_size=3, max_size=8))
-def test_steps_with_io_that_fails_by_chance_are_made_once_when_they_are_repeated(
+def test_repeated_steps_apply_once_after_random_failures(
     options: dict[str, Any], seed: int, rate: float, calls: list[bool]
 ) -> None:
     """`calls`: whether the state of a parameter is looked at after each step."""
@@ -215,7 +215,7 @@ def test_steps_with_io_that_fails_by_chance_are_made_once_when_they_are_repeated
             assert same(plain.detach(), swapped.detach())
 
 
-def test_offloading_takes_a_state_that_is_there(store: DiskStore) -> None:
+def test_offload_takes_existing_state(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["AdamW"], store, SHAPES, name="first")
     pair.step()
     given_one = OPTIMIZERS["AdamW"](pair.swapped)

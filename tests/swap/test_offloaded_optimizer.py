@@ -31,7 +31,7 @@ def pair(store: DiskStore) -> Pair:
     return Pair(OPTIMIZERS["AdamW"], store, ((200, 201), (77,)), chunk_bytes=1 << 16)
 
 
-def test_schedulers_set_its_learning_rate(pair: Pair) -> None:
+def test_schedulers_set_learning_rate(pair: Pair) -> None:
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10) for o in (pair.optimizer, pair.offloaded)
     ]
@@ -43,7 +43,7 @@ def test_schedulers_set_its_learning_rate(pair: Pair) -> None:
     pair.expect_same()
 
 
-def test_a_gradient_scaler_skips_steps_with_infinite_gradients(pair: Pair) -> None:
+def test_gradient_scaler_skips_infinite_gradients(pair: Pair) -> None:
     for parameters, optimizer in ((pair.plain, pair.optimizer), (pair.swapped, pair.offloaded)):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for step in range(5):
@@ -58,7 +58,7 @@ def test_a_gradient_scaler_skips_steps_with_infinite_gradients(pair: Pair) -> No
     pair.expect_same()
 
 
-def test_hooks_and_closures_run_once_for_each_step(pair: Pair) -> None:
+def test_hooks_and_closures_run_once_per_step(pair: Pair) -> None:
     said: list[str] = []
     pair.offloaded.register_step_pre_hook(lambda *_: said.append("before"))
     pair.offloaded.register_step_post_hook(lambda *_: said.append("after"))
@@ -100,7 +100,7 @@ def test_state_dicts_are_exchanged_with_plain_optimizers(pair: Pair, tmp_path: P
         pair.step()
 
 
-def test_loaded_state_is_that_of_the_plain_optimizer(pair: Pair) -> None:
+def test_loaded_state_equals_plain_optimizer(pair: Pair) -> None:
     for _ in range(3):
         pair.step()
     saved = copy.deepcopy(pair.optimizer.state_dict())
@@ -114,7 +114,7 @@ def test_loaded_state_is_that_of_the_plain_optimizer(pair: Pair) -> None:
     pair.expect_same()
 
 
-def test_its_state_reads_as_a_mapping(pair: Pair) -> None:
+def test_state_reads_as_mapping(pair: Pair) -> None:
     first, second = pair.swapped
     assert (len(pair.offloaded.state), first in pair.offloaded.state) == (0, False)
     pair.step(missing=[1])
@@ -134,7 +134,7 @@ def test_its_state_reads_as_a_mapping(pair: Pair) -> None:
     assert len(state) == 0
 
 
-def test_state_is_read_and_replaced_for_one_parameter(pair: Pair) -> None:
+def test_state_of_one_parameter_is_replaced(pair: Pair) -> None:
     pair.step()
     for parameters, state in ((pair.plain, pair.optimizer.state), (pair.swapped, pair.offloaded.state)):
         doubled = {name: value * 2 for name, value in state[parameters[0]].items()}
@@ -146,7 +146,7 @@ def test_state_is_read_and_replaced_for_one_parameter(pair: Pair) -> None:
         pair.offloaded.state_of(nn.Parameter(torch.ones(3)))
 
 
-def test_memory_that_is_allowed_is_used_and_no_more(store: DiskStore) -> None:
+def test_memory_budget_is_used_and_not_exceeded(store: DiskStore) -> None:
     pair = Pair(OPTIMIZERS["Adam"], store, ((100,), (1000,), (100,)), memory=2 * 4 * 200)
     pair.step()
     found = pair.offloaded.statistics()
@@ -163,7 +163,7 @@ def test_small_state_stays_in_memory(store: DiskStore) -> None:
     assert pair.offloaded.statistics().stored_bytes == 2 * 4 * 1000
 
 
-def test_buffers_that_hold_one_parameter_are_enough(store: DiskStore) -> None:
+def test_buffers_of_one_parameter_are_enough(store: DiskStore) -> None:
     with pytest.raises(
         ValueError, match=r"buffer_bytes=1000 is less than parameter \d of group 0 needs: \d+"
     ) as caught:
@@ -181,7 +181,7 @@ def test_buffers_that_hold_one_parameter_are_enough(store: DiskStore) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
 @pytest.mark.parametrize("when", ["step", "backward"])
-def test_memory_that_comes_back_is_waited_for(when: str, prefetch: int, store: DiskStore) -> None:
+def test_released_memory_is_waited_for(when: str, prefetch: int, store: DiskStore) -> None:
     """Buffers for one parameter, and more parameters than are read and written at a time."""
     size = 12 * 64 * 1024 + 8 * 4096
     shapes = ((256, 256),) * 9
@@ -191,7 +191,7 @@ def test_memory_that_comes_back_is_waited_for(when: str, prefetch: int, store: D
     pair.expect_same()
 
 
-def test_later_parameters_are_read_while_one_is_updated(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_parameters_are_read_during_update(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of writes that have ended goes to reads before the update of the next parameter begins."""
     condition = threading.Condition()
     reads, updated, watched = 0, 0, False
@@ -236,7 +236,7 @@ def test_later_parameters_are_read_while_one_is_updated(store: DiskStore, monkey
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_first_state_is_written_from_the_buffers(
+def test_first_state_is_written_from_buffers(
     dtype: torch.dtype, store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The buffers hold the new tensors of an update until the store has written them, so their memory is bounded."""
@@ -258,9 +258,7 @@ def test_the_first_state_is_written_from_the_buffers(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_leaves_a_core_to_the_store_where_the_result_is_the_same(
-    name: str, dtype: torch.dtype, store: DiskStore
-) -> None:
+def test_update_leaves_core_to_store(name: str, dtype: torch.dtype, store: DiskStore) -> None:
     counts: set[int] = set()
 
     class Watch(TorchDispatchMode):
@@ -285,7 +283,7 @@ def test_an_update_leaves_a_core_to_the_store_where_the_result_is_the_same(
     [torch.Tensor.half, torch.Tensor.double, lambda values: values[:9], lambda values: torch.cat([values, values])],
     ids=["half", "double", "smaller", "larger"],
 )
-def test_a_parameter_that_was_changed_is_refused_as_torch_does(change: Any, store: DiskStore) -> None:
+def test_changed_parameter_is_refused_like_torch(change: Any, store: DiskStore) -> None:
     """Nothing is lost: with its old type and shape, training goes on."""
     pair = Pair(OPTIMIZERS["Adam"], store, chunk_bytes=1 << 16)
     pair.step()
@@ -310,7 +308,7 @@ def test_a_parameter_that_was_changed_is_refused_as_torch_does(change: Any, stor
     pair.expect_same()
 
 
-def test_an_optimizer_that_cannot_be_offloaded_keeps_its_state(store: DiskStore) -> None:
+def test_refused_optimizer_keeps_its_state(store: DiskStore) -> None:
     parameter = nn.Parameter(torch.ones(1000))
     optimizer = torch.optim.Adam([parameter])
     parameter.grad = torch.ones_like(parameter)
@@ -341,7 +339,7 @@ class Preconditioned(torch.optim.Optimizer):
                     parameter.sub_(group["lr"] * parameter.grad / state["matrix"].diagonal().sqrt())
 
 
-def test_state_may_be_larger_than_its_parameter(store: DiskStore) -> None:
+def test_state_may_be_larger_than_parameter(store: DiskStore) -> None:
     """The buffers grow beyond their default of 64 MiB; where the user has given a size, the error has the name."""
     pair = Pair(Preconditioned, store, ((4200,), (10,)), prefetch=0)
     pair.optimizer.step = torch.no_grad()(pair.optimizer.step)  # type: ignore[method-assign]
@@ -354,7 +352,7 @@ def test_state_may_be_larger_than_its_parameter(store: DiskStore) -> None:
         tight.step()
 
 
-def test_backward_goes_on_where_the_buffers_have_no_room_for_a_state(store: DiskStore) -> None:
+def test_backward_continues_without_room_in_buffers(store: DiskStore) -> None:
     parameters = [nn.Parameter(torch.ones(count)) for count in (10, 1000, 10)]
     plain = Preconditioned(parameters)
     with offload(plain, store, min_bytes=0, buffer_bytes=1 << 20, when="backward") as optimizer:
@@ -368,7 +366,7 @@ def test_backward_goes_on_where_the_buffers_have_no_room_for_a_state(store: Disk
         assert [optimizer.state_of(parameter)["matrix"][0, 0].item() for parameter in parameters] == [2, 1, 2]
 
 
-def test_parameters_that_need_larger_buffers_are_added(store: DiskStore) -> None:
+def test_buffers_grow_with_added_parameters(store: DiskStore) -> None:
     """Muon updates whole matrices, and this one needs more than the default of 64 MiB."""
     pair = Pair(OPTIMIZERS["Muon"], store, ((2, 3),), prefetch=0)
     large = nn.Parameter(torch.ones(2, 5 << 20))
@@ -379,7 +377,7 @@ def test_parameters_that_need_larger_buffers_are_added(store: DiskStore) -> None
     assert pair.offloaded.state_of(large)["momentum_buffer"].shape == large.shape
 
 
-def test_state_of_another_shape_is_refused(pair: Pair) -> None:
+def test_state_of_other_shape_is_refused(pair: Pair) -> None:
     pair.step()
     state = pair.offloaded.state_of(pair.swapped[1])
     with pytest.raises(ValueError, match=r"'exp_avg' has the shape \(76,\), but the parameter has \(77,\)"):
@@ -393,7 +391,7 @@ def test_state_of_another_shape_is_refused(pair: Pair) -> None:
     pair.expect_same()
 
 
-def test_an_optimizer_that_is_dropped_updates_nothing_more(tmp_path: Path) -> None:
+def test_dropped_optimizer_updates_nothing(tmp_path: Path) -> None:
     parameter = nn.Parameter(torch.ones(1000))
     optimizer = offload(torch.optim.SGD([parameter]), tmp_path, min_bytes=0, when="backward")
     parameter.sum().backward()
@@ -422,9 +420,7 @@ def test_reads_on_request_count_as_exposed(pair: Pair) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("without_step", ["all", "one"])
-def test_backward_updates_once_for_each_backward_without_a_step(
-    without_step: str, count: int, store: DiskStore
-) -> None:
+def test_each_backward_updates_once_without_step(without_step: str, count: int, store: DiskStore) -> None:
     shapes = ((300, 301),) * count
     pair = Pair(OPTIMIZERS["Adam"], store, shapes, when="backward", prefetch=4, chunk_bytes=1 << 16)
     for number in range(6):
@@ -437,7 +433,7 @@ def test_backward_updates_once_for_each_backward_without_a_step(
     pair.expect_same()  # not before the end: it would drop what was read ahead
 
 
-def test_large_parameters_stay_in_memory_within_the_budget(store: DiskStore) -> None:
+def test_large_parameters_stay_in_memory_within_budget(store: DiskStore) -> None:
     """The first ones that are updated get it; parameters over `chunk_bytes` are then updated as a whole."""
     shapes = ((300, 301), (200, 301), (300, 300))
     memory = 2 * 4 * (300 * 301 + 200 * 301)
@@ -451,7 +447,7 @@ def test_large_parameters_stay_in_memory_within_the_budget(store: DiskStore) -> 
     pair.expect_same()
 
 
-def test_a_function_that_makes_an_optimizer_of_matrices_is_tried_with_a_matrix(store: DiskStore) -> None:
+def test_matrix_optimizer_is_tried_with_matrix(store: DiskStore) -> None:
     parameter = nn.Parameter(torch.ones(3, 4))
     with offload(torch.optim.Muon, store, params=[parameter], min_bytes=0) as optimizer:
         parameter.grad = torch.ones_like(parameter)
@@ -459,7 +455,7 @@ def test_a_function_that_makes_an_optimizer_of_matrices_is_tried_with_a_matrix(s
         assert optimizer.state_of(parameter)["momentum_buffer"].shape == (3, 4)
 
 
-def test_an_offloaded_optimizer_is_not_offloaded_again(store: DiskStore) -> None:
+def test_offloaded_optimizer_is_not_offloaded_again(store: DiskStore) -> None:
     with (
         offload(torch.optim.Adam([nn.Parameter(torch.ones(3))]), store) as optimizer,
         pytest.raises(ValueError, match="offloaded already"),
@@ -467,7 +463,7 @@ def test_an_offloaded_optimizer_is_not_offloaded_again(store: DiskStore) -> None
         offload(optimizer, store, name="again")
 
 
-def test_what_cannot_be_offloaded_is_refused(store: DiskStore) -> None:
+def test_unsupported_optimizers_are_refused(store: DiskStore) -> None:
     parameter = nn.Parameter(torch.ones(10, 10))
     with pytest.raises(ValueError, match="LBFGS"):
         offload(torch.optim.LBFGS([parameter]), store)
@@ -501,12 +497,12 @@ def test_what_cannot_be_offloaded_is_refused(store: DiskStore) -> None:
     ],
     ids=str,
 )
-def test_arguments_out_of_their_range_are_refused(wrong: dict[str, Any], store: DiskStore) -> None:
+def test_arguments_out_of_range_are_refused(wrong: dict[str, Any], store: DiskStore) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         offload(torch.optim.SGD([nn.Parameter(torch.ones(3))]), store, **wrong)
 
 
-def test_names_of_parameters_are_in_errors(store: DiskStore) -> None:
+def test_errors_name_parameters(store: DiskStore) -> None:
     model = nn.Linear(3, 3)
     optimizer = offload(torch.optim.SGD(model.named_parameters()), store)
     model.weight.grad = torch.ones(3, 3).to_sparse()
@@ -521,7 +517,7 @@ def backward_pair(store: DiskStore) -> Pair:
     return Pair(OPTIMIZERS["Adam"], store, ((50, 60), (60, 70), (70, 10)), when="backward")
 
 
-def test_backward_leaves_a_gradient_that_cannot_be_used_again(store: DiskStore) -> None:
+def test_backward_leaves_unusable_gradient(store: DiskStore) -> None:
     pair = backward_pair(store)
     pair.step()
     for use in (
@@ -536,7 +532,7 @@ def test_backward_leaves_a_gradient_that_cannot_be_used_again(store: DiskStore) 
     pair.expect_same()
 
 
-def test_backward_in_other_orders_gives_the_same(store: DiskStore) -> None:
+def test_backward_in_other_order_gives_same_result(store: DiskStore) -> None:
     pair = backward_pair(store)
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (1,), (), (0, 1, 2), (0, 1, 2)):
         for parameters, optimizer in ((pair.plain, pair.optimizer), (pair.swapped, pair.offloaded)):
@@ -547,7 +543,7 @@ def test_backward_in_other_orders_gives_the_same(store: DiskStore) -> None:
     pair.expect_same()
 
 
-def test_backward_reads_ahead_in_the_order_of_the_last_time(store: DiskStore) -> None:
+def test_backward_reads_ahead_in_last_order(store: DiskStore) -> None:
     pair = backward_pair(store)
     for _ in range(3):
         pair.step()

@@ -74,7 +74,7 @@ def train(rank: int, place: str, folder: str, dies_at: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dies_at", [3, *(pytest.param(i, marks=in_soak_alone) for i in (1, 2, 4))])
-def test_a_worker_that_dies_leaves_each_parameter_whole(tmp_path: Path, dies_at: int) -> None:
+def test_dying_worker_leaves_parameters_whole(tmp_path: Path, dies_at: int) -> None:
     updated = run_ranks(2, train, str(tmp_path / "place"), str(tmp_path / "served"), dies_at, lost=[1])[0]
     assert updated == [0, 1, 2, 3][: len(updated)]
     assert 3 not in updated

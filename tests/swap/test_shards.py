@@ -38,7 +38,7 @@ def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], numbe
     optimizer.step()
 
 
-def offloaded(parameters: list[nn.Parameter], folder: str, **options: Any) -> OffloadedOptimizer:
+def offload_adamw(parameters: list[nn.Parameter], folder: str, **options: Any) -> OffloadedOptimizer:
     return offload(torch.optim.AdamW(parameters, lr=0.1, foreach=False), folder, min_bytes=0, **options)
 
 
@@ -52,7 +52,7 @@ def save(rank: int, folder: str, world: int) -> list[torch.Tensor]:
     """Save after some steps, all of which a plain optimizer makes too; return what one more step makes of it."""
     plain, swapped = parameters_of(world), parameters_of(world)
     optimizer = torch.optim.AdamW(plain, lr=0.1, foreach=False)
-    with offloaded(swapped, f"{folder}/of {rank}", chunk_bytes=1 << 16) as other:
+    with offload_adamw(swapped, f"{folder}/of {rank}", chunk_bytes=1 << 16) as other:
         for number in range(STEPS):
             step(optimizer, plain, number)
             step(other, swapped, number, Replicate() if number == 1 else None)
@@ -69,7 +69,7 @@ def save(rank: int, folder: str, world: int) -> list[torch.Tensor]:
 def load(rank: int, folder: str, world: int) -> list[torch.Tensor]:
     """Load into an optimizer with other chunks and buffers; return what one more step makes of it."""
     parameters = parameters_of(world)
-    with offloaded(parameters, f"{folder}/in {rank}", chunk_bytes=1 << 17, prefetch=0) as optimizer:
+    with offload_adamw(parameters, f"{folder}/in {rank}", chunk_bytes=1 << 17, prefetch=0) as optimizer:
         step(optimizer, parameters, 100)  # so that there are states to be replaced
         model = {str(i): p.detach() for i, p in enumerate(parameters)}
         states = {"model": model, "optimizer": optimizer.state_dict()}
@@ -80,7 +80,7 @@ def load(rank: int, folder: str, world: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("world", [3, pytest.param(1, marks=in_soak_alone)])
-def test_a_distributed_checkpoint_of_shards_is_read_by_another_number_of_ranks(tmp_path: Path, world: int) -> None:
+def test_distributed_checkpoint_loads_on_other_world_size(tmp_path: Path, world: int) -> None:
     expected = run_ranks(2, save, str(tmp_path), 2)[0]
     for found in run_ranks(world, load, str(tmp_path), world):
         assert len(found) == 3 * len(SHAPES)
@@ -93,7 +93,7 @@ def train(rank: int, folder: str) -> None:
     for number, options in enumerate(ways):
         plain, swapped = parameters_of(2), parameters_of(2)
         optimizer = torch.optim.AdamW(plain, lr=0.1, foreach=False)
-        with offloaded(swapped, f"{folder}/{number} of {rank}", chunk_bytes=1 << 16, **options) as other:
+        with offload_adamw(swapped, f"{folder}/{number} of {rank}", chunk_bytes=1 << 16, **options) as other:
             for _ in range(STEPS):
                 for each, parameters in ((optimizer, plain), (other, swapped)):
                     each.zero_grad()
@@ -105,5 +105,5 @@ def train(rank: int, folder: str) -> None:
                 assert torch.equal(found.to_local(), expected.to_local())
 
 
-def test_backward_of_shards_gives_what_it_gives_a_plain_optimizer(tmp_path: Path) -> None:
+def test_backward_of_shards_equals_plain_optimizer(tmp_path: Path) -> None:
     run_ranks(2, train, str(tmp_path))

@@ -30,7 +30,12 @@ from cudafuture.swap import (
     places,
 )
 
-__all__ = ["PARAMETER", "ParameterSwapper", "ReturnedFutures"]
+__all__ = ["ParameterSwapper"]
+
+PARAMETER = "parameter"  # the name of a parameter's values beside the names of its state
+_LEAST_UNIT = 32 << 20  # bytes for each parameter in flight, where the buffers have their default size
+_STATE, _GRADIENT = "optimizer state", "gradient"  # the two kinds of writes, as messages name them
+_logger = logging.getLogger("cudafuture.compat.deepspeed")
 
 
 class ReturnedFutures:
@@ -49,12 +54,6 @@ class ReturnedFutures:
         """Wait for all of them; the caller raises the errors of the writes."""
         while self._futures:
             self._futures.popleft().exception()
-
-
-PARAMETER = "parameter"  # the name of a parameter's values beside the names of its state
-_LEAST_UNIT = 32 << 20  # bytes for each parameter in flight, where the buffers have their default size
-_STATE, _GRADIENT = "optimizer state", "gradient"  # the two kinds of writes, as messages name them
-_logger = logging.getLogger("cudafuture.compat.deepspeed")
 
 
 class ParameterSwapper:
