@@ -16,13 +16,17 @@ from cudafuture._tensors import version_of
 from cudafuture.store import Store
 from cudafuture.swap._errors import interrupts_deferred
 from cudafuture.swap._gradients import AppliedGradient
+from cudafuture.swap._parameter_groups import Group
 from cudafuture.swap._parameter_state import MASTER, UNDO, Chunk, ParameterState, StoredTensor, UndoPlace, copied
 from cudafuture.swap._state_layout import StateLayout, SwapOptions
 from cudafuture.swap._step_pipeline import StepPipeline
 from cudafuture.swap._unit import Unit
 from cudafuture.swap._update import Update
 
-__all__ = ["Computation", "Group", "UndoLog", "one_thread_less"]
+__all__ = ["Computation", "UndoLog"]
+
+_MOST = 256  # parameters in one call of the optimizer: Ctrl-C waits for it
+_WHOLE = (torch.Tensor, torch.nn.Parameter)  # the types of parameters that are not shards
 
 
 class UndoLog:
@@ -95,12 +99,6 @@ class UndoLog:
         names = [*state.stored, UNDO]
         keys = [chunk.key(self._prefix, name, 1 - state.version) for chunk in state.chunks() for name in names]
         self._store.deletev(keys).exception()  # some were not written
-
-
-_MOST = 256  # parameters in one call of the optimizer: Ctrl-C waits for it
-_WHOLE = (torch.Tensor, torch.nn.Parameter)  # the types of parameters that are not shards
-
-Group = dict[str, Any]
 
 
 class LoadedChunk(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 
 from cudafuture._arguments import expect_tensor
 
-__all__ = ["GroupIndex", "UpdateOrder", "name_of", "parameters_of"]
+__all__ = ["Group", "GroupIndex", "UpdateOrder", "name_of", "parameters_of"]
 
 
 Group = dict[str, Any]

@@ -14,9 +14,10 @@ import torch
 from cudafuture._arguments import expect_mapping
 from cudafuture.errors import SwapError
 from cudafuture.store import DiskStore, Store
-from cudafuture.swap._computation import Computation, Group, UndoLog
+from cudafuture.swap._computation import Computation, UndoLog
 from cudafuture.swap._errors import clear_tracebacks
 from cudafuture.swap._gradients import GradientMark, SwappedGradient
+from cudafuture.swap._parameter_groups import Group
 from cudafuture.swap._parameter_state import (
     Chunk,
     ParameterState,

@@ -20,6 +20,9 @@ from cudafuture.swap._parameter_state import UNDO, Chunk, ParameterState, Stored
 
 __all__ = ["Unit", "UnitBuffers", "UnitWrite", "by_parameter", "copies", "cut", "layout_of", "places"]
 
+_PATIENCE = 1.0  # seconds that a request waits for memory which nothing in flight holds
+_logger = logging.getLogger("cudafuture.swap")
+
 
 @dataclass(eq=False)
 class Unit:
@@ -176,8 +179,7 @@ def _part(memory: torch.Tensor | None, tensor: StoredTensor, begin: int) -> torc
     return part if len(tensor.shape) == 1 else part.view(tensor.shape)
 
 
-_PATIENCE = 1.0  # seconds that a request waits for memory which nothing in flight holds
-_logger = logging.getLogger("cudafuture.swap")
+# ---- the pool of buffers
 
 
 class UnitBuffers:
