@@ -14,6 +14,7 @@ from layout.tree import NATIVE, ROOT, cpp_files, cpp_test_files, fakecuda_files,
 FOLDERS = ("cudafuture", "rpc_ext")
 
 PRODUCT = python_files(*FOLDERS)
+OTHERS = python_files("tests", "benchmarks", "examples", "tools")
 
 # The docstrings of CUDAFuture.
 NATIVE_DOCS = NATIVE / "bind" / "docs.h"
@@ -115,7 +116,7 @@ def ids(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("file", [*PRODUCT, NATIVE_DOCS], ids=ids)
+@pytest.mark.parametrize("file", [*PRODUCT, *OTHERS, NATIVE_DOCS], ids=ids)
 def test_docstrings_begin_with_no_question_word(file: Path) -> None:
     texts = (native_docstrings if file == NATIVE_DOCS else docstrings)(file.read_text(encoding="utf-8"))
     wrong = [f"{line}: {text.strip()}" for line, text in texts if begins_with_question(text)]
