@@ -54,7 +54,7 @@ def fits(version: str, requirement: str) -> bool:
 
 
 def is_satisfied(requirement: str) -> bool:
-    """Say whether a distribution is installed that a requirement allows."""
+    """Return whether a distribution is installed that a requirement allows."""
     name = re.split(r"[<>=!~\[ ]", requirement, maxsplit=1)[0]
     try:
         return fits(importlib.metadata.version(name), requirement)

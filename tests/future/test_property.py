@@ -177,7 +177,7 @@ class Graph:
             del self.held[node]
 
     def is_kept(self, node: Node, whole: Node | None = None) -> bool:
-        """Say whether something would be dropped in the middle of a later step, which the model does not follow."""
+        """Return whether the node would be dropped in the middle of a later step, which the model does not follow."""
         wholes = [n for n in reachable(self.held) if n.is_whole and not n.done and n is not whole]
         return node in self.inner or any(node in w.parents for w in wholes)
 
@@ -375,7 +375,7 @@ def is_callback(consumer: Callable[[], object]) -> bool:
 
 
 def decides(node: Node, part: Node) -> bool:
-    """Say whether a part can be the one that decided: a failed one of a gather, a completed one of a collect_any."""
+    """Return whether a part can have decided: a failed one of a gather, a completed one of a collect_any."""
     if node.kind == "gather" and any(p.state != "completed" for p in node.parents):
         return part.state != "completed"
     if node.kind == "collect_any" and any(p.state == "completed" for p in node.parents):

@@ -71,7 +71,7 @@ def module_name(file: Path) -> str:
 
 
 def is_module(name: str) -> bool:
-    """Say whether a dotted name is a module of this checkout; the native one is, built or not."""
+    """Return whether a dotted name is a module of this checkout; the native one is, built or not."""
     path = ROOT.joinpath(*name.split("."))
     return (
         name in {"cudafuture._C", "cudafuture._build_info", "rpc_ext._C"}

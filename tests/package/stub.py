@@ -30,7 +30,7 @@ class Parameter:
     default: Any
 
     def same_as(self, other: Parameter) -> bool:
-        """Say whether two parameters look alike to a caller."""
+        """Return whether two parameters look alike to a caller."""
         if (self.name, self.kind) != (other.name, other.kind):
             return False
         if UNREADABLE in (self.default, other.default):
@@ -104,7 +104,7 @@ def _compare_function(stub: Function, real: Function, name: str) -> Iterator[str
 
 
 def _may_return(stub: str, real: str) -> bool:
-    """Say whether the stub's type is the module's or a more precise one; `object` says nothing."""
+    """Return whether the stub's type is the module's or a more precise one; `object` says nothing."""
     if real in ("bool", "int", "float", "None"):
         return stub == real
     if real == "str":

@@ -199,7 +199,7 @@ def public_names() -> dict[str, tuple[Any, ModuleType]]:
 
 
 def is_function(thing: Any) -> bool:
-    """Say whether it can be called; so can a type's alias, which is for annotations."""
+    """Return whether a public name is a function; a type's alias, which is for annotations, is none."""
     return callable(thing) and not isinstance(thing, type) and get_origin(thing) is None
 
 

@@ -61,7 +61,7 @@ def cut(edge: str) -> Iterator[None]:
 
 
 def findings(scenario: Callable[[str], None], edge: str, meeting: Path) -> tuple[bool, bool]:
-    """Say whether a race was found with the edge cut, and whether the values were wrong."""
+    """Return whether a race was found with the edge cut, and whether the values were wrong."""
     wrong = raced = False
     try:
         with calling("lazy", meeting) as me:

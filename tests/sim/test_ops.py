@@ -17,7 +17,7 @@ X = torch.arange(12.0).reshape(3, 4) - 5
 
 
 def runs_later(operation: Callable[[], object]) -> bool:
-    """Say whether the operation returns before anything has run: under ``lazy``, whether it waits for nothing."""
+    """Return whether the operation returns before any work has run: under ``lazy``, whether it waits for nothing."""
     before = sim.statistics()
     operation()
     after = sim.statistics()

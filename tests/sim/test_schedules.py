@@ -1,4 +1,4 @@
-"""When device work runs: early, late, and in between by a seed."""
+"""Times at which device work runs: early, late, and in between by a seed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def pids(world: World) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """Say whether a process is there, and not just waiting for its parent to notice that it is not."""
+    """Return whether a process runs; a zombie, which waits for its parent, does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
