@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from cudafuture.data._archive_index import ArchiveIndex, ArchiveReader
+from cudafuture.data._archive_stream import ArchiveStream, open_stream
 from cudafuture.data._faults import IGNORED, Fault
-from cudafuture.data._index import Index, Reader
 from cudafuture.data._index_source import log_ignored
-from cudafuture.data._partition import Part
-from cudafuture.data._stream import Stream, open_stream
+from cudafuture.data._partition import WorkerPart
 from cudafuture.data._tar import members_of
 
 __all__ = ["Candidate", "indexed", "refused_members", "shuffled", "streamed"]
@@ -39,7 +39,7 @@ class Candidate:
     label: int = -1
     data: bytes = b""
     fault: Fault | None = None
-    index: Index | None = None
+    index: ArchiveIndex | None = None
     refused: bool = False
 
     @property
@@ -55,7 +55,7 @@ class Candidate:
         return fault
 
 
-def refused_members(index: Index, part: Part) -> Iterator[Candidate]:
+def refused_members(index: ArchiveIndex, part: WorkerPart) -> Iterator[Candidate]:
     """Yield the part's share of the members that, by the index, cannot be images."""
     mine = part.rank * part.workers + part.worker
     for name, reason, text in index.refused[mine :: part.ranks * part.workers]:
@@ -63,7 +63,7 @@ def refused_members(index: Index, part: Part) -> Iterator[Candidate]:
 
 
 def indexed(
-    path: str, index: Index, labels: torch.Tensor, order: torch.Tensor | None, positions: range
+    path: str, index: ArchiveIndex, labels: torch.Tensor, order: torch.Tensor | None, positions: range
 ) -> Iterator[Candidate]:
     """Yield the images at the given positions of an order, or of the archive's order.
 
@@ -71,7 +71,7 @@ def indexed(
     of the archive is unpacked once for all images of the group in it. Groups are large only if several images of a
     group are in one piece.
     """
-    reader = Reader(path, index)
+    reader = ArchiveReader(path, index)
     try:
         most = _MANY if 0 < index.seek_points.nbytes <= _SEEK_POINT * _MANY // 4 else _FEW
         while positions:
@@ -88,7 +88,7 @@ def indexed(
         reader.close()
 
 
-def _images(index: Index, order: torch.Tensor | None, positions: range) -> torch.Tensor:
+def _images(index: ArchiveIndex, order: torch.Tensor | None, positions: range) -> torch.Tensor:
     """Return the numbers of the images at the first positions, as many as may be read at once."""
     if order is None:
         return torch.arange(positions.start, positions.stop, device="cpu")
@@ -97,7 +97,7 @@ def _images(index: Index, order: torch.Tensor | None, positions: range) -> torch
     return images[: max(fit, 1)]
 
 
-def _read(reader: Reader, index: Index, image: int, offset: int, size: int, label: int) -> Candidate:
+def _read(reader: ArchiveReader, index: ArchiveIndex, image: int, offset: int, size: int, label: int) -> Candidate:
     if label < 0:
         return Candidate(image, label, fault=_unknown(), index=index)
     try:
@@ -106,7 +106,7 @@ def _read(reader: Reader, index: Index, image: int, offset: int, size: int, labe
         return Candidate(image, label, fault=e, index=index)
 
 
-def streamed(path: str, part: Part, labels: dict[str, int]) -> Iterator[Candidate]:
+def streamed(path: str, part: WorkerPart, labels: dict[str, int]) -> Iterator[Candidate]:
     """Yield the images of a part, by unpacking the whole archive.
 
     Raises:
@@ -140,7 +140,7 @@ def streamed(path: str, part: Part, labels: dict[str, int]) -> Iterator[Candidat
             log_ignored(path, ignored)
 
 
-def _data(stream: Stream, size: int, candidate: Candidate) -> bytes:
+def _data(stream: ArchiveStream, size: int, candidate: Candidate) -> bytes:
     try:
         return stream.read(size)
     except Fault as e:

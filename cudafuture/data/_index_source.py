@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
+from cudafuture.data._archive_index import ArchiveIndex, build_index, identity_of
 from cudafuture.data._faults import Fault
-from cudafuture.data._index import Index, build_index, identity_of
 from cudafuture.data._rapidgzip import require_rapidgzip
 from cudafuture.data._sidecar import DamagedSidecarError, read_sidecar, sidecar_of, write_sidecar
 from cudafuture.errors import ArchiveError
@@ -18,7 +18,7 @@ __all__ = ["index_of", "log_ignored", "log_once"]
 _NAMES = 10  # of ignored members, in a log record
 _log = logging.getLogger("cudafuture.data")
 _logged: set[str] = set()
-_in_memory: weakref.WeakValueDictionary[Path, Index] = weakref.WeakValueDictionary()
+_in_memory: weakref.WeakValueDictionary[Path, ArchiveIndex] = weakref.WeakValueDictionary()
 
 
 def log_once(message: str) -> None:
@@ -35,7 +35,7 @@ def log_ignored(path: str, names: Sequence[str]) -> None:
         log_once(f"{path}: members that are not images by name or first bytes are ignored ({len(names)}): {shown}")
 
 
-def index_of(path: str, required: bool) -> Index | None:
+def index_of(path: str, required: bool) -> ArchiveIndex | None:
     """Return the index of an archive, and store a new one in its sidecar; return None if no index is possible.
 
     Raises:
@@ -55,7 +55,7 @@ def index_of(path: str, required: bool) -> Index | None:
         raise
 
 
-def _kept(path: str) -> Index | None:
+def _kept(path: str) -> ArchiveIndex | None:
     """Return the index in the sidecar or in memory, if it belongs to the current archive."""
     index = None
     try:
@@ -73,7 +73,7 @@ def _kept(path: str) -> Index | None:
     return index
 
 
-def _build(path: str) -> Index:
+def _build(path: str) -> ArchiveIndex:
     index = build_index(path)
     try:
         write_sidecar(path, index)

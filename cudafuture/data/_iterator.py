@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from cudafuture.data._archive_index import ArchiveIndex
 from cudafuture.data._candidates import Candidate, indexed, refused_members, shuffled, streamed
 from cudafuture.data._decode import Decoder
 from cudafuture.data._faults import IGNORED, Fault, SkipCounts
-from cudafuture.data._index import Index
-from cudafuture.data._partition import Part
+from cudafuture.data._partition import WorkerPart
 from cudafuture.data._shared_memory import batch_memory
 from cudafuture.data._state import start_of
 
-__all__ = ["ImageIterator", "Options"]
+__all__ = ["DatasetOptions", "ImageIterator"]
 
 _BUFFER = 1024  # images, for shuffle=True without an index
 _log = logging.getLogger("cudafuture.data")
 
 
 @dataclass(frozen=True)
-class Options:
+class DatasetOptions:
     """Validated arguments of a dataset, and the contents of its archive.
 
     Args:
@@ -40,7 +40,7 @@ class Options:
     """
 
     path: str
-    index: Index | None
+    index: ArchiveIndex | None
     positions: dict[str, int]
     labels: torch.Tensor
     size: tuple[int, int] | None
@@ -82,7 +82,9 @@ class ImageIterator(Iterator[Any]):
         quiet: do not count skipped members, because another iterator has counted them.
     """
 
-    def __init__(self, options: Options, part: Part, epoch: int, position: int = 0, *, quiet: bool = False) -> None:
+    def __init__(
+        self, options: DatasetOptions, part: WorkerPart, epoch: int, position: int = 0, *, quiet: bool = False
+    ) -> None:
         self._options = options
         self._part = part
         self._quiet = quiet
@@ -96,7 +98,7 @@ class ImageIterator(Iterator[Any]):
         self._candidates = self._from_here()
 
     @property
-    def part(self) -> Part:
+    def part(self) -> WorkerPart:
         """The part of this iterator."""
         return self._part
 
@@ -236,7 +238,7 @@ class ImageIterator(Iterator[Any]):
 
 # Functions, not methods: a generator that refers to its iterator would keep the archive open until garbage collection.
 def _candidates(
-    options: Options, part: Part, epoch: int, position: int, refused: int
+    options: DatasetOptions, part: WorkerPart, epoch: int, position: int, refused: int
 ) -> Generator[Candidate, None, None]:
     """Yield the candidates of an epoch from a position on, without the first `refused` ones that have no position."""
     for candidate in _from(options, part, epoch, position):
@@ -246,7 +248,7 @@ def _candidates(
             yield candidate
 
 
-def _from(options: Options, part: Part, epoch: int, position: int) -> Iterator[Candidate]:
+def _from(options: DatasetOptions, part: WorkerPart, epoch: int, position: int) -> Iterator[Candidate]:
     index = options.index
     if index is not None:
         if position == 0:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from cudafuture.data._archive_stream import open_stream
 from cudafuture.data._faults import IGNORED, Fault
 from cudafuture.data._index_source import log_ignored
-from cudafuture.data._stream import open_stream
 from cudafuture.data._tar import members_of
 
 __all__ = ["scan_classes"]

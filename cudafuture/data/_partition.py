@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-__all__ = ["Part", "Shard", "current_shard", "current_workers"]
+__all__ = ["Shard", "WorkerPart", "current_shard", "current_workers"]
 
 Shard = tuple[int, int]  # a rank and the number of ranks, or a worker and the number of workers
 
@@ -26,7 +26,7 @@ def current_workers() -> Shard:
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkerPart:
     """Images of one worker of one rank.
 
     With an index the part is a range of positions in the archive's order or in a permutation: `slice_of`. Without one,

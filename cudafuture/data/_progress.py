@@ -9,7 +9,7 @@ from torch.utils.data import get_worker_info
 
 from cudafuture.data._shared_memory import shared_zeros
 
-__all__ = ["Progress", "Start"]
+__all__ = ["Progress", "StartPosition"]
 
 _RESUMES, _LOADER, _START = range(3)
 _NO_LOADER = -1  # in the field of the DataLoader: an iterator of the main process has taken the start
@@ -17,7 +17,7 @@ _ROWS = 1024
 
 
 @dataclass(frozen=True)
-class Start:
+class StartPosition:
     """Position at which an iteration begins.
 
     Args:
@@ -61,28 +61,28 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._fields = shared_zeros(_START + len(astuple(Start(0))))
-        self._fields[_START:] = _numbers(*astuple(Start(0)))
+        self._fields = shared_zeros(_START + len(astuple(StartPosition(0))))
+        self._fields[_START:] = _numbers(*astuple(StartPosition(0)))
         self._taken = shared_zeros(_ROWS + 1)  # by worker: the last resume that it took
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, and drop a start in another epoch."""
         if epoch != int(self._fields[_START]):
-            self._fields[_START:] = _numbers(*astuple(Start(epoch)))
+            self._fields[_START:] = _numbers(*astuple(StartPosition(epoch)))
 
-    def resume(self, start: Start) -> None:
+    def resume(self, start: StartPosition) -> None:
         """Set the start of the next iteration."""
         resumes = int(self._fields[_RESUMES]) + 1
         self._fields.copy_(_numbers(resumes, 0, *astuple(start)))
 
-    def next_start(self) -> Start:
+    def next_start(self) -> StartPosition:
         """Return the start of the next iteration of this process."""
         resumes, loader, *start = self._fields.tolist()
-        found = Start(*start)
+        found = StartPosition(*start)
         is_taken = int(self._taken[_row()]) == resumes or loader not in (0, _seed())
-        return Start(found.epoch) if is_taken else found
+        return StartPosition(found.epoch) if is_taken else found
 
-    def take(self) -> Start:
+    def take(self) -> StartPosition:
         """Return the start of this worker's iteration, and make its next one begin at the first image."""
         start = self.next_start()
         if not start.is_first:

@@ -25,16 +25,16 @@ from typing import Any
 import torch
 import xxhash
 
+from cudafuture.data._archive_index import ArchiveIndex, bytes_of, identity_of, tensor_of
+from cudafuture.data._archive_stream import limit_of
 from cudafuture.data._faults import REASONS
-from cudafuture.data._index import Index, bytes_of, identity_of, tensor_of
-from cudafuture.data._stream import limit_of
 from cudafuture.data._tar import MOST_MEMBER
 
 __all__ = ["DamagedSidecarError", "read_sidecar", "sidecar_of", "write_sidecar"]
 
 _MAGIC = b"cudafuture tgz 3"
 _CHECKSUM = 16  # bytes
-_TENSORS = {field.name: torch.int64 for field in fields(Index) if field.type == "torch.Tensor"}
+_TENSORS = {field.name: torch.int64 for field in fields(ArchiveIndex) if field.type == "torch.Tensor"}
 _TENSORS.update(names=torch.uint8, seek_points=torch.uint8)
 _TOKEN = 8  # random bytes in the name of a temporary file
 _OLD = 3600  # seconds, after which no process still writes a temporary file
@@ -50,7 +50,7 @@ def sidecar_of(path: str) -> Path:
     return Path(f"{path}.index")
 
 
-def read_sidecar(path: str) -> Index | None:
+def read_sidecar(path: str) -> ArchiveIndex | None:
     """Return the index in an archive's sidecar, or None if there is no sidecar or the archive has changed since.
 
     Raises:
@@ -75,7 +75,7 @@ def read_sidecar(path: str) -> Index | None:
     return index if index.identity == identity_of(path) else None
 
 
-def write_sidecar(path: str, index: Index) -> None:
+def write_sidecar(path: str, index: ArchiveIndex) -> None:
     """Replace an archive's sidecar atomically, after the new one is on disk.
 
     Raises:
@@ -101,7 +101,7 @@ def write_sidecar(path: str, index: Index) -> None:
         raise
 
 
-def _parts(index: Index) -> list[bytes]:
+def _parts(index: ArchiveIndex) -> list[bytes]:
     header: dict[str, Any] = {name: getattr(index, name) for name in _VALUES}
     tensors = {name: getattr(index, name) for name in _TENSORS}
     header["lengths"] = {name: tensor.nbytes for name, tensor in tensors.items()}
@@ -121,7 +121,7 @@ def _remove_old(sidecar: Path) -> None:
                     os.unlink(entry.path)  # noqa: PTH108
 
 
-def _parse(data: bytearray) -> Index:
+def _parse(data: bytearray) -> ArchiveIndex:
     start = len(_MAGIC) + 8
     end = start + int.from_bytes(data[len(_MAGIC) : start], "little")
     header = json.loads(data[start:end])
@@ -136,12 +136,12 @@ def _parse(data: bytearray) -> Index:
     size, changed = header["identity"]
     _require(type(changed) is int, "its time of change is not a number")
     refused = [(str(name), str(reason), str(text)) for name, reason, text in header["refused"]]
-    index = Index((_count(size), changed), header["packing"], header["classes"], refused, **tensors)
+    index = ArchiveIndex((_count(size), changed), header["packing"], header["classes"], refused, **tensors)
     _check(index)
     return index
 
 
-def _check(index: Index) -> None:
+def _check(index: ArchiveIndex) -> None:
     """Raise ValueError unless the images are in the archive, and their names and labels in the index."""
     _require(index.packing in ("tar", "gzip"), f"its packing is {index.packing!r}")
     _require((index.packing == "gzip") == (len(index.seek_points) > 0), "it has seek points of another packing")

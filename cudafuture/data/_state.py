@@ -6,7 +6,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from cudafuture.data._progress import Start
+from cudafuture.data._progress import StartPosition
 
 __all__ = ["integer", "start_of", "state_of"]
 
@@ -27,7 +27,7 @@ def integer(name: str, value: object) -> int:
     return number
 
 
-def start_of(state: Mapping[str, Any], batch: int | None) -> Start:
+def start_of(state: Mapping[str, Any], batch: int | None) -> StartPosition:
     """Return the start that a state describes, for a dataset with minibatches of `batch` images.
 
     Raises:
@@ -41,7 +41,7 @@ def start_of(state: Mapping[str, Any], batch: int | None) -> Start:
         position = integer("position", state["position"])
         if position < 0 or len(part) != 4:
             raise ValueError(f"{dict(state)!r} is not a state of an iterator")
-        return Start(epoch, 0, 1, -1, 0, position, *part)
+        return StartPosition(epoch, 0, 1, -1, 0, position, *part)
     batches = integer("batches", state["batches"])
     batch_size = integer("batch_size", state.get("batch_size", batch or 1))
     workers = state.get("workers")
@@ -49,10 +49,10 @@ def start_of(state: Mapping[str, Any], batch: int | None) -> Start:
     drop_last = integer("drop_last", state.get("drop_last", False))
     if batches < 0 or batch_size < 1 or (batch and (batch_size != batch or drop_last)):
         raise ValueError(f"{dict(state)!r} is not a state of a dataset with batch={batch}")
-    return Start(epoch, batches, batch_size, workers, int(drop_last != 0))
+    return StartPosition(epoch, batches, batch_size, workers, int(drop_last != 0))
 
 
-def state_of(start: Start) -> dict[str, Any]:
+def state_of(start: StartPosition) -> dict[str, Any]:
     """Return the state that describes a start."""
     if start.position >= 0:
         return {"epoch": start.epoch, "position": start.position, "part": start.part}

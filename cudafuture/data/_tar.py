@@ -6,9 +6,9 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cudafuture.data._archive_stream import ArchiveStream, open_stream
 from cudafuture.data._faults import IGNORED, Fault
 from cudafuture.data._names import FIRST_BYTES, is_image_name, is_image_start, is_of_the_system, is_other_name
-from cudafuture.data._stream import Stream, open_stream
 from cudafuture.errors import ArchiveError
 
 __all__ = ["MOST_MEMBER", "Member", "members_of", "require_tar"]
@@ -71,7 +71,7 @@ def require_tar(path: str) -> None:
         raise ArchiveError(f"{path} is no tar archive: {begin}", path=path, reason="damaged") from e
 
 
-def members_of(stream: Stream) -> Iterator[Member]:
+def members_of(stream: ArchiveStream) -> Iterator[Member]:
     """Yield the members of an archive in order; the stream is then positioned at the member's data.
 
     The caller may read the data, or skip it.
@@ -107,7 +107,7 @@ def members_of(stream: Stream) -> Iterator[Member]:
         raise
 
 
-def _block(stream: Stream, last: str) -> bytes:
+def _block(stream: ArchiveStream, last: str) -> bytes:
     """Return the block of a header, or the block of zeros that ends every archive."""
     try:
         return stream.read(_BLOCK)
@@ -145,7 +145,7 @@ def _fault(header: tarfile.TarInfo, name: str, label: str, size: int, sparse: bo
     return None
 
 
-def _may_be_image(header: tarfile.TarInfo, name: str, size: int, stream: Stream, fault: Fault | None) -> bool:
+def _may_be_image(header: tarfile.TarInfo, name: str, size: int, stream: ArchiveStream, fault: Fault | None) -> bool:
     """Return False for a member that no loader of images would take. First bytes decide where the name does not."""
     if fault is not None and fault.reason == "special_file":
         return True
@@ -158,7 +158,7 @@ def _may_be_image(header: tarfile.TarInfo, name: str, size: int, stream: Stream,
     return is_image_start(stream.peek(min(size, FIRST_BYTES)))
 
 
-def _skip_sparse_map(block: bytes, stream: Stream) -> None:
+def _skip_sparse_map(block: bytes, stream: ArchiveStream) -> None:
     """Skip the blocks that continue the header of GNU's old sparse files."""
     goes_on = block[482]
     while goes_on:
@@ -177,7 +177,7 @@ class _Extensions:
         """True if the member is a sparse file in POSIX format."""
         return _SPARSE in self._next
 
-    def take(self, header: tarfile.TarInfo, stream: Stream) -> bool:
+    def take(self, header: tarfile.TarInfo, stream: ArchiveStream) -> bool:
         """Read an extended header; return False for any other header."""
         kind = header.type
         if kind not in (b"x", b"g", b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):

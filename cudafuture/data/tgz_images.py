@@ -12,14 +12,14 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import IterableDataset
 
+from cudafuture.data._archive_index import ArchiveIndex
 from cudafuture.data._decode import Decoder
 from cudafuture.data._faults import IGNORED, SkipCounts
-from cudafuture.data._index import Index
 from cudafuture.data._index_source import index_of, log_ignored, log_once
-from cudafuture.data._iterator import ImageIterator, Options
+from cudafuture.data._iterator import DatasetOptions, ImageIterator
 from cudafuture.data._labels import scan_classes
-from cudafuture.data._partition import Part, Shard, current_shard, current_workers
-from cudafuture.data._progress import Progress, Start
+from cudafuture.data._partition import Shard, WorkerPart, current_shard, current_workers
+from cudafuture.data._progress import Progress, StartPosition
 from cudafuture.data._state import integer, start_of, state_of
 from cudafuture.data._tar import require_tar
 
@@ -113,7 +113,7 @@ class TgzImages(IterableDataset[Any]):
             log_once(f"{archive} is read without an index, so every worker unpacks all of it: index=False")
         self._classes = _classes(archive, classes, found)
         positions = {name: position for position, name in enumerate(self._classes)}
-        self._options = Options(
+        self._options = DatasetOptions(
             path=archive,
             index=found,
             positions=positions,
@@ -219,11 +219,11 @@ class TgzImages(IterableDataset[Any]):
     def _current_shard(self) -> Shard:
         return current_shard() if self._shard is None else self._shard
 
-    def _part(self, worker: int, workers: int) -> Part:
+    def _part(self, worker: int, workers: int) -> WorkerPart:
         rank, ranks = self._current_shard()
-        return Part(rank, ranks, worker, workers, self._options.batch or 1)
+        return WorkerPart(rank, ranks, worker, workers, self._options.batch or 1)
 
-    def _resumed(self, part: Part, start: Start) -> ImageIterator:
+    def _resumed(self, part: WorkerPart, start: StartPosition) -> ImageIterator:
         """Return the iterator of a worker that continues after the batches of an earlier DataLoader.
 
         A new DataLoader asks worker 0 first. So worker 0 continues with the part that was next in rotation, and so on.
@@ -236,7 +236,7 @@ class TgzImages(IterableDataset[Any]):
         passed = iterators[part.worker]
         return ImageIterator(self._options, passed.part, start.epoch, passed.position)
 
-    def _replayed(self, part: Part, start: Start) -> list[ImageIterator]:
+    def _replayed(self, part: WorkerPart, start: StartPosition) -> list[ImageIterator]:
         """Return the iterators of all workers after the batches of an earlier DataLoader, in rotation order.
 
         Only decoding shows which images were skipped, and therefore which images were in the batches.
@@ -279,7 +279,7 @@ def _size(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
     return height, width
 
 
-def _classes(path: str, given: Sequence[str] | None, index: Index | None) -> list[str]:
+def _classes(path: str, given: Sequence[str] | None, index: ArchiveIndex | None) -> list[str]:
     if given is not None:
         if isinstance(given, str) or len(set(given)) != len(given):
             raise ValueError(f"classes={given!r}: pass a sequence of different names")
@@ -288,7 +288,7 @@ def _classes(path: str, given: Sequence[str] | None, index: Index | None) -> lis
     return scan_classes(path)[0] if index is None else index.classes
 
 
-def _labels(index: Index, positions: dict[str, int]) -> torch.Tensor:
+def _labels(index: ArchiveIndex, positions: dict[str, int]) -> torch.Tensor:
     """Return the label of each image, -1 if its class is not among the given ones."""
     table = torch.tensor([positions.get(name, -1) for name in index.classes], dtype=torch.int64, device="cpu")
     return table[index.labels]

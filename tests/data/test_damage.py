@@ -17,9 +17,9 @@ import pytest
 import zstandard
 
 from cudafuture.data import TgzImages
+from cudafuture.data._archive_index import ArchiveReader
+from cudafuture.data._archive_stream import ArchiveStream
 from cudafuture.data._faults import Fault
-from cudafuture.data._index import Reader
-from cudafuture.data._stream import Stream
 from cudafuture.errors import ArchiveError
 from data.archives import images, numbers, tar
 
@@ -146,7 +146,7 @@ DAMAGED = {
 
 def find_leftovers() -> list[type]:
     """Return the kinds of the errors, streams and readers that exist."""
-    kinds = Fault, ArchiveError, Stream, Reader
+    kinds = Fault, ArchiveError, ArchiveStream, ArchiveReader
     return [type(one) for one in gc.get_objects() if issubclass(type(one), kinds)]
 
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from cudafuture.data import TgzImages, _faults, _stream, _tar, classes_of
+from cudafuture.data import TgzImages, _archive_stream, _faults, _tar, classes_of
 from cudafuture.errors import ArchiveError
 from data.archives import PACKINGS, Entry, compress, images, numbers, pixels_of, png, tar, write_archive
 
@@ -259,7 +259,7 @@ def test_damaged_first_header_is_archive_fault(tmp_path: Path, packing: str) -> 
 def test_decompression_bomb_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, index: Any
 ) -> None:
-    monkeypatch.setattr(_stream, "MOST_SMALL", 1 << 20)
+    monkeypatch.setattr(_archive_stream, "MOST_SMALL", 1 << 20)
     entries = [*images(2), ("a/zeros.png", bytes(8 << 20)), *images(3)[2:]]
     archive = write_archive(tmp_path, entries, packing)
     for classes in (None, list("axyz")):
@@ -271,7 +271,7 @@ def test_decompression_bomb_is_refused(
 
 
 def test_bomb_after_archive_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_stream, "MOST_SMALL", 1 << 20)
+    monkeypatch.setattr(_archive_stream, "MOST_SMALL", 1 << 20)
     archive = tmp_path / "images.tgz"
     archive.write_bytes(gzip.compress(tar(images(2)) + bytes(8 << 20)))
     for index in ("auto", False):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from cudafuture.data import TgzImages, _candidates, _index, _index_source, _sidecar, classes_of
-from cudafuture.data._index import Reader, build_index
+from cudafuture.data import TgzImages, _archive_index, _candidates, _index_source, _sidecar, classes_of
+from cudafuture.data._archive_index import ArchiveReader, build_index
 from cudafuture.errors import ArchiveError
 from data.archives import compress, images, numbers, tar, write_archive
 
@@ -55,7 +55,7 @@ def test_index_alone_locates_images(tmp_path: Path, packing: str, monkeypatch: p
 
 
 def test_many_seek_points_allow_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_index, "_SPACING", 1 << 16)
+    monkeypatch.setattr(_archive_index, "_SPACING", 1 << 16)
     generator = torch.Generator().manual_seed(0)
     files = [(f"a/{i}.png", bytes(torch.randint(256, (9000,), generator=generator).tolist())) for i in range(60)]
     archive = write_archive(tmp_path, files)
@@ -196,7 +196,7 @@ def test_archive_changed_after_index_is_error(tmp_path: Path, packing: str) -> N
 def test_archive_changed_while_indexing_has_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = write_archive(tmp_path, images(COUNT))
     stats = iter([(1, 1), (1, 2)])
-    monkeypatch.setattr(_index, "identity_of", lambda path: next(stats))
+    monkeypatch.setattr(_archive_index, "identity_of", lambda path: next(stats))
     with pytest.raises(ArchiveError, match="changed while its index was built"):
         TgzImages(archive, index=True)
 
@@ -265,7 +265,7 @@ def test_reader_returns_exact_member_bytes(tmp_path: Path) -> None:
     for packing in ("tar", "tgz"):
         archive = tmp_path / f"images.{packing}"
         archive.write_bytes(compress(data, packing))
-        reader = Reader(str(archive), build_index(str(archive)))
+        reader = ArchiveReader(str(archive), build_index(str(archive)))
         assert reader.read(0, len(data)) == data
         assert reader.read(700, 11) == data[700:711]
         with pytest.raises(Exception, match="truncated"):

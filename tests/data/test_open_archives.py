@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cudafuture.data import TgzImages
-from cudafuture.data._index import Reader, build_index
+from cudafuture.data._archive_index import ArchiveReader, build_index
 from cudafuture.errors import ArchiveError
 from data.archives import images, numbers, write_archive
 from support.child import run_script
@@ -77,7 +77,7 @@ def test_dropped_iterator_closes_archive_immediately(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packing", ["tar", "tgz"])
 def test_reader_can_be_closed_twice(tmp_path: Path, packing: str) -> None:
     archive = write_archive(tmp_path, images(1), packing)
-    reader = Reader(str(archive), build_index(str(archive)))
+    reader = ArchiveReader(str(archive), build_index(str(archive)))
     for _ in range(2):
         reader.close()
     assert not is_open(archive)

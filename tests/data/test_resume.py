@@ -135,11 +135,11 @@ def test_other_epoch_begins_at_first_image(archive: Path) -> None:
 
 
 def test_indexed_resume_reads_only_rest(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cudafuture.data._index import Reader
+    from cudafuture.data._archive_index import ArchiveReader
 
     read = []
-    original = Reader.read
-    monkeypatch.setattr(Reader, "read", lambda *args: read.append(args[1]) or original(*args))  # type: ignore[func-returns-value]
+    original = ArchiveReader.read
+    monkeypatch.setattr(ArchiveReader, "read", lambda *args: read.append(args[1]) or original(*args))  # type: ignore[func-returns-value]
     dataset = TgzImages(archive, batch=2)
     dataset.load_state_dict({"epoch": 0, "batches": 8})
     assert numbers(dataset) == [16, 17, 18]

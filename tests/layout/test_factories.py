@@ -81,7 +81,7 @@ def test_missing_factory_arguments_are_found(line: str) -> None:
 
 def test_factories_name_their_device_and_dtype() -> None:
     files = python_files("cudafuture", "rpc_ext")
-    assert PACKAGE / "data" / "_index.py" in files
+    assert PACKAGE / "data" / "_archive_index.py" in files
     found = [
         f"{file.relative_to(ROOT)}:{node.lineno} has no {' and no '.join(sorted(missing(node)))}"
         for file in files

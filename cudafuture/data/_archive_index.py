@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from cudafuture.data._archive_stream import ArchiveStream, SeekableStream, limit_of, open_stream, packing_of
 from cudafuture.data._faults import Fault
 from cudafuture.data._rapidgzip import GzipFile
-from cudafuture.data._stream import SeekableStream, Stream, limit_of, open_stream, packing_of
 from cudafuture.data._tar import Member, members_of
 from cudafuture.errors import ArchiveError
 
-__all__ = ["Identity", "Index", "Reader", "build_index", "bytes_of", "identity_of", "tensor_of"]
+__all__ = ["ArchiveIndex", "ArchiveReader", "Identity", "build_index", "bytes_of", "identity_of", "tensor_of"]
 
 _SPACING = 1 << 20  # bytes of the archive between two seek points, each of which takes 32 KiB
 _MOST_SEEK_POINTS = 1 << 13
@@ -33,7 +33,7 @@ def identity_of(path: str | int) -> Identity:
 
 
 @dataclass(frozen=True)
-class Index:
+class ArchiveIndex:
     """Table of an archive's images, and the seek points of its compression.
 
     Args:
@@ -68,13 +68,13 @@ class Index:
         return bytes_of(self.names[start : int(self.ends[image])]).decode("utf-8", "surrogateescape")
 
 
-class Reader:
+class ArchiveReader:
     """Reader of an indexed archive's bytes, in any order. It belongs to one process."""
 
-    def __init__(self, path: str, index: Index) -> None:
+    def __init__(self, path: str, index: ArchiveIndex) -> None:
         self._path = path
         self._file: GzipFile | None = None
-        self._stream: Stream | None = None
+        self._stream: ArchiveStream | None = None
         self._damage: tuple[int, str, str] | None = None  # place, reason, text: a traceback would refer to this
         self._descriptor = -1
         self._descriptor = os.open(path, os.O_RDONLY)
@@ -88,7 +88,7 @@ class Reader:
             self.close()
             raise
 
-    def _open(self, path: str, index: Index) -> None:
+    def _open(self, path: str, index: ArchiveIndex) -> None:
         try:
             self._file = GzipFile(path, parallelization=1)
             self._file.import_index(bytes_of(index.seek_points))
@@ -149,7 +149,7 @@ class Reader:
         self.close()
 
 
-def build_index(path: str) -> Index:
+def build_index(path: str) -> ArchiveIndex:
     """Read an archive once, and return its index.
 
     Raises:
@@ -161,7 +161,7 @@ def build_index(path: str) -> Index:
     if packing == "zstd":
         raise ArchiveError(f"{path}: a .tar.zst archive cannot have an index", path=path)
     before = identity_of(path)
-    table = _Table()
+    table = _IndexBuilder()
     if packing == "tar":
         with SeekableStream(Path(path).open("rb")) as stream:
             table.fill(stream)
@@ -173,7 +173,7 @@ def build_index(path: str) -> Index:
     return table.index(before, packing, seek_points)
 
 
-class _RapidgzipStream(Stream):
+class _RapidgzipStream(ArchiveStream):
     """Unpacked bytes of an archive that rapidgzip unpacks while it collects seek points."""
 
     def __init__(self, file: GzipFile, limit: int) -> None:
@@ -193,7 +193,7 @@ class _RapidgzipStream(Stream):
         return memoryview(piece)[:count]
 
 
-def _scan_gzip(path: str, size: int, scan: Callable[[Stream], None]) -> bytes:
+def _scan_gzip(path: str, size: int, scan: Callable[[ArchiveStream], None]) -> bytes:
     """Let `scan` read a compressed archive, and return the seek points."""
     spacing = max(_SPACING, size // _MOST_SEEK_POINTS)
     cores = len(os.sched_getaffinity(0))
@@ -226,7 +226,7 @@ def _check_end(path: str, seek_points: bytes, unpacked: int) -> None:
         raise Fault("truncated", "the archive is truncated")
 
 
-class _Table:
+class _IndexBuilder:
     """Table of an index while it is built."""
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class _Table:
         self._classes: dict[str, int] = {}
         self._refused: list[tuple[str, str, str]] = []
 
-    def fill(self, stream: Stream) -> None:
+    def fill(self, stream: ArchiveStream) -> None:
         """Add all members of an archive."""
         for member in members_of(stream):
             if member.fault is not None:
@@ -250,7 +250,7 @@ class _Table:
         self._names += member.name.encode("utf-8", "surrogateescape")
         self._ends.append(len(self._names))
 
-    def index(self, identity: Identity, packing: str, seek_points: bytes) -> Index:
+    def index(self, identity: Identity, packing: str, seek_points: bytes) -> ArchiveIndex:
         """Return the index."""
         classes = sorted(self._classes)
         positions = {name: position for position, name in enumerate(classes)}
@@ -260,7 +260,7 @@ class _Table:
         )
         names, points = (tensor_of(data, torch.uint8) for data in (self._names, bytearray(seek_points)))
         labels = sorted_labels[labels]
-        return Index(identity, packing, classes, self._refused, offsets, sizes, labels, ends, names, points)
+        return ArchiveIndex(identity, packing, classes, self._refused, offsets, sizes, labels, ends, names, points)
 
 
 def tensor_of(data: bytearray | array[int], dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from cudafuture.data._extra import extra
 from cudafuture.data._faults import Fault
 from cudafuture.errors import ArchiveError
 
-__all__ = ["MOST_RATIO", "MOST_SMALL", "SeekableStream", "Stream", "limit_of", "open_stream", "packing_of"]
+__all__ = ["MOST_RATIO", "MOST_SMALL", "ArchiveStream", "SeekableStream", "limit_of", "open_stream", "packing_of"]
 
 MOST_RATIO = 100  # unpacked bytes for each byte of the archive
 MOST_SMALL = 64 << 20  # unpacked bytes that every archive may have
@@ -62,7 +62,7 @@ def limit_of(size: int) -> int:
     return max(MOST_SMALL, MOST_RATIO * size)
 
 
-class Stream:
+class ArchiveStream:
     """Unpacked bytes of an archive, which are read once and in order.
 
     Args:
@@ -137,7 +137,7 @@ class Stream:
         """Close the archive."""
         self._file.close()
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> ArchiveStream:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -165,7 +165,7 @@ class Stream:
         return len(piece) > 0
 
 
-class SeekableStream(Stream):
+class SeekableStream(ArchiveStream):
     """Bytes of an archive that is not compressed: members that are not needed are not read."""
 
     def read(self, count: int) -> bytes:
@@ -200,7 +200,7 @@ class SeekableStream(Stream):
         return piece
 
 
-class _GzipStream(Stream):
+class _GzipStream(ArchiveStream):
     """Unpacked bytes of one or more members of gzip, which zlib unpacks and verifies."""
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
@@ -259,7 +259,7 @@ def _before_damage(inflate: Any, packed: bytes) -> bytes:
     return b"".join(found)
 
 
-class _ZstdStream(Stream):
+class _ZstdStream(ArchiveStream):
     """Unpacked bytes of one or more frames of Zstandard (RFC 8878).
 
     The blocks of a frame are unpacked one by one. At most 128 KiB are therefore unpacked at once, and an archive that
@@ -332,7 +332,7 @@ def _is_skippable(magic: bytes) -> bool:
     return len(magic) == 4 and 0x50 <= magic[0] <= 0x5F and magic[1:] == b"\x2a\x4d\x18"
 
 
-def open_stream(path: str) -> Stream:
+def open_stream(path: str) -> ArchiveStream:
     """Open an archive, compressed or not, for reading from its beginning to its end.
 
     Raises:
