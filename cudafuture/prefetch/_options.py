@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Options"]
+__all__ = ["PrefetchOptions"]
 
 
 @dataclass(frozen=True)
-class Options:
+class PrefetchOptions:
     """Arguments of ``prefetch``, which documents them. Raises its TypeError and ValueError."""
 
     depth: int

@@ -2,9 +2,9 @@
 
 ::
 
-    iterable ──► Batch ──► Sender ──► queue ──► take()        in the reader's thread, or in a task of the event loop
-                   ▲                              │
-                   └── at most `depth` batches ───┘           a batch counts until the consumer takes it
+    iterable ──► SentBatch ──► Sender ──► queue ──► take()    in the reader's thread, or in a task of the event loop
+                     ▲                                │
+                     └──── at most `depth` batches ───┘       a batch counts until the consumer takes it
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from cudafuture._modes import Modes
 from cudafuture.executors import inline
 from cudafuture.future import submit
 from cudafuture.prefetch._errors import at_batch, retrieve_error, without_frame
-from cudafuture.prefetch._options import Options
-from cudafuture.prefetch._sender import Batch, Sender, keep_from_parent
+from cudafuture.prefetch._options import PrefetchOptions
+from cudafuture.prefetch._sender import Sender, SentBatch, keep_from_parent
 from cudafuture.prefetch._structure import find_all_tensors
 
 __all__ = ["Reader"]
@@ -58,7 +58,7 @@ class Reader:
         self,
         iterator: Iterator[Any] | AsyncIterator[Any],
         sender: Sender | None,
-        options: Options,
+        options: PrefetchOptions,
         snapshot: Callable[[], Any] | None,
         consumer: torch.Stream | None,
         pending: deque[_Place],
@@ -76,8 +76,8 @@ class Reader:
         self._pid = os.getpid()
         # Guards the fields below. Re-entrant: garbage collection under it may free the epoch, which closes the reader.
         self._lock = threading.RLock()
-        self._batches: deque[Batch] = deque()
-        self._untaken: dict[int, Batch] = {}  # by id: those that the consumer has not acknowledged
+        self._batches: deque[SentBatch] = deque()
+        self._untaken: dict[int, SentBatch] = {}  # by id: those that the consumer has not acknowledged
         self._waiting: deque[CUDAFuture[None]] = deque()  # complete when consumers must check again
         self.is_closed = False
         self.is_replaced = False  # by a later epoch of the same prefetcher
@@ -100,7 +100,7 @@ class Reader:
         earlier = None if before is None else before._task
         self._task = asyncio.get_running_loop().create_task(self._run_async(earlier))
 
-    def take(self) -> Batch | CUDAFuture[None]:
+    def take(self) -> SentBatch | CUDAFuture[None]:
         """Return the next batch, whose copy may not be enqueued yet, or a future to wait for if none has been read.
 
         The consumer must acknowledge the batch.
@@ -115,7 +115,7 @@ class Reader:
                 self._waiting.append(waiting)
             return waiting
 
-    def acknowledge(self, batch: Batch) -> None:
+    def acknowledge(self, batch: SentBatch) -> None:
         """Acknowledge a batch, so that the reader may read one more."""
         with self._lock:
             if id(batch) in self._untaken:
@@ -173,7 +173,7 @@ class Reader:
         self.close()
         self._iterator, self._snapshot = iter(()), None
 
-    def _drop(self, batch: Batch) -> None:
+    def _drop(self, batch: SentBatch) -> None:
         if not self._options.futures:
             batch.drop()
         batch.future.add_done_callback(retrieve_error, executor=inline)
@@ -219,7 +219,7 @@ class Reader:
 
     async def _run_async(self, earlier: asyncio.Task[None] | None) -> None:
         """Read as ``_run`` does. A cancellation that does not come from the consumer is an error of the epoch."""
-        batch: Batch | None = None
+        batch: SentBatch | None = None
         try:
             if earlier is not None and earlier.get_loop() is asyncio.get_running_loop():
                 await asyncio.wait([earlier])
@@ -243,10 +243,10 @@ class Reader:
             assert self._ended is not None
             self._ended.set_result(None)
 
-    def _new_batch(self) -> Batch:
-        # "hold": the consumer's stream is the one that the memory belongs to, or Batch.record_use() is called.
+    def _new_batch(self) -> SentBatch:
+        # "hold": the consumer's stream is the one that the memory belongs to, or SentBatch.record_use() is called.
         lifetime: Any = "record" if self._options.futures else "hold"
-        return Batch(CUDAFuture(name="prefetch", lifetime=lifetime), CUDAFuture(name="prefetch"))
+        return SentBatch(CUDAFuture(name="prefetch", lifetime=lifetime), CUDAFuture(name="prefetch"))
 
     def _is_full(self) -> bool:
         pending = self.pending
@@ -270,7 +270,7 @@ class Reader:
         """Return a copy of the state of the iterable, which may change it later; None if it has none."""
         return None if self._snapshot is None else copy.deepcopy(self._snapshot())
 
-    def _offer(self, batch: Batch) -> bool:
+    def _offer(self, batch: SentBatch) -> bool:
         """Pass a batch to the consumer; return False if the consumer has closed, or the batch has failed."""
         if not batch.future.done() and (self.has_read_all or not batch.is_end):
             try:
@@ -289,7 +289,7 @@ class Reader:
         self._wake_consumers()
         return not (self.is_closed or failed)
 
-    def _fail(self, batch: Batch, error: BaseException) -> None:
+    def _fail(self, batch: SentBatch, error: BaseException) -> None:
         """Pass the error of the iterable to the consumer, in place of a batch. StopIteration is not an error."""
         if isinstance(error, (StopIteration, StopAsyncIteration)):
             self.has_read_all = True
@@ -309,7 +309,7 @@ class Reader:
             batch.future.set_result(None)
         self._iterator, self._snapshot = iter(()), None
 
-    def _send(self, batch: Batch, item: Any) -> bool:
+    def _send(self, batch: SentBatch, item: Any) -> bool:
         """Send a batch to the device; return whether that succeeded."""
         place = self.pending[-1]
         try:

@@ -23,18 +23,18 @@ from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture._modes import outside_inference
 from cudafuture._tensors import find_tensors
-from cudafuture.prefetch._options import Options
+from cudafuture.prefetch._options import PrefetchOptions
 from cudafuture.prefetch._structure import find_all_tensors, find_leaves, map_leaves
 from cudafuture.streams import own_stream, use_streams
 
-__all__ = ["Batch", "Sender", "keep_from_parent"]
+__all__ = ["Sender", "SentBatch", "keep_from_parent"]
 
 _of_parent: list[object] = []
 _REMEMBERED = 8  # batches; the largest of them is the size of reserved slabs
 
 
 @dataclass(eq=False)
-class Batch:
+class SentBatch:
     """One item of the iterable, or its end, in flight to the consumer."""
 
     future: CUDAFuture[Any]
@@ -70,7 +70,7 @@ class Batch:
             self.future = CUDAFuture.completed(None)
 
 
-def _order_owner(batch: Batch, future: CUDAFuture[Any]) -> None:
+def _order_owner(batch: SentBatch, future: CUDAFuture[Any]) -> None:
     """Make the stream that the memory belongs to wait for the copy."""
     for event in future.events.values() if batch.owner is not None else ():
         event.wait(batch.owner)
@@ -89,7 +89,7 @@ class Sender:
         options: of the prefetcher. A consumer of futures may drop a batch without having waited for it.
     """
 
-    def __init__(self, device: torch.device, options: Options) -> None:
+    def __init__(self, device: torch.device, options: PrefetchOptions) -> None:
         self.device = device
         self.stream = own_stream(device, options.priority)
         self._pin = _can_pin() if options.pin == "auto" else options.pin
@@ -121,7 +121,7 @@ class Sender:
             keep_from_parent([*self._slabs])
         self._slabs.clear()
 
-    def send(self, batch: Batch, item: Any, consumer: torch.Stream | None) -> int:
+    def send(self, batch: SentBatch, item: Any, consumer: torch.Stream | None) -> int:
         """Enqueue the copies of `item` and complete the batch's future with their events.
 
         Return the bytes of all tensors of the item. Block while the host copies to the staging buffer. An error fails
@@ -162,12 +162,12 @@ class Sender:
         enqueued.set_result(None, stream=self.stream)
         return enqueued
 
-    def keep_memory(self, batch: Batch) -> None:
+    def keep_memory(self, batch: SentBatch) -> None:
         """Prevent the reuse of a failed batch's memory before the copy into it has finished."""
         for tensor in batch.memory:
             tensor.record_stream(self.stream)
 
-    def _copy(self, batch: Batch, packed: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _copy(self, batch: SentBatch, packed: list[torch.Tensor]) -> list[torch.Tensor]:
         """Enqueue the copies of the packed tensors, into a reserved slab if one is large enough."""
         slab: _C.DeviceSlab | None = None
         wanted = _C.batch_nbytes(packed) if self._pack else 0

@@ -16,9 +16,9 @@ from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture._modes import Modes
 from cudafuture.prefetch._errors import second_loop
-from cudafuture.prefetch._options import Options
+from cudafuture.prefetch._options import PrefetchOptions
 from cudafuture.prefetch._reader import Reader
-from cudafuture.prefetch._sender import Batch, Sender
+from cudafuture.prefetch._sender import Sender, SentBatch
 from cudafuture.prefetch.statistics import PrefetchStatistics
 
 __all__ = ["Prefetcher", "prefetch"]
@@ -87,7 +87,7 @@ def prefetch(
     """
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__aiter__"):
         raise TypeError(f"prefetch() takes an iterable, not {type(iterable).__name__}")
-    options = Options(depth, bytes, priority, pin, transform, pack, futures, across_epochs)
+    options = PrefetchOptions(depth, bytes, priority, pin, transform, pack, futures, across_epochs)
     target = _device_of(device)
     return Prefetcher(iterable, None if target.type == "cpu" else Sender(target, options), options)
 
@@ -100,11 +100,11 @@ class Prefetcher:
     RuntimeError. For two loops at a time, create two prefetchers.
     """
 
-    def __init__(self, iterable: Iterable[Any] | AsyncIterable[Any], sender: Sender | None, options: Options) -> None:
+    def __init__(
+        self, iterable: Iterable[Any] | AsyncIterable[Any], sender: Sender | None, options: PrefetchOptions
+    ) -> None:
         self.device = torch.device("cpu") if sender is None else sender.device
-        self._iterable = iterable
-        self._sender = sender
-        self._options = options
+        self._iterable, self._sender, self._options = iterable, sender, options
         self._is_async = not hasattr(iterable, "__iter__")
         self._number = 0  # of the next epoch
         self._state: Any = None  # of the iterable, after the batch that was taken last; None: not known
@@ -271,7 +271,7 @@ class Prefetcher:
             else:
                 self._start(self._ahead, reader)
 
-    def _count(self, reader: Reader, batch: Batch, loader: float, since: float, until: float) -> None:
+    def _count(self, reader: Reader, batch: SentBatch, loader: float, since: float, until: float) -> None:
         """Count a batch that was taken, and keep the state after it. Times are those of ``Epoch._next``."""
         device = min(max((batch.packing_since or since) - since, 0.0), until - since)
         before = self._counted
@@ -306,7 +306,7 @@ class Epoch:
         if self._prefetcher._is_async:
             raise TypeError("the iterable of this prefetcher is an async one: use `async for`")
         began = time.perf_counter()
-        batch: Batch | None = None
+        batch: SentBatch | None = None
         try:
             while isinstance(taken := self._take(StopIteration), CUDAFuture):
                 taken.wait()
@@ -319,7 +319,7 @@ class Epoch:
     async def __anext__(self) -> Any:
         """Return the next batch as ``__next__`` does, without blocking the event loop."""
         began = time.perf_counter()
-        batch: Batch | None = None
+        batch: SentBatch | None = None
         try:
             while isinstance(taken := self._take(StopAsyncIteration), CUDAFuture):
                 await taken
@@ -331,14 +331,14 @@ class Epoch:
             self._abandon(batch)
             raise
 
-    def _take(self, end: type[Exception]) -> Batch | CUDAFuture[None]:
+    def _take(self, end: type[Exception]) -> SentBatch | CUDAFuture[None]:
         if self._reader.is_replaced:
             raise second_loop()
         if self._reader.is_closed:
             raise end
         return self._reader.take()
 
-    def _hand_out(self, batch: Batch, loader: float, since: float, end: type[Exception]) -> Any:
+    def _hand_out(self, batch: SentBatch, loader: float, since: float, end: type[Exception]) -> Any:
         """Order the current stream after the batch and return the batch; raise `end` if there is no more."""
         gives_future = self._options.futures and not batch.is_end
         value = batch.future if gives_future else batch.future.wait(non_blocking=True)
@@ -351,7 +351,7 @@ class Epoch:
             raise end
         return value
 
-    def _let_read(self, batch: Batch) -> None:
+    def _let_read(self, batch: SentBatch) -> None:
         """Allow the reader to read one more batch, into memory of the current stream."""
         if self._sender is not None and not batch.is_end:
             self._reader.consumer = _C.current_streams([self._sender.device])[0]
@@ -359,7 +359,7 @@ class Epoch:
         self._reader.acknowledge(batch)
         self._prefetcher._begin_ahead(self._reader)
 
-    def _abandon(self, batch: Batch | None) -> None:
+    def _abandon(self, batch: SentBatch | None) -> None:
         """Close after an error in a step of this iterator."""
         if batch is not None:
             if not self._options.futures:
