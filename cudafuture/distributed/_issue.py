@@ -23,7 +23,7 @@ from cudafuture.config import config
 from cudafuture.distributed import _gloo, _order, _staged
 from cudafuture.distributed._group import Group, Issuer, group_of, groups, rank_in, resolve
 from cudafuture.distributed._monitored_barrier import Deadline
-from cudafuture.distributed._operations import Layout, Operation
+from cudafuture.distributed._operations import DistributedOperation, Layout
 from cudafuture.distributed._order_entry import text_of
 from cudafuture.distributed._staging_buffers import each
 from cudafuture.errors import CollectiveError, InvalidStateError, TensorSearchError
@@ -47,7 +47,7 @@ _checks_ownership = config.debug_ownership
 class Issue(NamedTuple):
     """One operation that this rank issues. `begin` creates it: a call of the class costs more than the rest of it."""
 
-    operation: Operation
+    operation: DistributedOperation
     group: Group
     issuer: Issuer
     sequence: int
@@ -100,8 +100,8 @@ class Issue(NamedTuple):
     ) -> _Future[T]:
         """Issue the operation: call `function` with `tensors` and ``group=``; it returns a Work.
 
-        The future completes with `value`. `roles` are those of :class:`Operation`. For tensors that go through the
-        host, `function` gets their staging buffers.
+        The future completes with `value`. `roles` are those of :class:`DistributedOperation`. For tensors that go
+        through the host, `function` gets their staging buffers.
         """
         if self.group.is_broken:
             return self.refused(RuntimeError("the group's Gloo thread has ended; create a new group"))
@@ -247,7 +247,7 @@ _Future = _C.CUDAFuture
 
 
 def begin(
-    operation: Operation, group: Any, tensors: tuple[Any, ...], on_device: bool | None = None
+    operation: DistributedOperation, group: Any, tensors: tuple[Any, ...], on_device: bool | None = None
 ) -> tuple[Issue, dist.ProcessGroup] | None:
     """Begin an operation on `group`; return None if this rank is not in it.
 
@@ -298,7 +298,7 @@ def begin(
     return _new(Issue, (operation, state, issuer, sequence, facts, is_staged)), process_group
 
 
-def begin_in_queue(operation: Operation, group: Any) -> tuple[Issue, dist.ProcessGroup] | None:
+def begin_in_queue(operation: DistributedOperation, group: Any) -> tuple[Issue, dist.ProcessGroup] | None:
     """Begin an operation that runs in its own serial queue (`Issue.run_in_queue`), on a side group."""
     begun = begin_beside(operation, group, ())
     if begun is not None:
@@ -306,7 +306,9 @@ def begin_in_queue(operation: Operation, group: Any) -> tuple[Issue, dist.Proces
     return begun
 
 
-def begin_beside(operation: Operation, group: Any, tensors: tuple[Any, ...]) -> tuple[Issue, dist.ProcessGroup] | None:
+def begin_beside(
+    operation: DistributedOperation, group: Any, tensors: tuple[Any, ...]
+) -> tuple[Issue, dist.ProcessGroup] | None:
     """Begin an operation that is matched by its peer and its tag, and needs no order."""
     _C.refuse_after_fork()
     process_group = resolve(group)
@@ -324,7 +326,7 @@ def begin_beside(operation: Operation, group: Any, tensors: tuple[Any, ...]) -> 
     return Issue(operation, state, state.beside, sequence, facts, is_staged), process_group
 
 
-def _refuse_coalesced(operation: Operation, process_group: dist.ProcessGroup) -> None:
+def _refuse_coalesced(operation: DistributedOperation, process_group: dist.ProcessGroup) -> None:
     """Raise inside torch's coalescing manager, where only the Work of the manager tells when operations are done."""
     if process_group in _coalesced:
         raise InvalidStateError(
@@ -351,7 +353,7 @@ def nothing() -> _Future[Any]:
     return _C.CUDAFuture.completed(None)
 
 
-def _facts(tensors: Any, operation: Operation, process_group: dist.ProcessGroup) -> Any:
+def _facts(tensors: Any, operation: DistributedOperation, process_group: dist.ProcessGroup) -> Any:
     """Return shape and dtype of each tensor; None for other arguments, which torch rejects.
 
     Raises:
@@ -378,7 +380,7 @@ def _facts(tensors: Any, operation: Operation, process_group: dist.ProcessGroup)
     return None
 
 
-def _is_fit(tensor: torch.Tensor, operation: Operation, process_group: dist.ProcessGroup) -> bool:
+def _is_fit(tensor: torch.Tensor, operation: DistributedOperation, process_group: dist.ProcessGroup) -> bool:
     """Return True if the operation is correct for a tensor that is not contiguous."""
     if operation.layout is Layout.ANY_OVER_GLOO:
         return _staged.is_over_gloo(process_group, tensor.device)

@@ -30,11 +30,11 @@ def options_without_split(backend: str | None, given: Any = None) -> Any:
 
 
 def _without_split(given: Any) -> Any:
-    class Options(dist.ProcessGroupNCCL.Options):
+    class UnsplitOptions(dist.ProcessGroupNCCL.Options):
         # A property hides the field of the base class, which is what the backend reads.
         split_from = property(lambda self: None, lambda self, value: None)
 
-    options = Options()
+    options = UnsplitOptions()
     options.is_high_priority_stream = False if given is None else given.is_high_priority_stream
     if given is not None:
         options.config = given.config

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from cudafuture.distributed._backends import unwrapped
 from cudafuture.distributed._side_group import kind_of
 
-__all__ = ["Layout", "Operation"]
+__all__ = ["DistributedOperation", "Layout"]
 
 
 class Layout(Enum):
@@ -37,7 +37,7 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Operation:
+class DistributedOperation:
     """One row of the table."""
 
     name: str
@@ -129,9 +129,9 @@ _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or di
 
 # ---- collectives on tensors
 
-ALL_REDUCE = Operation("all_reduce", dist.all_reduce, "x", layout=Layout.DENSE, gloo_copies_cuda=True)
-ALL_REDUCE_COALESCED = Operation("all_reduce_coalesced", _all_reduce_coalesced, "x", layout=Layout.DENSE)
-BROADCAST = Operation(
+ALL_REDUCE = DistributedOperation("all_reduce", dist.all_reduce, "x", layout=Layout.DENSE, gloo_copies_cuda=True)
+ALL_REDUCE_COALESCED = DistributedOperation("all_reduce_coalesced", _all_reduce_coalesced, "x", layout=Layout.DENSE)
+BROADCAST = DistributedOperation(
     "broadcast",
     dist.broadcast,
     "r",
@@ -140,7 +140,7 @@ BROADCAST = Operation(
     layout=Layout.DENSE,
     gloo_copies_cuda=True,
 )
-REDUCE = Operation(
+REDUCE = DistributedOperation(
     "reduce",
     dist.reduce,
     "x",
@@ -149,7 +149,7 @@ REDUCE = Operation(
     layout=Layout.DENSE,
     gloo_copies_cuda=True,
 )
-ALL_GATHER = Operation(
+ALL_GATHER = DistributedOperation(
     "all_gather",
     dist.all_gather,
     "wr",
@@ -157,9 +157,11 @@ ALL_GATHER = Operation(
     has_same_tensors=False,
     gloo_copies_cuda=True,
 )
-ALL_GATHER_COALESCED = Operation("all_gather_coalesced", _all_gather_coalesced, "wr", layout=Layout.ANY_OVER_GLOO)
-ALL_GATHER_INTO_TENSOR = Operation("all_gather_into_tensor", _all_gather_single, "wr")
-GATHER = Operation(
+ALL_GATHER_COALESCED = DistributedOperation(
+    "all_gather_coalesced", _all_gather_coalesced, "wr", layout=Layout.ANY_OVER_GLOO
+)
+ALL_GATHER_INTO_TENSOR = DistributedOperation("all_gather_into_tensor", _all_gather_single, "wr")
+GATHER = DistributedOperation(
     "gather",
     dist.gather,
     "rw",
@@ -170,7 +172,7 @@ GATHER = Operation(
     has_same_tensors=False,
     gloo_copies_cuda=True,
 )
-GATHER_SINGLE = Operation(
+GATHER_SINGLE = DistributedOperation(
     "gather_single",
     _gather_single,
     "rw",
@@ -182,7 +184,7 @@ GATHER_SINGLE = Operation(
     split_roles="w",
     gloo_copies_cuda=True,
 )
-SCATTER = Operation(
+SCATTER = DistributedOperation(
     "scatter",
     dist.scatter,
     "wr",
@@ -191,10 +193,10 @@ SCATTER = Operation(
     has_same_tensors=False,
     gloo_copies_cuda=True,
 )
-REDUCE_SCATTER = Operation("reduce_scatter", dist.reduce_scatter, "wr", has_same_tensors=False)
-REDUCE_SCATTER_TENSOR = Operation("reduce_scatter_tensor", _reduce_scatter_single, "wr")
-ALL_TO_ALL = Operation("all_to_all", _all_to_all, "wr", has_same_tensors=False)
-ALL_TO_ALL_SINGLE = Operation(
+REDUCE_SCATTER = DistributedOperation("reduce_scatter", dist.reduce_scatter, "wr", has_same_tensors=False)
+REDUCE_SCATTER_TENSOR = DistributedOperation("reduce_scatter_tensor", _reduce_scatter_single, "wr")
+ALL_TO_ALL = DistributedOperation("all_to_all", _all_to_all, "wr", has_same_tensors=False)
+ALL_TO_ALL_SINGLE = DistributedOperation(
     "all_to_all_single",
     dist.all_to_all_single,
     "wr",
@@ -202,16 +204,16 @@ ALL_TO_ALL_SINGLE = Operation(
     split_roles="wr",
     gloo_copies_cuda=True,
 )
-BARRIER = Operation("barrier", dist.barrier, output=None)
+BARRIER = DistributedOperation("barrier", dist.barrier, output=None)
 
 # ---- point to point, with the values that point_to_point.py gives them
 
-SEND = Operation("send", dist.isend, is_matched_by_peer=True)
-RECV = Operation("recv", dist.irecv, is_matched_by_peer=True)
-BATCH_ISEND_IRECV = Operation("batch_isend_irecv", dist.batch_isend_irecv, is_matched_by_peer=True)
+SEND = DistributedOperation("send", dist.isend, is_matched_by_peer=True)
+RECV = DistributedOperation("recv", dist.irecv, is_matched_by_peer=True)
+BATCH_ISEND_IRECV = DistributedOperation("batch_isend_irecv", dist.batch_isend_irecv, is_matched_by_peer=True)
 
-SEND_OBJECT_LIST = Operation("send_object_list", dist.send_object_list, is_matched_by_peer=True)
-RECV_OBJECT_LIST = Operation("recv_object_list", dist.recv_object_list, is_matched_by_peer=True)
+SEND_OBJECT_LIST = DistributedOperation("send_object_list", dist.send_object_list, is_matched_by_peer=True)
+RECV_OBJECT_LIST = DistributedOperation("recv_object_list", dist.recv_object_list, is_matched_by_peer=True)
 
 # ---- operations that block, in serial queues of their own
 
@@ -222,11 +224,11 @@ def _broadcast_object_list(objects: list[Any], group: Any, device: torch.device 
     dist.broadcast_object_list(objects, group=group, device=device if carries else None, **options)
 
 
-ALL_GATHER_OBJECT = Operation("all_gather_object", dist.all_gather_object)
-BROADCAST_OBJECT_LIST = Operation(
+ALL_GATHER_OBJECT = DistributedOperation("all_gather_object", dist.all_gather_object)
+BROADCAST_OBJECT_LIST = DistributedOperation(
     "broadcast_object_list", _broadcast_object_list, root="src", default_root=0, has_same_count=True
 )
-SCATTER_OBJECT_LIST = Operation("scatter_object_list", dist.scatter_object_list, root="src", default_root=0)
-GATHER_OBJECT = Operation("gather_object", dist.gather_object, output=1, root="dst", default_root=0)
+SCATTER_OBJECT_LIST = DistributedOperation("scatter_object_list", dist.scatter_object_list, root="src", default_root=0)
+GATHER_OBJECT = DistributedOperation("gather_object", dist.gather_object, output=1, root="dst", default_root=0)
 # The library has its own implementation of this one.
-MONITORED_BARRIER = Operation("monitored_barrier", dist.monitored_barrier, output=None)
+MONITORED_BARRIER = DistributedOperation("monitored_barrier", dist.monitored_barrier, output=None)

@@ -20,14 +20,14 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from cudafuture import _C
-from cudafuture.distributed._order_entry import Entry, difference, of_collective
+from cudafuture.distributed._order_entry import OrderEntry, difference, of_collective
 from cudafuture.distributed._side_group import store_of
 from cudafuture.errors import CollectiveError, InvalidStateError
 
 if TYPE_CHECKING:
     from cudafuture.distributed._group import Issuer
     from cudafuture.distributed._issue import Issue
-    from cudafuture.distributed._order_messages import Message
+    from cudafuture.distributed._order_messages import ComparedMessage
 
 __all__ = ["Compared", "Comparison", "checked", "queued", "refusals"]
 
@@ -66,7 +66,7 @@ class Compared:
     waits_for_all = True
     """The result waits for the entries of all ranks, even if the operation has succeeded."""
 
-    def __init__(self, issue: Issue, entry: Entry) -> None:
+    def __init__(self, issue: Issue, entry: OrderEntry) -> None:
         self.issue = issue
         self.entry = entry
         self.future: _C.CUDAFuture[Any] | None = None
@@ -120,7 +120,7 @@ class Compared:
         with contextlib.suppress(InvalidStateError):
             self.result.set_exception(self.issue.error(error))
 
-    def fits(self, rank: int, other: Entry) -> bool:
+    def fits(self, rank: int, other: OrderEntry) -> bool:
         """Compare with the entry of another rank; if they differ, fail the result and return False."""
         issue = self.issue
         is_wanted = self.unseen.pop(rank, None) is not None  # False: the program has just skipped this recv
@@ -168,7 +168,7 @@ class Comparison:
         self.running = False
         self.wake = threading.Event()
         self.messages: Counter[str] = Counter()  # so far, by sender, receiver and tag
-        self.pending_recvs: list[Message] = []
+        self.pending_recvs: list[ComparedMessage] = []
 
     @classmethod
     def of(cls, issuer: Issuer, process_group: dist.ProcessGroup) -> Comparison:
@@ -178,7 +178,7 @@ class Comparison:
                 known = cls._all[id(issuer)] = cls(issuer, process_group)
             return known
 
-    def write(self, entry: Compared, key: str, value: Entry) -> None:
+    def write(self, entry: Compared, key: str, value: OrderEntry) -> None:
         """Show other ranks a value for an entry: itself, or {} if there is nothing to compare."""
         try:
             self.store.set(key, json.dumps(value))

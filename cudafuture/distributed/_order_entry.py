@@ -21,13 +21,13 @@ from cudafuture import _frames
 if TYPE_CHECKING:
     from cudafuture.distributed._issue import Issue
 
-__all__ = ["Entry", "count_of", "difference", "of_collective", "of_message", "text_of"]
+__all__ = ["OrderEntry", "count_of", "difference", "of_collective", "of_message", "text_of"]
 
-Entry = dict[str, Any]
+OrderEntry = dict[str, Any]
 _NOT_COMPARED = {"async_op", "device", "device_ids", "timeout", "input_split_sizes", "output_split_sizes"}
 
 
-def of_collective(issue: Issue, function: Callable[..., Any] | None, roles: str) -> Entry:
+def of_collective(issue: Issue, function: Callable[..., Any] | None, roles: str) -> OrderEntry:
     """Return the entry of a collective; `function` is a partial with the options of torch's function."""
     operation = issue.operation
     keywords: dict[str, Any] = getattr(function, "keywords", {})
@@ -36,7 +36,7 @@ def of_collective(issue: Issue, function: Callable[..., Any] | None, roles: str)
         what += f" of {count_of(len(objects))}"
     if issue.is_staged:
         what += " on a device"
-    entry: Entry = {"what": what, "where": _frames.call_site(), "options": _options(keywords)}
+    entry: OrderEntry = {"what": what, "where": _frames.call_site(), "options": _options(keywords)}
     if not operation.has_same_tensors:
         entry["gives"], entry["takes"] = {}, {}
         for role, peer, tensor in _exchanged(issue, keywords, roles):
@@ -45,12 +45,12 @@ def of_collective(issue: Issue, function: Callable[..., Any] | None, roles: str)
     return entry
 
 
-def of_message(issue: Issue, carries: str) -> Entry:
+def of_message(issue: Issue, carries: str) -> OrderEntry:
     """Return the entry of one end of a message."""
     return {"what": f"{issue.operation.name} {carries}", "where": _frames.call_site(), "carries": carries}
 
 
-def difference(rank: int, mine: Entry, other_rank: int, other: Entry) -> str | None:
+def difference(rank: int, mine: OrderEntry, other_rank: int, other: OrderEntry) -> str | None:
     """Return two lines that name both operations, if they do not belong together; None: they do."""
     details = _differ(rank, mine, other_rank, other)
     if details is None:
@@ -85,7 +85,7 @@ def _flattened(text: str) -> str:
     return re.sub(r"(?<=\w)\[([\d, ]*)\]", lambda shape: f"[{math.prod(json.loads(shape[0]))}]", text)
 
 
-def _differ(rank: int, mine: Entry, other_rank: int, other: Entry) -> tuple[str, str] | None:
+def _differ(rank: int, mine: OrderEntry, other_rank: int, other: OrderEntry) -> tuple[str, str] | None:
     if "carries" in mine:
         return None if _fit(mine["carries"], other["carries"]) else ("", "")
     if not _fit(mine["what"], other["what"]):

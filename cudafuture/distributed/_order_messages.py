@@ -23,7 +23,7 @@ from cudafuture.distributed._order_entry import of_message
 if TYPE_CHECKING:
     from cudafuture.distributed._issue import Issue
 
-__all__ = ["End", "Message", "checked_messages"]
+__all__ = ["ComparedMessage", "End", "checked_messages"]
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def checked_messages(
 ) -> _C.CUDAFuture[T]:
     """Issue messages with `call`, show their ends, and return a future that fails if the other ends differ."""
     comparison = Comparison.of(issue.issuer, process_group)
-    messages = [Message(issue, process_group, comparison, end) for end in ends]
+    messages = [ComparedMessage(issue, process_group, comparison, end) for end in ends]
     with comparison.lock:  # messages are numbered in the order of their issue
         for message in messages:
             message.begin()
@@ -67,7 +67,7 @@ def checked_messages(
     return future
 
 
-class Message(Compared):
+class ComparedMessage(Compared):
     """One end of a message, compared with the other end."""
 
     waits_for_all = False

@@ -24,7 +24,7 @@ from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture._staging import complete
 from cudafuture.distributed._group import Group
-from cudafuture.distributed._operations import Operation
+from cudafuture.distributed._operations import DistributedOperation
 from cudafuture.distributed._side_group import kind_of
 from cudafuture.distributed._staging_buffers import StagingBuffers, are_on_host, each, record
 
@@ -38,7 +38,9 @@ Call = Callable[..., Any]
 _HOST = torch.device("cpu")
 
 
-def is_staged(group: Group, process_group: dist.ProcessGroup, operation: Operation, tensors: tuple[Any, ...]) -> bool:
+def is_staged(
+    group: Group, process_group: dist.ProcessGroup, operation: DistributedOperation, tensors: tuple[Any, ...]
+) -> bool:
     """Return True if the tensors go through the host, because the backend cannot carry their devices.
 
     Raises:
@@ -56,7 +58,7 @@ def is_staged(group: Group, process_group: dist.ProcessGroup, operation: Operati
     return True
 
 
-def _is_kind_staged(group: Group, process_group: dist.ProcessGroup, operation: Operation, kind: str) -> bool:
+def _is_kind_staged(group: Group, process_group: dist.ProcessGroup, operation: DistributedOperation, kind: str) -> bool:
     if kind == "cpu":
         return False
     key = operation.name, kind
@@ -65,7 +67,7 @@ def _is_kind_staged(group: Group, process_group: dist.ProcessGroup, operation: O
     return group.staged_kinds[key]
 
 
-def _needs_staging(process_group: dist.ProcessGroup, operation: Operation, kind: str) -> bool:
+def _needs_staging(process_group: dist.ProcessGroup, operation: DistributedOperation, kind: str) -> bool:
     backend = kind_of(process_group, torch.device(kind))
     if kind == "meta" or (backend is None and kind_of(process_group, _HOST) is None):
         return False  # no backend can carry it: torch raises

@@ -46,7 +46,7 @@ from cudafuture.distributed._operations import (
     REDUCE_SCATTER,
     REDUCE_SCATTER_TENSOR,
     SCATTER,
-    Operation,
+    DistributedOperation,
 )
 
 __all__ = [
@@ -76,7 +76,7 @@ _SUM: Any = dist.ReduceOp.SUM
 
 
 def _issue(
-    operation: Operation,
+    operation: DistributedOperation,
     group: Any,
     tensors: tuple[Any, ...],
     rank: int | None = None,

@@ -32,7 +32,7 @@ from cudafuture.distributed._operations import (
     BATCH_ISEND_IRECV,
     RECV_OBJECT_LIST,
     SEND_OBJECT_LIST,
-    Operation,
+    DistributedOperation,
 )
 from cudafuture.distributed._order_entry import count_of
 from cudafuture.distributed._side_group import kind_of
@@ -209,7 +209,7 @@ def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def _begin(operation: Operation, process_group: dist.ProcessGroup, message: torch.Tensor) -> Issue:
+def _begin(operation: DistributedOperation, process_group: dist.ProcessGroup, message: torch.Tensor) -> Issue:
     begun = begin_beside(operation, process_group, (message,))
     assert begun is not None
     return begun[0]._replace(tensors=())  # errors do not name the message

@@ -32,7 +32,7 @@ from cudafuture.distributed._operations import (
     GATHER_OBJECT,
     MONITORED_BARRIER,
     SCATTER_OBJECT_LIST,
-    Operation,
+    DistributedOperation,
 )
 from cudafuture.distributed._side_group import timeout_of
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def _issue(
-    operation: Operation,
+    operation: DistributedOperation,
     group: Any,
     arguments: tuple[Any, ...],
     sent: object,

@@ -28,7 +28,7 @@ ENDS_WELL_ELSEWHERE = {"gather", "gather_single"}
 
 
 # Of every row of the table; the sends are those of "recv" and "recv_object_list".
-ROWS = [row.name for row in vars(_operations).values() if isinstance(row, _operations.Operation)]
+ROWS = [row.name for row in vars(_operations).values() if isinstance(row, _operations.DistributedOperation)]
 NAMES = set(ROWS) - {"send", "send_object_list"}
 
 

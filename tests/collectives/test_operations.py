@@ -8,10 +8,10 @@ import pytest
 
 import cudafuture.distributed as cfd
 from cudafuture.distributed import _operations, collectives
-from cudafuture.distributed._operations import Operation
+from cudafuture.distributed._operations import DistributedOperation
 from support.comparison import ALL
 
-ROWS = {name: row for name, row in vars(_operations).items() if isinstance(row, Operation)}
+ROWS = {name: row for name, row in vars(_operations).items() if isinstance(row, DistributedOperation)}
 ROOTED = [row for row in ROWS.values() if row.root is not None]
 ON_TENSORS = [row for row in ROWS.values() if row.name in collectives.__all__]
 
@@ -35,12 +35,12 @@ def test_every_tensor_collective_has_compared_row() -> None:
 
 
 @pytest.mark.parametrize("row", ROOTED, ids=lambda row: row.name)
-def test_row_root_is_function_argument(row: Operation) -> None:
+def test_row_root_is_function_argument(row: DistributedOperation) -> None:
     assert {row.root, f"group_{row.root}"} <= inspect.signature(getattr(cfd, row.name)).parameters.keys()
 
 
 @pytest.mark.parametrize("row", ON_TENSORS, ids=lambda row: row.name)
-def test_row_output_is_written(row: Operation) -> None:
+def test_row_output_is_written(row: DistributedOperation) -> None:
     if row.output is None:
         assert not row.roles
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cudafuture.distributed import _operations
-from cudafuture.distributed._operations import Operation
+from cudafuture.distributed._operations import DistributedOperation
 from support.nccl_memory import (
     ISSUES,
     UNEVEN,
@@ -37,7 +37,7 @@ WITHOUT_MEMORY = {
 
 
 def test_every_table_operation_is_covered() -> None:
-    table = {row.name for row in vars(_operations).values() if isinstance(row, Operation)}
+    table = {row.name for row in vars(_operations).values() if isinstance(row, DistributedOperation)}
     assert {name.split()[0] for name in ISSUES} == table - WITHOUT_MEMORY
 
 
