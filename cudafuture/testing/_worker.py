@@ -19,8 +19,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from cudafuture.testing._channel import Channel
-from cudafuture.testing._job import DUMP, FORKED, IDLE, READY, Job, Outcome
+from cudafuture.testing._message_socket import MessageSocket
+from cudafuture.testing._worker_job import DUMP, FORKED, IDLE, READY, Outcome, WorkerJob
 
 __all__: list[str] = []
 
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # live as long as their process
 
 
-def perform(job: Job) -> Outcome:
+def perform(job: WorkerJob) -> Outcome:
     """Join the world and call the function in it."""
     import cloudpickle
     import torch.distributed as dist
@@ -101,7 +101,7 @@ def main(descriptor: int, stacks: str) -> None:
     faulthandler.register(DUMP, file=Path(stacks).open("w"), all_threads=True)  # noqa: SIM115
     end = socket.socket(fileno=descriptor)
     os.register_at_fork(after_in_child=end.close)  # otherwise the test could not detect that the worker has died
-    channel = Channel(end)
+    connection = MessageSocket(end)
 
     import torch
 
@@ -110,22 +110,22 @@ def main(descriptor: int, stacks: str) -> None:
     import psutil  # noqa: F401
     import torch.distributed
 
-    channel.send(READY)
+    connection.send(READY)
     while True:
         try:
-            job: Any = pickle.loads(channel.receive())
+            job: Any = pickle.loads(connection.receive())
         except EOFError:
             return
         outcome = perform(job)
         sys.stdout.flush()  # after a failure this process is killed
         sys.stderr.flush()
-        channel.send(pickle.dumps(outcome))
+        connection.send(pickle.dumps(outcome))
         try:
-            channel.receive()
+            connection.receive()
         except EOFError:
             os._exit(0)
         _leave_world()
-        channel.send(IDLE)
+        connection.send(IDLE)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cudafuture.testing._pool import Pool
+from cudafuture.testing._worker_pool import WorkerPool
 from cudafuture.testing.world import World
 
 __all__: list[str] = []  # pytest finds what it needs
@@ -22,7 +22,7 @@ _MARKERS = (
     "creates it, and fails on any race or failed device work; seed=None: a new one each time, shown on failure",
 )
 _SCHEDULES = ("free", "jitter", "lazy")
-_pool = pytest.StashKey[Pool]()
+_pool = pytest.StashKey[WorkerPool]()
 _seed = pytest.StashKey[int]()
 _failed = pytest.StashKey[bool]()
 
@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers."""
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
-    config.stash[_pool] = Pool()
+    config.stash[_pool] = WorkerPool()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

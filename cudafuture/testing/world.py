@@ -16,8 +16,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, ClassVar, TypeVar
 
-from cudafuture.testing._job import Job, Outcome, code_of_file
-from cudafuture.testing._pool import Pool, Worker, dump_stacks
+from cudafuture.testing._worker_job import Outcome, WorkerJob, code_of_file
+from cudafuture.testing._worker_pool import Worker, WorkerPool, dump_stacks
 
 __all__ = ["World", "WorldError"]
 
@@ -54,11 +54,11 @@ class World:
         pool: of the processes; for the plugin.
     """
 
-    def __init__(self, n: int, backend: str = "gloo", timeout: float = 60.0, *, pool: Pool | None = None) -> None:
+    def __init__(self, n: int, backend: str = "gloo", timeout: float = 60.0, *, pool: WorkerPool | None = None) -> None:
         if n < 1:
             raise ValueError(f"a world has 1 rank or more, not {n}")
         self.size, self.backend, self.timeout = n, backend, timeout
-        self._pool = pool if pool is not None else Pool()
+        self._pool = pool if pool is not None else WorkerPool()
 
     def __enter__(self) -> World:
         return self
@@ -89,7 +89,7 @@ class World:
             run.start()
             for rank, worker in enumerate(workers):
                 group_timeout = _GROUP_SHARE * self.timeout  # so that collectives that hang report it themselves
-                job = Job(rank, self.size, self.backend, str(folder / "store"), group_timeout, sys.path, call)
+                job = WorkerJob(rank, self.size, self.backend, str(folder / "store"), group_timeout, sys.path, call)
                 worker.begin(job)
             run.collect()
             if run.succeeded and run.release():
@@ -166,7 +166,7 @@ class _Run:
         deadline = time.monotonic() + self._timeout
         with selectors.DefaultSelector() as selector:
             for rank, worker in enumerate(self._workers):
-                selector.register(worker.channel, selectors.EVENT_READ, rank)
+                selector.register(worker.connection, selectors.EVENT_READ, rank)
             while selector.get_map():
                 events = selector.select(max(0.0, deadline - time.monotonic()))
                 if not events:

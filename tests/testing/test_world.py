@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cudafuture.testing import World, WorldError
-from cudafuture.testing._pool import Worker, dump_stacks
+from cudafuture.testing._worker_pool import Worker, dump_stacks
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("world")]
 
