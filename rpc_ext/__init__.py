@@ -3,7 +3,7 @@
 from cudafuture.graph_breaks import break_graphs
 from rpc_ext._batching import batch
 from rpc_ext._serve import async_execution
-from rpc_ext._statistics import DestinationStatistics, Statistics
+from rpc_ext._statistics import DestinationStatistics, RpcStatistics
 from rpc_ext.barrier import barrier
 from rpc_ext.calls import broadcast_call, map_call, rpc_async, rpc_sync
 from rpc_ext.rref import RRef, remote
@@ -22,8 +22,8 @@ __all__ = [
     "RRef",
     "RemoteStore",
     "RemoteStoreStatistics",
+    "RpcStatistics",
     "Session",
-    "Statistics",
     "StoreService",
     "StoreServiceStatistics",
     "async_execution",

@@ -25,7 +25,7 @@ from rpc_ext import _C, _engine, _listeners
 from rpc_ext._codec import DeviceMap
 from rpc_ext._devices import Plan, local_devices, plan
 from rpc_ext._handshake import Handshake
-from rpc_ext._options import Options
+from rpc_ext._options import RpcOptions
 from rpc_ext._rendezvous import session_store
 from rpc_ext._serve import Server
 
@@ -58,7 +58,7 @@ class Started(NamedTuple):
     """target devices of the tensors of a call, by rank of the callee"""
 
 
-def start(options: Options, server: Server) -> Started:
+def start(options: RpcOptions, server: Server) -> Started:
     """Start the agent, whose incoming calls `server` runs, after the rendezvous and the handshake."""
     handshake, workers, key = _find_workers(options)
     names = handshake.names
@@ -95,7 +95,7 @@ def start(options: Options, server: Server) -> Started:
     return Started(agent, handshake, devices.calls)
 
 
-def _find_workers(options: Options) -> tuple[Handshake, list[Any], bytes]:
+def _find_workers(options: RpcOptions) -> tuple[Handshake, list[Any], bytes]:
     """Return the handshake with all workers, their descriptions by rank, and the key of the session."""
     rank, world_size, seconds = options.rank, options.world_size, options.start_timeout
     address = f"{socket.gethostname()} ({_listeners.host()})"
@@ -155,7 +155,7 @@ def received_outside() -> int:
     return sum(pool.outside for pool in _pools.values())
 
 
-def _engine_options(options: Options, devices: Plan) -> TensorPipeRpcBackendOptions:
+def _engine_options(options: RpcOptions, devices: Plan) -> TensorPipeRpcBackendOptions:
     """Return the options in the form of torch's agent."""
     made = TensorPipeRpcBackendOptions(
         num_worker_threads=options.num_worker_threads,
@@ -180,7 +180,7 @@ def _addresses(handshake: Handshake, own: str) -> list[str]:
     return handshake.round("address", own, lambda address: isinstance(address, str), absent="has not started its agent")
 
 
-def _connect(agent: _C.Agent, names: list[str], handshake: Handshake, options: Options) -> None:
+def _connect(agent: _C.Agent, names: list[str], handshake: Handshake, options: RpcOptions) -> None:
     """Start the agent and wait for the agents of all workers. With a secret, no process can connect to it after that.
 
     Raises:

@@ -26,8 +26,8 @@ import torch
 
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _failure, _staging, _timer
-from rpc_ext._call import Call, Message
-from rpc_ext._codec import ATOMS, Direct, Encoded, Kind, decode, encode, has_rrefs, kind_of
+from rpc_ext._call import CallMessage, RemoteCall
+from rpc_ext._codec import ATOMS, DirectCall, Encoded, PayloadKind, decode, encode, has_rrefs, kind_of
 from rpc_ext._destination import Destination
 from rpc_ext._serve import is_async
 from rpc_ext.session import current
@@ -122,7 +122,7 @@ class batch:  # a context manager
 
     # ---- incoming calls
 
-    def direct(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Direct | None:
+    def direct(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> DirectCall | None:
         """Return the form of a call without a payload of its own; None if it needs a payload."""
         if kwargs or is_async(fn):
             return None
@@ -135,12 +135,12 @@ class batch:  # a context manager
         if place is None:
             if len(self.functions) == MOST_FUNCTIONS:
                 return None
-            pickled = encode(Kind.VALUE, fn).payload
+            pickled = encode(PayloadKind.VALUE, fn).payload
             place = self._places[fn] = len(self.functions)
             self.functions.append(pickled)
-        return Direct(place, tuple(args))
+        return DirectCall(place, tuple(args))
 
-    def add(self, call: Call, fn: Any, how: Encoded | Direct) -> None:
+    def add(self, call: RemoteCall, fn: Any, how: Encoded | DirectCall) -> None:
         """Add a call, which any thread sends with the others, or alone after those before it."""
         goes_alone = False
         if isinstance(how, Encoded):
@@ -190,7 +190,7 @@ class batch:  # a context manager
             self._due = min([self._due, *(call.deadline for call in self._pending_calls() if not call.settled)])
             return self._due if self._due < math.inf else None
 
-    def _pending_calls(self) -> list[Call]:
+    def _pending_calls(self) -> list[RemoteCall]:
         """Return the waiting calls, and those of the message in flight. Called under the lock."""
         in_flight = self._in_flight.calls if self._in_flight is not None else []
         return [*in_flight, *(waiting.call for waiting in self._calls)]
@@ -248,8 +248,8 @@ def _is_plain_builtin(fn: Any) -> bool:
 class _Waiting(NamedTuple):
     """A call that waits to be sent."""
 
-    call: Call
-    how: Encoded | Direct
+    call: RemoteCall
+    how: Encoded | DirectCall
     goes_alone: bool
 
     def send(self) -> None:
@@ -264,7 +264,7 @@ class _Waiting(NamedTuple):
             self.call.fail(e)
 
 
-class _BatchMessage(Message):
+class _BatchMessage(CallMessage):
     """A message with several calls."""
 
     def __init__(
@@ -286,10 +286,10 @@ class _BatchMessage(Message):
         except BaseException as e:
             self.fail(e)
 
-    def _send(self, calls: list[Encoded | Direct]) -> None:
-        parts = [(h.index, h.args) if isinstance(h, Direct) else (h.payload, len(h.tensors)) for h in calls]
-        table = {how.index: self._of.functions[how.index] for how in calls if isinstance(how, Direct)}
-        payload = encode(Kind.BATCH, (self._rank, table, parts)).payload
+    def _send(self, calls: list[Encoded | DirectCall]) -> None:
+        parts = [(h.index, h.args) if isinstance(h, DirectCall) else (h.payload, len(h.tensors)) for h in calls]
+        table = {how.index: self._of.functions[how.index] for how in calls if isinstance(how, DirectCall)}
+        payload = encode(PayloadKind.BATCH, (self._rank, table, parts)).payload
         encoded = [how for how in calls if isinstance(how, Encoded)]
         tensors = [tensor for e in encoded for tensor in e.tensors]
         targets = [target for e in encoded for target in e.targets or [None] * len(e.tensors)]
@@ -323,7 +323,7 @@ class _BatchMessage(Message):
                 call.fail(e)  # has no effect on a call that is done
 
     def _distribute(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
-        if kind_of(payload) != Kind.BATCH:  # the callee could not decode the message
+        if kind_of(payload) != PayloadKind.BATCH:  # the callee could not decode the message
             for call in self.calls:
                 call.on_reply(payload, tensors)
             return

@@ -2,9 +2,9 @@
 
 ::
 
-    caller   rpc_async ──► encode ──► Destination.admit ──► Call.transmit ──► [to_host] ──► Agent.call ════╗
-    callee   Reply.send ◄── [to_host] ◄── Server._pack_outcome ◄── _call: fn(*args) ◄── _run ◄── serve ◄═══╝
-    caller   └═══► Call.on_reply ──► [to_devices] ──► decode ──► Destination.finish ──► the future
+    caller   rpc_async ──► encode ──► Destination.admit ──► RemoteCall.transmit ──► [to_host] ──► Agent.call ═══╗
+    callee   Reply.send ◄── [to_host] ◄── Server._pack_outcome ◄── _call: fn(*args) ◄── _run ◄── serve ◄════════╝
+    caller   └═══► RemoteCall.on_reply ──► [to_devices] ──► decode ──► Destination.finish ──► the future
 
 Tensors on devices that the agent cannot carry go through the host, in the steps in brackets.
 """
@@ -21,14 +21,14 @@ import torch
 from cudafuture import CUDAFuture, executors, fail
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _failure, _staging
-from rpc_ext._codec import Kind, decode, kind_of, targets_of
+from rpc_ext._codec import PayloadKind, decode, kind_of, targets_of
 from rpc_ext._destination import Destination
 from rpc_ext._options import SHORTEST_TIMEOUT
 
-__all__ = ["Call", "Message"]
+__all__ = ["CallMessage", "RemoteCall"]
 
 
-class Message(ABC):
+class CallMessage(ABC):
     """A message with one call or several; the agent calls ``on_reply`` or ``on_error``, once."""
 
     __slots__ = ("agent", "destination")
@@ -85,7 +85,7 @@ class Message(ABC):
         """Take the reply."""
 
 
-class Call(Message):
+class RemoteCall(CallMessage):
     """A call. Its errors name the function and the worker."""
 
     __slots__ = ("deadline", "future", "name", "priority", "settled", "size", "started", "timeout")
@@ -164,6 +164,6 @@ class Call(Message):
 def _read(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, BaseException | None]:
     """Return the value and the error in a reply; one of them is None."""
     value = decode(payload, tensors)
-    if kind_of(payload) == Kind.FAILURE:
-        return None, _failure.rebuild(_failure.Failure(*value))
+    if kind_of(payload) == PayloadKind.FAILURE:
+        return None, _failure.rebuild(_failure.RemoteFailure(*value))
     return value, None

@@ -56,7 +56,7 @@ def _raise_ended() -> NoReturn:
 
 def _error_of_reply(payload: bytes, name: str, worker: str) -> BaseException:
     try:
-        return _failure.rebuild(_failure.Failure(*decode(payload, [])))
+        return _failure.rebuild(_failure.RemoteFailure(*decode(payload, [])))
     except BaseException as e:
         return _failure.of_answer(e, name, worker)
 

@@ -32,9 +32,9 @@ __all__ = [
     "CHANNEL_HEADER",
     "NO_DEVICES",
     "DeviceMap",
-    "Direct",
+    "DirectCall",
     "Encoded",
-    "Kind",
+    "PayloadKind",
     "channel_header",
     "decode",
     "decode_with_owners",
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-class Kind:
+class PayloadKind:
     """The kinds of payloads."""
 
     CALL = 1  # caller's rank, function, arguments
@@ -60,7 +60,7 @@ _HAS_TARGETS = 2
 _LENGTH = struct.Struct("<I")
 _HEADER = len(_C.MAGIC) + 2
 _KIND, _FLAGS = len(_C.MAGIC), len(_C.MAGIC) + 1
-_HEADS = [_C.MAGIC + bytes(divmod(i, 4)) for i in range(4 * (Kind.BATCH + 1))]
+_HEADS = [_C.MAGIC + bytes(divmod(i, 4)) for i in range(4 * (PayloadKind.BATCH + 1))]
 CHANNEL_HEADER = _HEADER
 _LARGE = 1 << 16  # bytes; a larger buffer is not kept
 
@@ -96,7 +96,7 @@ class Encoded:
         return len(self.payload) + sum(tensor.nbytes for tensor in self.tensors)
 
 
-class Direct:
+class DirectCall:
     """A call in a batch whose arguments are plain values. Such calls of one message are pickled together."""
 
     __slots__ = ("args", "index", "size")
@@ -197,7 +197,7 @@ def encode(kind: int, value: object, devices: DeviceMap = NO_DEVICES) -> Encoded
         TensorError: a tensor cannot be sent, or its device has no target.
         Exception: the error of a value that cannot be pickled.
     """
-    pickler, _table.pickler = _table.pickler, None  # not available to __reduce__ of a value, which may make a call
+    pickler, _state.pickler = _state.pickler, None  # not available to __reduce__ of a value, which may make a call
     if pickler is None:
         pickler = _Pickler(io.BytesIO())
     pickled = pickler.dumped(value, devices)
@@ -207,7 +207,7 @@ def encode(kind: int, value: object, devices: DeviceMap = NO_DEVICES) -> Encoded
     flags = (_HAS_RREFS if pickler.rrefs else 0) | (_HAS_TARGETS if pickler.staged else 0)
     if len(pickled) <= _LARGE:
         pickler.forget()
-        _table.pickler = pickler
+        _state.pickler = pickler
     head = _HEADS[4 * kind + flags]
     if targets is None:
         return Encoded(head + pickled, tensors, None)
@@ -217,7 +217,7 @@ def encode(kind: int, value: object, devices: DeviceMap = NO_DEVICES) -> Encoded
 
 def channel_header(number: int) -> bytes:
     """Return the header of a message of a channel. A reply has number 0."""
-    return _C.MAGIC + bytes((Kind.CHANNEL, number))
+    return _C.MAGIC + bytes((PayloadKind.CHANNEL, number))
 
 
 def kind_of(payload: bytes) -> int:
@@ -239,14 +239,14 @@ def targets_of(payload: bytes) -> list[str | None] | None:
     return targets
 
 
-class _Table(threading.local):
+class _CodecState(threading.local):
     tensors: Sequence[torch.Tensor] = ()  # of the payload that this thread is decoding
     rrefs: Sequence[Any] = ()  # of that payload, serialized by torch
     owners: set[str] | None = None  # in decode_with_owners: the owners of unconfirmed RRefs
     pickler: _Pickler | None = None  # of this thread, while it is not in use
 
 
-_table = _Table()
+_state = _CodecState()
 
 
 def decode(payload: bytes, tensors: list[torch.Tensor]) -> Any:
@@ -256,31 +256,31 @@ def decode(payload: bytes, tensors: list[torch.Tensor]) -> Any:
         start += _LENGTH.size + _LENGTH.unpack_from(payload, start)[0]
     if not tensors and not payload[_FLAGS] & _HAS_RREFS:
         return pickle.loads(memoryview(payload)[start:])
-    outer = _table.tensors, _table.rrefs
+    outer = _state.tensors, _state.rrefs
     file = io.BytesIO(memoryview(payload)[start:])
-    _table.tensors, _table.rrefs = tensors, pickle.load(file) if payload[_FLAGS] & _HAS_RREFS else ()
+    _state.tensors, _state.rrefs = tensors, pickle.load(file) if payload[_FLAGS] & _HAS_RREFS else ()
     try:
         return pickle.load(file)
     finally:
-        _table.tensors, _table.rrefs = outer
+        _state.tensors, _state.rrefs = outer
 
 
 def _tensor(index: int) -> torch.Tensor:
-    return _table.tensors[index]
+    return _state.tensors[index]
 
 
 def decode_with_owners(payload: bytes, tensors: list[torch.Tensor]) -> tuple[Any, set[str]]:
     """Return the value in a payload with RRefs, and the names of the owners that have to confirm RRefs."""
-    outer, owners = _table.owners, set[str]()
-    _table.owners = owners
+    outer, owners = _state.owners, set[str]()
+    _state.owners = owners
     try:
         return decode(payload, tensors), owners
     finally:
-        _table.owners = outer
+        _state.owners = outer
 
 
 def _rref(index: int) -> Any:
-    rref = PyRRef._deserialize(_table.rrefs[index])
-    if _table.owners is not None and not rref.confirmed_by_owner():
-        _table.owners.add(rref.owner_name())
+    rref = PyRRef._deserialize(_state.rrefs[index])
+    if _state.owners is not None and not rref.confirmed_by_owner():
+        _state.owners.add(rref.owner_name())
     return rref

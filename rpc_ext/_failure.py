@@ -16,7 +16,7 @@ __all__ = [
     "ENGINE",
     "REFUSED",
     "TIMEOUT",
-    "Failure",
+    "RemoteFailure",
     "describe",
     "of_answer",
     "of_engine",
@@ -33,7 +33,7 @@ _LOST = re.compile(r"\(this error originated at tensorpipe/[^()]*\)\s*$|^[^\n]*[
 _RAISED_ON = "raised on worker '"  # prefix of the note that each receiving worker adds to an exception
 
 
-class Failure(NamedTuple):
+class RemoteFailure(NamedTuple):
     """An exception in a form that another worker can read even if it cannot import the type."""
 
     module: str
@@ -46,7 +46,7 @@ class Failure(NamedTuple):
     attributes: dict[str, bytes]  # pickled attributes that `pickled` does not have
 
 
-def describe(error: BaseException, worker: str) -> Failure:
+def describe(error: BaseException, worker: str) -> RemoteFailure:
     """Describe an exception that was raised on this worker. Never raises."""
     cls = type(error)
     try:
@@ -58,7 +58,7 @@ def describe(error: BaseException, worker: str) -> Failure:
     except Exception:
         text = f"{cls.__qualname__}: {message}\n"
     pickled, attributes = _pickled(error)
-    return Failure(cls.__module__, cls.__qualname__, message, text, worker, _notes(error), pickled, attributes)
+    return RemoteFailure(cls.__module__, cls.__qualname__, message, text, worker, _notes(error), pickled, attributes)
 
 
 def _traceback(error: BaseException) -> str:
@@ -99,7 +99,7 @@ def _attributes(of: dict[str, Any]) -> dict[str, bytes]:
     return attributes
 
 
-def rebuild(failure: Failure) -> BaseException:
+def rebuild(failure: RemoteFailure) -> BaseException:
     """Return the exception of a failure: of its type if that can be imported here, otherwise a RemoteError."""
     error = _unpickled(failure)
     if error is None:
@@ -122,7 +122,7 @@ def rebuild(failure: Failure) -> BaseException:
     return error
 
 
-def _unpickled(failure: Failure) -> BaseException | None:
+def _unpickled(failure: RemoteFailure) -> BaseException | None:
     if failure.pickled is None:
         return None
     try:
@@ -141,13 +141,13 @@ def _unpickled(failure: Failure) -> BaseException | None:
     return error
 
 
-def _set_attributes(error: BaseException, failure: Failure) -> None:
+def _set_attributes(error: BaseException, failure: RemoteFailure) -> None:
     for name, pickled in failure.attributes.items():
         with contextlib.suppress(Exception):
             setattr(error, name, pickle.loads(pickled))
 
 
-def _of_imported_type(failure: Failure) -> BaseException | None:
+def _of_imported_type(failure: RemoteFailure) -> BaseException | None:
     """Build an exception from its message and attributes, without its constructor, which may fail."""
     try:
         found: Any = importlib.import_module(failure.module)

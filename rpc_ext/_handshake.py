@@ -20,14 +20,14 @@ from typing import Any, Protocol
 from cudafuture.errors import AuthenticationError
 from rpc_ext._rendezvous import Records
 
-__all__ = ["Handshake", "Store"]
+__all__ = ["Handshake", "TorchStore"]
 
 _logger = logging.getLogger("rpc_ext.authentication")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.8  # seconds between two polls of a few requests each
 _PATIENCE = 3.0  # seconds after which a record that does not change is that of a worker with another secret
 
 
-class Store(Protocol):
+class TorchStore(Protocol):
     """The methods of torch.distributed.Store that this module uses."""
 
     def set(self, key: str, value: Any, /) -> None: ...
@@ -50,7 +50,7 @@ class Handshake:
         timeout: seconds for each round.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, secret: bytes | None, timeout: float) -> None:
+    def __init__(self, store: TorchStore, rank: int, world_size: int, secret: bytes | None, timeout: float) -> None:
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
         self._secret = self._key = secret  # keys of the round "hello" and of the other rounds
         # Other workers need the records of this and the previous round, and the hellos while they wait for proofs.

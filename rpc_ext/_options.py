@@ -17,7 +17,7 @@ __all__ = [
     "LONGEST_TIMEOUT",
     "SHORTEST_SECRET",
     "SHORTEST_TIMEOUT",
-    "Options",
+    "RpcOptions",
     "from_environment",
     "limit",
     "read_secret",
@@ -33,7 +33,7 @@ _TRANSPORTS = {"ibv", "shm", "uv"}
 
 
 @dataclass(frozen=True)
-class Options:
+class RpcOptions:
     """The arguments of ``init_rpc``. The constructor checks them.
 
     Raises:

@@ -26,7 +26,7 @@ from rpc_ext._codec import (
     ATOMS,
     NO_DEVICES,
     DeviceMap,
-    Kind,
+    PayloadKind,
     decode,
     decode_with_owners,
     encode,
@@ -144,10 +144,10 @@ class Server:
         outer, _threads.server = _threads.server, self
         try:
             kind = kind_of(payload)
-            if kind == Kind.CHANNEL:
+            if kind == PayloadKind.CHANNEL:
                 _handlers.serve(payload, tensors, reply)
                 return
-            if kind == Kind.BATCH:
+            if kind == PayloadKind.BATCH:
                 answer = self._answer_batch(decode(payload, []), tensors)
             else:
                 answer = self._answer(payload, tensors)
@@ -227,7 +227,7 @@ class Server:
                 "a function that returns a CUDAFuture must be decorated with @rpc_ext.async_execution: then the caller "
                 "gets the outcome of the future"
             )
-        encoded = encode(Kind.VALUE, value, self._devices.get(caller, NO_DEVICES))
+        encoded = encode(PayloadKind.VALUE, value, self._devices.get(caller, NO_DEVICES))
         if encoded.targets is None:
             return encoded.payload, encoded.tensors
         copies = _staging.to_host(encoded.tensors, encoded.targets, 0, 0)
@@ -241,7 +241,7 @@ class Server:
             return self._failed(e)
 
     def _failed(self, error: BaseException) -> Answer:
-        return encode(Kind.FAILURE, tuple(_failure.describe(error, self.name))).payload, []
+        return encode(PayloadKind.FAILURE, tuple(_failure.describe(error, self.name))).payload, []
 
     # ---- RRefs
 
@@ -365,7 +365,7 @@ def _together(answers: list[Any]) -> Answer:
             payload, part = answer
             parts.append((payload, len(part)))
             tensors += part
-    return encode(Kind.BATCH, parts).payload, tensors
+    return encode(PayloadKind.BATCH, parts).payload, tensors
 
 
 def _fail(future: CUDAFuture[Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["DestinationStatistics", "Statistics"]
+__all__ = ["DestinationStatistics", "RpcStatistics"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DestinationStatistics:
 
 
 @dataclass(frozen=True)
-class Statistics:
+class RpcStatistics:
     """The statistics of this process, from ``rpc_ext.statistics()``."""
 
     worker: str

@@ -14,8 +14,8 @@ from cudafuture import CUDAFuture, collect_all
 from cudafuture.errors import CallsFailedError, InvalidStateError
 from cudafuture.ownership import owns, tensors_in
 from rpc_ext import _C, _batching
-from rpc_ext._call import Call
-from rpc_ext._codec import Direct, Encoded, Kind, encode
+from rpc_ext._call import RemoteCall
+from rpc_ext._codec import DirectCall, Encoded, PayloadKind, encode
 from rpc_ext._destination import Destination
 from rpc_ext._serve import expect_free_thread
 from rpc_ext.session import current
@@ -99,12 +99,12 @@ def rpc_async(
     seconds = session.timeout(timeout)
     args = tuple(args)
     batch = _batching.open_to(destination)
-    how: Encoded | Direct | None = None if batch is None else batch.direct(fn, args, kwargs)
+    how: Encoded | DirectCall | None = None if batch is None else batch.direct(fn, args, kwargs)
     if how is None:
-        how = encode(Kind.CALL, (session.rank, fn, args, kwargs or {}), destination.devices)
+        how = encode(PayloadKind.CALL, (session.rank, fn, args, kwargs or {}), destination.devices)
     size = how.size
     # Made before it has room: a call with wrong arguments takes no room, and the wait counts for its timeout.
-    call = Call(session.agent, destination, name_of(fn), size, seconds, priority)
+    call = RemoteCall(session.agent, destination, name_of(fn), size, seconds, priority)
     _admit(call, destination, size, non_blocking)
     try:
         if batch is not None:
@@ -264,7 +264,7 @@ def listed(workers: Iterable[Worker]) -> list[Worker]:
     return list(workers)
 
 
-def _admit(call: Call, destination: Destination, size: int, non_blocking: bool) -> None:
+def _admit(call: RemoteCall, destination: Destination, size: int, non_blocking: bool) -> None:
     """Take room for a call, and wait for it if necessary."""
     if not destination.try_admit(size):
         destination.flush()  # waiting calls of batches take room, too

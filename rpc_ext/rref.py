@@ -14,7 +14,7 @@ from torch._C._distributed_rpc import WorkerInfo
 from cudafuture import CUDAFuture, executors, gather
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _batching, _engine, _failure
-from rpc_ext._codec import DeviceMap, Encoded, Kind, encode
+from rpc_ext._codec import DeviceMap, Encoded, PayloadKind, encode
 from rpc_ext._creation import Creation
 from rpc_ext._destination import Destination
 from rpc_ext._options import SHORTEST_TIMEOUT
@@ -330,7 +330,7 @@ def remote(
     destination = session.destination(to)
     call = (session.rank, fn, tuple(args), kwargs or {})
     devices = DeviceMap(destination.name, destination.devices.native, {})  # nothing goes through the host
-    encoded = encode(Kind.CALL, call, devices)
+    encoded = encode(PayloadKind.CALL, call, devices)
     seconds = session.timeout(timeout)
     due = time.perf_counter() + seconds if seconds else math.inf
     rref = _kept_there(destination, name_of(fn), encoded)

@@ -20,10 +20,10 @@ from rpc_ext import _engine, _listeners
 from rpc_ext._agent import DEFAULT_RECEIVE_MEMORY, PATIENCE, Started, received_outside, start
 from rpc_ext._destination import Destination
 from rpc_ext._devices import DeviceMaps, as_json
-from rpc_ext._options import LONGEST_TIMEOUT, Options, from_environment, limit, read_secret
+from rpc_ext._options import LONGEST_TIMEOUT, RpcOptions, from_environment, limit, read_secret
 from rpc_ext._serve import Server, is_serving
 from rpc_ext._shutdown import leave
-from rpc_ext._statistics import Statistics
+from rpc_ext._statistics import RpcStatistics
 
 __all__ = ["Session", "call_at_end", "current", "init_rpc", "shutdown", "statistics"]
 
@@ -42,7 +42,7 @@ class Session:
     A context manager that shuts RPC down at its end, gracefully unless the body raises.
     """
 
-    def __init__(self, options: Options, started: Started, server: Server) -> None:
+    def __init__(self, options: RpcOptions, started: Started, server: Server) -> None:
         self.name, self.rank, self.rpc_timeout = options.name, options.rank, options.rpc_timeout
         self.agent, self.server = started.agent, server
         self.destinations = [
@@ -149,14 +149,14 @@ class Session:
             for destination in self.destinations:
                 destination.flush()  # calls that have not been sent fail
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> RpcStatistics:
         """Return the statistics of this session so far.
 
         >>> current().statistics().worker
         'me'
         """
         refused = {self.workers[sender] if sender >= 0 else "": n for sender, n in self.agent.refused().items()}
-        return Statistics(
+        return RpcStatistics(
             worker=self.name,
             destinations={d.name: d.statistics() for d in self.destinations},
             served=self.server.served,
@@ -270,7 +270,7 @@ def init_rpc(
             the same for all. "shm" polls and so takes a core of each process; with few cores, pass ``["uv"]``.
         receive_memory: bytes of the pool for tensors of 1 to 16 MiB from other workers; default: 512 MiB. The kernel
             provides them when they are first used. While the pool is exhausted, such tensors have new memory
-            (``Statistics.received_outside``). 0: no pool; torch allocates the memory of every tensor. A pool lives
+            (``RpcStatistics.received_outside``). 0: no pool; torch allocates the memory of every tensor. A pool lives
             until the process ends, and later sessions with the same `receive_memory` reuse it.
 
     Returns:
@@ -292,7 +292,7 @@ def init_rpc(
     """
     global _session, _beginning
     rank = from_environment("rank", rank, "RANK")
-    options = Options(
+    options = RpcOptions(
         name=f"worker{rank}" if name is None else name,
         rank=rank,
         world_size=from_environment("world_size", world_size, "WORLD_SIZE"),
@@ -371,7 +371,7 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
         raise InvalidStateError(_ENDED_BY_TORCH)
 
 
-def statistics() -> Statistics:
+def statistics() -> RpcStatistics:
     """Return the statistics of the calls of this process since ``init_rpc``.
 
     Raises:

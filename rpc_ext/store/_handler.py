@@ -60,7 +60,7 @@ class RequestHandler:
 
     def _handle_slow(self, found: tuple[Any, ...], native_reply: _C.Reply) -> None:
         """Handle a part of a large tensor, or operations that the client abandoned. Raises nothing."""
-        request, reply = wire.Request(*found), Reply(native_reply)
+        request, reply = wire.StoreRequest(*found), Reply(native_reply)
         try:
             session = self.session(request.token)
             if request.verb == wire.ABANDON:
@@ -71,7 +71,7 @@ class RequestHandler:
             problems = [(i, problem_of(e)) for i in range(len(request.entries))]
             reply.send(*wire.pack_answer(request.verb, len(problems), problems))
 
-    def _abandon(self, session: ClientSession, request: wire.Request, reply: Reply) -> None:
+    def _abandon(self, session: ClientSession, request: wire.StoreRequest, reply: Reply) -> None:
         """Drop operations that the client abandoned, so that no other operation waits for them."""
         entries: list[Any] = request.entries
         for sequence, _, _, key in entries:

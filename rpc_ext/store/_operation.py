@@ -16,12 +16,12 @@ from rpc_ext.store._errors import named
 from rpc_ext.store._statistics import RemoteStoreStatistics
 from rpc_ext.store._target import filled
 
-__all__ = ["Operation", "Operations"]
+__all__ = ["Operations", "StoreOperation"]
 
 Kind = Literal["write", "read", "delete"]
 
 
-class Operation:
+class StoreOperation:
     """One call of the user. It is done when all of its keys are, with the error of the first key that failed.
 
     Args:
@@ -127,24 +127,24 @@ class Operations:
     def __init__(self, worker: str) -> None:
         self.worker = worker
         self._lock = threading.Lock()  # guards what follows; a leaf
-        self._pending: dict[Operation, list[_Flush]] = {}
+        self._pending: dict[StoreOperation, list[_Flush]] = {}
         self._bytes = {"write": 0, "read": 0, "delete": 0}
         self._failed = 0
         self._latencies = _C.Histogram()
 
-    def begin(self, operation: Operation) -> None:
+    def begin(self, operation: StoreOperation) -> None:
         """Count an operation as pending."""
         with self._lock:
             self._pending[operation] = []
 
-    def count(self, operation: Operation, nbytes: int, error: BaseException | None) -> None:
+    def count(self, operation: StoreOperation, nbytes: int, error: BaseException | None) -> None:
         """Count the outcome of an operation, before its future is done."""
         with self._lock:
             self._latencies.add(time.perf_counter_ns() - operation.since)
             self._failed += error is not None
             self._bytes[operation.kind] += nbytes
 
-    def end(self, operation: Operation, error: BaseException | None) -> None:
+    def end(self, operation: StoreOperation, error: BaseException | None) -> None:
         """Count an operation as done."""
         ready = []
         with self._lock:

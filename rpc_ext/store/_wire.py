@@ -30,9 +30,9 @@ __all__ = [
     "PUT",
     "TOKEN",
     "VERSION",
-    "Operation",
+    "KeyEntry",
     "Put",
-    "Request",
+    "StoreRequest",
     "expect_key",
     "expect_sendable",
     "pack_answer",
@@ -57,7 +57,7 @@ DTYPES: tuple[torch.dtype, ...] = tuple(_C.store_dtypes())
 """dtypes that can be sent"""
 
 
-class Operation(NamedTuple):
+class KeyEntry(NamedTuple):
     """An operation on a key: an entry of GET, DELETE and ABANDON."""
 
     sequence: int  # number of the client's operation
@@ -67,7 +67,7 @@ class Operation(NamedTuple):
 
 
 class Put(NamedTuple):
-    """An entry of PUT: a tensor, or one part of it, which is alone in its message. It begins like ``Operation``."""
+    """An entry of PUT: a tensor, or one part of it, which is alone in its message. It begins like ``KeyEntry``."""
 
     sequence: int
     after: int
@@ -82,7 +82,7 @@ class Put(NamedTuple):
     digest: int  # of the part's bytes
 
 
-class Request(NamedTuple):
+class StoreRequest(NamedTuple):
     """A request, parsed by the service."""
 
     verb: int

@@ -2,14 +2,14 @@
 
 One small write, both sides together::
 
-     1  RemoteStore.write             an Operation with the user's future                  client, _operation
+     1  RemoteStore.write             a StoreOperation with the user's future              client, _operation
      2  Window::submit                a WriteRequest, in order on its key, with a deadline client/window
      3  WriteBatch::start             copies the bytes into a buffer, takes their digests  client/writes
      4  Window::send, Channel::send   packs the request, sends it                          wire/message, channel
      5  MessageRoute::handle          unpacks it, finds the session                        service/service
      ...                              order, quota, store, reply; see there
     10  WriteBatch::answered          unpacks the reply                                    client/request, wire/parser
-    11  Window::end, Operation        completes the user's future                          client/window, _operation
+    11  Window::end, StoreOperation   completes the user's future                          client/window, _operation
 
 The folders are those of ``rpc_ext/_C/store``. Tensors of more than 16 MiB are sent in parts, several at a time. Reads
 take the same path, with ``client/reads`` in place of ``writes``.
@@ -48,7 +48,7 @@ from rpc_ext.store import _calls as calls
 from rpc_ext.store import _closing as closing
 from rpc_ext.store._buffers import SendBuffers
 from rpc_ext.store._errors import named
-from rpc_ext.store._operation import Operation, Operations
+from rpc_ext.store._operation import Operations, StoreOperation
 from rpc_ext.store._source import source_of
 from rpc_ext.store._statistics import RemoteStoreStatistics
 from rpc_ext.store._target import filled, target_of
@@ -172,7 +172,7 @@ class RemoteStore:
             released = collect_all([source.released for source in sources]).then(_nothing, executor=executors.inline)
         if written is not None:
             filled(written, torch.zeros(len(tensors), dtype=torch.bool, device="cpu"))
-        operation = Operation(
+        operation = StoreOperation(
             self._operations,
             "write",
             list(tensors),
@@ -207,7 +207,7 @@ class RemoteStore:
             device = device_to_read_into(out, device)
         target = target_of(out, device, priority)
         self._expect_open()
-        operation = Operation(self._operations, "read", [key], priority=priority)
+        operation = StoreOperation(self._operations, "read", [key], priority=priority)
         self._window.read(operation.native, [key], [target], False)
         return operation.future
 
@@ -239,7 +239,7 @@ class RemoteStore:
         self._expect_open()
         if not names:
             return CUDAFuture.completed([])
-        operation = Operation(self._operations, "read", names, priority=priority, gives_list=True, digests=digests)
+        operation = StoreOperation(self._operations, "read", names, priority=priority, gives_list=True, digests=digests)
         self._window.read(operation.native, names, targets, digests is not None)
         return operation.future
 
@@ -335,7 +335,7 @@ class RemoteStore:
         self._expect_open()
         if not names:
             return CUDAFuture.completed(None)
-        operation = Operation(self._operations, "delete", names)
+        operation = StoreOperation(self._operations, "delete", names)
         self._window.delete(operation.native, names)
         return operation.future
 

@@ -10,7 +10,7 @@ import torch
 from rpc_ext import _C
 from rpc_ext.store._errors import error_from
 from rpc_ext.store._wire import *  # noqa: F403
-from rpc_ext.store._wire import FETCH, GET, PUT, Operation, Put, Request
+from rpc_ext.store._wire import FETCH, GET, PUT, KeyEntry, Put, StoreRequest
 
 
 class Fetch(NamedTuple):
@@ -21,7 +21,7 @@ class Fetch(NamedTuple):
 
 
 class Get(NamedTuple):
-    """An entry of GET. It begins like ``Operation``."""
+    """An entry of GET. It begins like ``KeyEntry``."""
 
     sequence: int
     after: int
@@ -50,7 +50,7 @@ class Part(NamedTuple):
     digest: int | None
 
 
-Entry = Operation | Get | Put | Fetch
+Entry = KeyEntry | Get | Put | Fetch
 
 
 class Answer(NamedTuple):
@@ -61,14 +61,14 @@ class Answer(NamedTuple):
     data: torch.Tensor
 
 
-def parse_request(body: bytes, tensors: list[torch.Tensor]) -> Request:
+def parse_request(body: bytes, tensors: list[torch.Tensor]) -> StoreRequest:
     """Return a request with its entries as NamedTuples.
 
     Raises:
         ValueError: the message is no request.
     """
-    found = Request(*_C.parse_request(body, tensors))
-    make: Any = {GET: Get, PUT: Put, FETCH: Fetch}.get(found.verb, Operation)
+    found = StoreRequest(*_C.parse_request(body, tensors))
+    make: Any = {GET: Get, PUT: Put, FETCH: Fetch}.get(found.verb, KeyEntry)
     return found._replace(entries=[make(*entry) for entry in found.entries])
 
 

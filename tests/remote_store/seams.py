@@ -185,9 +185,9 @@ def in_time(seconds: float = PATIENCE) -> float:
     return time.perf_counter() + seconds
 
 
-def change_of(key: str, *, sequence: int | None = None, after: int = 0, expires: float | None = None) -> wire.Operation:
+def change_of(key: str, *, sequence: int | None = None, after: int = 0, expires: float | None = None) -> wire.KeyEntry:
     """Return the entry of a deletion, or of an operation that is abandoned."""
-    return wire.Operation(
+    return wire.KeyEntry(
         next(_sequences) if sequence is None else sequence, after, in_time() if expires is None else expires, key
     )
 

@@ -44,7 +44,7 @@ Message = tuple[bytes, list[torch.Tensor]]
 
 def call(fn: Callable[..., Any], *args: object) -> Message:
     """Return the payload and the tensors of a call that the second worker makes to the service of the first."""
-    encoded = _codec.encode(_codec.Kind.CALL, (1, fn, ("store", *args), {}))
+    encoded = _codec.encode(_codec.PayloadKind.CALL, (1, fn, ("store", *args), {}))
     return encoded.payload, encoded.tensors
 
 

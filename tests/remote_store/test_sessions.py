@@ -543,7 +543,7 @@ def test_waiting_request_keeps_own_deadline(service: StoreService) -> None:
     handle = RequestHandler.handle
 
     def record(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
-        request = wire.Request(*_C.parse_request(body, tensors))
+        request = wire.StoreRequest(*_C.parse_request(body, tensors))
         found = [Put(*entry) for entry in request.entries] if request.verb == wire.PUT else []
         if len(found) == 2:
             sent.update({entry.key: entry.expires for entry in found})

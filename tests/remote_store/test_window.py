@@ -21,7 +21,7 @@ from remote_store import messages as wire
 from rpc_ext import _C
 from rpc_ext.store._buffers import SendBuffers
 from rpc_ext.store._errors import problem_of
-from rpc_ext.store._operation import Operation, Operations
+from rpc_ext.store._operation import Operations, StoreOperation
 from rpc_ext.store._source import source_of
 from rpc_ext.store._target import target_of
 from support.patience import PATIENCE
@@ -98,12 +98,12 @@ class Client:
         return self.channel.sent
 
     def write(self, key: str, tensor: torch.Tensor, digest: int | None = None) -> Any:
-        operation = Operation(self.operations, "write", [key], nbytes=tensor.nbytes)
+        operation = StoreOperation(self.operations, "write", [key], nbytes=tensor.nbytes)
         self.window.write(operation.native, [key], [source_of(tensor, 0)], [digest])
         return operation.future
 
     def read(self, *keys: str, outs: list[torch.Tensor] | None = None) -> Any:
-        operation = Operation(self.operations, "read", keys, gives_list=True)
+        operation = StoreOperation(self.operations, "read", keys, gives_list=True)
         given: Sequence[torch.Tensor | None] = outs or [None] * len(keys)
         targets = [target_of(out, None, 0) for out in given]
         self.window.read(operation.native, list(keys), targets, False)
@@ -114,7 +114,7 @@ class Client:
         self.window.look(time.perf_counter() + 2 * HOUR)
 
     def delete(self, key: str) -> Any:
-        operation = Operation(self.operations, "delete", [key])
+        operation = StoreOperation(self.operations, "delete", [key])
         self.window.delete(operation.native, [key])
         return operation.future
 
@@ -277,7 +277,7 @@ def test_service_learns_of_awaited_failed_request(client: Client) -> None:
     client.read("a")
     client.messages[0].listener.failed(RuntimeError("it was refused"))
     assert isinstance(lost.exception(timeout=PATIENCE), RuntimeError)
-    assert (client.messages[2].verb, client.messages[2].entries) == (wire.ABANDON, [wire.Operation(1, 0, 0.0, "a")])
+    assert (client.messages[2].verb, client.messages[2].entries) == (wire.ABANDON, [wire.KeyEntry(1, 0, 0.0, "a")])
 
 
 def test_failed_part_abandons_tensor(client: Client) -> None:
@@ -354,7 +354,7 @@ def test_second_read_needs_service_digest(client: Client) -> None:
 
 def test_caller_gets_only_service_digests(client: Client) -> None:
     told = torch.zeros(1, dtype=torch.uint64)
-    operation = Operation(client.operations, "read", ["a"], gives_list=True, digests=told)
+    operation = StoreOperation(client.operations, "read", ["a"], gives_list=True, digests=told)
     client.window.read(operation.native, ["a"], [None], True)
     assert client.messages[0].entries[0].needs_digest
     client.messages[0].give(torch.ones(1), kept=(digest(torch.ones(1)), 0))
@@ -439,7 +439,7 @@ def test_finalizer_may_use_window() -> None:
     """The window drops the objects of a done request, whose finalizers may call the window again."""
     client = Client(seconds=HOUR)
     stuck = client.delete("stuck")
-    operation, source = Operation(client.operations, "write", ["a"], nbytes=4), source_of(torch.ones(1), 0)
+    operation, source = StoreOperation(client.operations, "write", ["a"], nbytes=4), source_of(torch.ones(1), 0)
     client.window.write(operation.native, ["a"], [source], [None])
     later: list[Any] = []
     weakref.finalize(source.released, lambda: later.append(client.delete("later")))
@@ -459,7 +459,7 @@ def test_finalizer_may_use_window() -> None:
 
 def test_disk_error_survives_resized_outcome_tensor(client: Client) -> None:
     written = torch.zeros(1, dtype=torch.bool)
-    operation = Operation(client.operations, "write", ["a"], nbytes=4, written=written)
+    operation = StoreOperation(client.operations, "write", ["a"], nbytes=4, written=written)
     client.window.write(operation.native, ["a"], [source_of(torch.ones(1), 0)], [None])
     written.resize_(5)
     client.messages[0].answer({0: StorageError("no disk")})

@@ -17,7 +17,7 @@ from remote_store import messages as wire
 from remote_store.messages import Fetch, Found, Get, Part, pack_request, parse_answer, parse_request
 from rpc_ext import _C
 from rpc_ext.store._errors import error_from, problem_of
-from rpc_ext.store._wire import PIECE, Operation, Put, pack_answer
+from rpc_ext.store._wire import PIECE, KeyEntry, Put, pack_answer
 from support.soak import soak_count
 
 TOKEN = bytes(range(wire.TOKEN))
@@ -30,7 +30,7 @@ def data(nbytes: int) -> torch.Tensor:
     return torch.arange(nbytes, dtype=torch.uint8)
 
 
-def request(verb: int, entries: list[Any], sent: torch.Tensor = NONE) -> wire.Request:
+def request(verb: int, entries: list[Any], sent: torch.Tensor = NONE) -> wire.StoreRequest:
     body, tensors = pack_request(verb, TOKEN, 1.5, 4, "store", entries, sent)
     assert _C.service_of(body) == "store"
     return parse_request(body, tensors)
@@ -43,8 +43,8 @@ def request(verb: int, entries: list[Any], sent: torch.Tensor = NONE) -> wire.Re
         (wire.PUT, [SMALL, SMALL._replace(key="b", at=64)], data(88)),
         (wire.PUT, [LAST], torch.zeros(8 << 20, dtype=torch.uint8)),
         (wire.GET, [Get(1, 0, 0.0, "a"), Get(2, 1, 3.0, "b" * 1000, True)], NONE),
-        (wire.DELETE, [Operation(1, 0, 0.0, "a")], NONE),
-        (wire.ABANDON, [Operation(1, 0, 0.0, "a")], NONE),
+        (wire.DELETE, [KeyEntry(1, 0, 0.0, "a")], NONE),
+        (wire.ABANDON, [KeyEntry(1, 0, 0.0, "a")], NONE),
         (wire.FETCH, [Fetch(1, 2), Fetch(1, 3)], NONE),
     ],
     ids=["put", "puts", "part", "get", "delete", "abandon", "fetch"],
@@ -181,7 +181,7 @@ def test_data_must_be_host_bytes(tensor: torch.Tensor) -> None:
 
 def test_unexpected_data_is_refused() -> None:
     with pytest.raises(ValueError, match="24 bytes travel with"):
-        request(wire.GET, [Operation(1, 0, 0.0, "a")], data(24))
+        request(wire.GET, [KeyEntry(1, 0, 0.0, "a")], data(24))
 
 
 def test_corrupted_message_parses_or_is_refused() -> None:
@@ -190,9 +190,9 @@ def test_corrupted_message_parses_or_is_refused() -> None:
     sent = data(88)
     whole = [
         pack_request(wire.PUT, TOKEN, 1.0, 0, "store", [SMALL, SMALL._replace(key="b", at=64)], sent)[0],
-        pack_request(
-            wire.GET, TOKEN, 1.0, 0, "store", [Operation(1, 0, 0.0, "a"), Operation(2, 0, 0.0, "b" * 20)], NONE
-        )[0],
+        pack_request(wire.GET, TOKEN, 1.0, 0, "store", [KeyEntry(1, 0, 0.0, "a"), KeyEntry(2, 0, 0.0, "b" * 20)], NONE)[
+            0
+        ],
         pack_request(wire.FETCH, TOKEN, 1.0, 0, "store", [Fetch(1, 2)], NONE)[0],
     ]
     for _ in range(soak_count(20_000)):

@@ -16,7 +16,7 @@ from rpc_ext import _C
 from rpc_ext._codec import (
     NO_DEVICES,
     DeviceMap,
-    Kind,
+    PayloadKind,
     decode,
     encode,
     has_rrefs,
@@ -26,7 +26,7 @@ from rpc_ext._codec import (
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
-KINDS = [Kind.CALL, Kind.VALUE, Kind.FAILURE, Kind.BATCH]  # of payloads that are pickled
+KINDS = [PayloadKind.CALL, PayloadKind.VALUE, PayloadKind.FAILURE, PayloadKind.BATCH]  # of payloads that are pickled
 META = torch.device("meta")  # of a device that there is everywhere
 STAGED = DeviceMap("other", {}, {META: torch.device("cuda", 3)})
 
@@ -76,17 +76,17 @@ def test_encoded_value_is_decoded(value: Any, kind: int) -> None:
 @given(VALUES)
 @settings(deadline=None)
 def test_tensors_travel_beside_and_not_inside(value: Any) -> None:
-    encoded = encode(Kind.VALUE, value)
+    encoded = encode(PayloadKind.VALUE, value)
     assert all(type(tensor) is torch.Tensor for tensor in encoded.tensors)
     replaced = [torch.full_like(tensor, 1) for tensor in encoded.tensors]
-    for tensor in encode(Kind.VALUE, decode(encoded.payload, replaced)).tensors:
+    for tensor in encode(PayloadKind.VALUE, decode(encoded.payload, replaced)).tensors:
         assert any(tensor is one for one in replaced)
     assert encoded.size == len(encoded.payload) + sum(tensor.nbytes for tensor in encoded.tensors)
 
 
 def test_repeated_tensor_is_sent_once() -> None:
     tensor = torch.ones(3)
-    encoded = encode(Kind.VALUE, [tensor, {"again": tensor}, torch.ones(3)])
+    encoded = encode(PayloadKind.VALUE, [tensor, {"again": tensor}, torch.ones(3)])
     assert len(encoded.tensors) == 2
     assert encoded.tensors[0] is tensor
     got = decode(encoded.payload, encoded.tensors)
@@ -111,7 +111,7 @@ class Wrapped(torch.Tensor):
 )
 def test_other_tensors_become_plain_ones(make: Any) -> None:
     tensor = make()
-    encoded = encode(Kind.VALUE, tensor)
+    encoded = encode(PayloadKind.VALUE, tensor)
     assert encoded.tensors
     assert all(type(t) is torch.Tensor and t.layout is torch.strided for t in encoded.tensors)
     got = decode(encoded.payload, encoded.tensors)
@@ -121,7 +121,7 @@ def test_other_tensors_become_plain_ones(make: Any) -> None:
 
 def test_subclass_keeps_its_type() -> None:
     tensor = torch.ones(2).as_subclass(Wrapped)
-    got = decode(*parts_of(encode(Kind.VALUE, tensor)))
+    got = decode(*parts_of(encode(PayloadKind.VALUE, tensor)))
     assert type(got) is Wrapped
     assert got.tolist() == [1, 1]
 
@@ -134,7 +134,7 @@ def parts_of(encoded: Any) -> tuple[bytes, list[torch.Tensor]]:
 @settings(deadline=None)
 def test_device_tensors_name_their_target(on_device: list[bool]) -> None:
     value = [torch.ones(2, device=META if there else "cpu") for there in on_device]
-    encoded = encode(Kind.CALL, value, STAGED)
+    encoded = encode(PayloadKind.CALL, value, STAGED)
     wanted = ["cuda:3" if there else None for there in on_device]
     assert encoded.targets == (wanted if any(on_device) else None)
     assert targets_of(encoded.payload) == encoded.targets
@@ -144,14 +144,14 @@ def test_device_tensors_name_their_target(on_device: list[bool]) -> None:
 
 def test_device_without_target_fails_one_value() -> None:
     with pytest.raises(ValueError, match=r"a tensor on meta cannot be sent to worker ''.*mapped: nothing"):
-        encode(Kind.VALUE, [torch.ones(2), torch.ones(2, device=META)])
-    encoded = encode(Kind.VALUE, 3)
+        encode(PayloadKind.VALUE, [torch.ones(2), torch.ones(2, device=META)])
+    encoded = encode(PayloadKind.VALUE, 3)
     assert (encoded.tensors, decode(*parts_of(encoded))) == ([], 3)
 
 
 def test_native_devices_are_not_staged() -> None:
     native = DeviceMap("other", {META: META}, {})
-    encoded = encode(Kind.VALUE, torch.ones(2, device=META), native)
+    encoded = encode(PayloadKind.VALUE, torch.ones(2, device=META), native)
     assert (encoded.targets, targets_of(encoded.payload)) == (None, None)
 
 
@@ -167,7 +167,7 @@ class Nested:
         self.tensor = tensor
 
     def __getstate__(self) -> Any:
-        encoded = encode(Kind.VALUE, [self.tensor, torch.zeros(1)])
+        encoded = encode(PayloadKind.VALUE, [self.tensor, torch.zeros(1)])
         return encoded.payload, encoded.tensors
 
     def __setstate__(self, state: Any) -> None:
@@ -177,11 +177,11 @@ class Nested:
 def test_error_leaves_nothing_behind() -> None:
     for _ in range(3):
         with pytest.raises(LookupError):
-            encode(Kind.VALUE, [torch.ones(3), Raises()])
-        assert encode(Kind.VALUE, [torch.ones(1)]).tensors[0].shape == (1,)
+            encode(PayloadKind.VALUE, [torch.ones(3), Raises()])
+        assert encode(PayloadKind.VALUE, [torch.ones(1)]).tensors[0].shape == (1,)
         with pytest.raises(LookupError):
-            decode(*parts_of(encode(Kind.VALUE, [torch.ones(3), FailsToUnpickle()])))
-        assert decode(*parts_of(encode(Kind.VALUE, torch.ones(2)))).shape == (2,)
+            decode(*parts_of(encode(PayloadKind.VALUE, [torch.ones(3), FailsToUnpickle()])))
+        assert decode(*parts_of(encode(PayloadKind.VALUE, torch.ones(2)))).shape == (2,)
 
 
 class FailsToUnpickle:
@@ -195,25 +195,25 @@ def _fail() -> None:
 
 def test_values_may_encode_during_encoding() -> None:
     value = [torch.ones(1), Nested(torch.full((2,), 7.0)), torch.full((3,), 9.0)]
-    got = decode(*parts_of(encode(Kind.VALUE, value)))
+    got = decode(*parts_of(encode(PayloadKind.VALUE, value)))
     assert [got[0].tolist(), got[1].tensor.tolist(), got[2].tolist()] == [[1], [7, 7], [9, 9, 9]]
 
 
 def test_repeated_object_forgets_first_time() -> None:
     shared = ["a", "list"]
-    first, second = encode(Kind.VALUE, [shared]), encode(Kind.VALUE, [shared])
+    first, second = encode(PayloadKind.VALUE, [shared]), encode(PayloadKind.VALUE, [shared])
     assert first.payload == second.payload
     assert decode(second.payload, []) == [shared]
 
 
 def test_large_value_between_small_ones_decodes() -> None:
     for size in (10, 1 << 20, 10):
-        assert decode(*parts_of(encode(Kind.VALUE, b"x" * size))) == b"x" * size
-    assert len(encode(Kind.VALUE, b"x" * 10).payload) < 100
+        assert decode(*parts_of(encode(PayloadKind.VALUE, b"x" * size))) == b"x" * size
+    assert len(encode(PayloadKind.VALUE, b"x" * 10).payload) < 100
 
 
 def test_cut_payload_is_error() -> None:
-    payload = encode(Kind.VALUE, {"a": [1, 2, 3]}).payload
+    payload = encode(PayloadKind.VALUE, {"a": [1, 2, 3]}).payload
     for length in range(len(_C.MAGIC) + 2, len(payload)):
         with pytest.raises((pickle.UnpicklingError, EOFError, IndexError, ValueError)):
             decode(payload[:length], [])
@@ -225,7 +225,7 @@ def test_threads_encode_side_by_side() -> None:
     def use(thread: int) -> None:
         for i in range(300):
             value = [torch.full((2,), thread), i, torch.full((1,), i)]
-            got = decode(*parts_of(encode(Kind.VALUE, value, NO_DEVICES)))
+            got = decode(*parts_of(encode(PayloadKind.VALUE, value, NO_DEVICES)))
             if flat(got) != flat(value):
                 wrong.append((thread, i))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rpc_ext._codec import Kind, decode, encode, kind_of, targets_of
+from rpc_ext._codec import PayloadKind, decode, encode, kind_of, targets_of
 from rpc_ext._devices import Plan, as_json, local_devices, plan
 
 NAMES = ["a", "b"]
@@ -122,13 +122,13 @@ def test_accelerator_devices_are_counted() -> None:
 def test_message_names_targets_of_tensors() -> None:
     to_b = make_plan(0, [{"sim": 2}] * 2, [{"b": {"sim:0": "sim:1"}}, None]).calls[1]
     on_host, on_device = torch.zeros(1, device="cpu"), torch.zeros(1, device="sim:0")
-    encoded = encode(Kind.VALUE, {"x": [on_host, on_device]}, to_b)
+    encoded = encode(PayloadKind.VALUE, {"x": [on_host, on_device]}, to_b)
     assert encoded.targets == targets_of(encoded.payload) == [None, "sim:1"]
-    assert kind_of(encoded.payload) == Kind.VALUE
+    assert kind_of(encoded.payload) == PayloadKind.VALUE
     value = decode(encoded.payload, encoded.tensors)
     assert value["x"][0] is on_host
     assert value["x"][1] is on_device
-    assert targets_of(encode(Kind.VALUE, on_host, to_b).payload) is None
+    assert targets_of(encode(PayloadKind.VALUE, on_host, to_b).payload) is None
 
 
 @pytest.mark.sim(devices=2)
@@ -136,6 +136,6 @@ def test_tensor_without_target_names_known_ones() -> None:
     counts = [{"sim": 2}] * 2
     some = make_plan(0, counts, [{"b": {"sim:0": "sim:1"}}, None]).calls[1]
     with pytest.raises(ValueError, match=r"on sim:1 cannot be sent to worker 'b'.*\(mapped: sim:0 to sim:1\)"):
-        encode(Kind.VALUE, torch.zeros(1, device="sim:1"), some)
+        encode(PayloadKind.VALUE, torch.zeros(1, device="sim:1"), some)
     with pytest.raises(ValueError, match=r"on sim:0 cannot be sent to worker 'b'.*\(mapped: nothing\).*device_maps"):
-        encode(Kind.VALUE, torch.zeros(1, device="sim:0"), make_plan(0, counts, [None, None]).calls[1])
+        encode(PayloadKind.VALUE, torch.zeros(1, device="sim:0"), make_plan(0, counts, [None, None]).calls[1])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cudafuture.errors import AuthenticationError, RemoteError, StorageError, WorkerLostError
-from rpc_ext._failure import Failure, describe, of_answer, of_engine, rebuild
+from rpc_ext._failure import RemoteFailure, describe, of_answer, of_engine, rebuild
 
 
 class OfTwo(Exception):
@@ -58,7 +58,7 @@ def raise_and_catch(error: BaseException) -> BaseException:
 
 def send_and_return(error: BaseException, worker: str = "w1") -> Any:
     """Send an error to another worker and back, as bytes."""
-    failure = Failure(*pickle.loads(pickle.dumps(tuple(describe(raise_and_catch(error), worker)))))
+    failure = RemoteFailure(*pickle.loads(pickle.dumps(tuple(describe(raise_and_catch(error), worker)))))
     return rebuild(failure)
 
 

@@ -320,7 +320,7 @@ def test_oversized_announcement_allocates_nothing(world: World, tmp_path: Path) 
 
     def attack(relay: Relay, session: rpc_ext.Session) -> None:
         content = bytes(0x12345)
-        size = len(_codec.encode(_codec.Kind.CALL, (0, same, (content,), {})).payload)
+        size = len(_codec.encode(_codec.PayloadKind.CALL, (0, same, (content,), {})).payload)
         relay.replace_next(TO, struct.pack("<cI", b"\x82", size), struct.pack("<cI", b"\x82", (1 << 31) - 1))
         # TensorPipe sometimes misses that a peer has closed a connection; the call then times out.
         with pytest.raises((WorkerLostError, TimeoutError)):

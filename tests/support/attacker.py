@@ -59,7 +59,7 @@ def collect_log() -> Iterator[list[str]]:
 
 def our_call(path: str, *, caller: int = 1) -> bytes:
     """Return the payload of a call by rpc_ext that makes a folder."""
-    return _codec.encode(_codec.Kind.CALL, (caller, os.mkdir, (path,), {})).payload
+    return _codec.encode(_codec.PayloadKind.CALL, (caller, os.mkdir, (path,), {})).payload
 
 
 def torchs_call(path: str) -> bytes:

@@ -83,13 +83,13 @@ bool is_readable(const Parts& announced) {
   return announced.payloads.size() == payload_count && announced.payloads[0].length == sizeof(rpc::MessageType) &&
          announced.payloads[1].length == sizeof(std::int64_t) &&
          std::all_of(announced.tensors.begin(), announced.tensors.end(),
-                     [](const Part& tensor) { return tensor.source >= host && has_device(tensor.target); });
+                     [](const MessagePart& tensor) { return tensor.source >= host && has_device(tensor.target); });
 }
 
 bool is_small(const Parts& announced) {
   std::uint64_t total = 0;
   for (const auto parts : {announced.payloads, announced.tensors}) {
-    for (const Part& part : parts) {
+    for (const MessagePart& part : parts) {
       if (part.source != host || part.target != host || part.length > most_unverified) return false;
       if ((total += part.length + 64) > most_unverified) return false;
     }
@@ -99,7 +99,7 @@ bool is_small(const Parts& announced) {
 
 bool is_on_host(const Parts& announced) {
   return std::all_of(announced.tensors.begin(), announced.tensors.end(),
-                     [](const Part& tensor) { return tensor.target == host; });
+                     [](const MessagePart& tensor) { return tensor.target == host; });
 }
 
 ReceivedMemory::ReceivedMemory(const tensorpipe::Descriptor& descriptor, const rpc::TensorpipeReadBuffers& buffers) {

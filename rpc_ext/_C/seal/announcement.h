@@ -15,7 +15,7 @@ namespace rpc_ext {
 namespace rpc = torch::distributed::rpc;
 
 struct OwnedParts {
-  std::vector<Part> payloads, tensors;
+  std::vector<MessagePart> payloads, tensors;
   Parts view() const { return {payloads, tensors}; }
 };
 

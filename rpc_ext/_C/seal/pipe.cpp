@@ -121,8 +121,8 @@ struct SealedPipes::Hooks {
     auto memory = std::make_shared<std::vector<std::vector<char>>>();
     const auto new_memory = [&memory](std::uint64_t length) { return memory->emplace_back(length).data(); };
     tensorpipe::Allocation allocation;
-    for (const Part& payload : announced.payloads) allocation.payloads.push_back({new_memory(payload.length)});
-    for (const Part& tensor : announced.tensors) {
+    for (const MessagePart& payload : announced.payloads) allocation.payloads.push_back({new_memory(payload.length)});
+    for (const MessagePart& tensor : announced.tensors) {
       allocation.tensors.push_back({tensorpipe::CpuBuffer{new_memory(tensor.length)}});
     }
     pipe->read(std::move(allocation),

@@ -37,9 +37,9 @@ std::string announcement(const Parts& parts) {
   std::string text;
   text.reserve(8 * (2 + parts.payloads.size()) + 16 * parts.tensors.size());
   append<std::uint64_t>(text, parts.payloads.size());
-  for (const Part& payload : parts.payloads) append<std::uint64_t>(text, payload.length);
+  for (const MessagePart& payload : parts.payloads) append<std::uint64_t>(text, payload.length);
   append<std::uint64_t>(text, parts.tensors.size());
-  for (const Part& tensor : parts.tensors) {
+  for (const MessagePart& tensor : parts.tensors) {
     append<std::uint64_t>(text, tensor.length);
     append<std::int32_t>(text, tensor.source);
     append<std::int32_t>(text, tensor.target);
@@ -70,9 +70,9 @@ Tag Sealer::tag_of(MessageDirection direction, int sender, int receiver, std::ui
   std::memcpy(&nonce[3], &receiver, 2);
   std::memcpy(&nonce[5], &counter, 7);
   GmacKey::Message message(bodies_, nonce);
-  for (const Part& payload : parts.payloads) message.add(payload.data, payload.length);
+  for (const MessagePart& payload : parts.payloads) message.add(payload.data, payload.length);
   if (with_contents) {
-    for (const Part& tensor : parts.tensors) message.add(tensor.data, tensor.length);
+    for (const MessagePart& tensor : parts.tensors) message.add(tensor.data, tensor.length);
   }
   return message.tag();
 }

@@ -23,7 +23,7 @@ struct Refused {
 enum class MessageDirection : std::uint8_t { request = 1, reply = 2 };
 
 // A part of a message as its sender announces it, and its memory once that is there.
-struct Part {
+struct MessagePart {
   std::uint64_t length = 0;
   std::int32_t source = -1;    // the sender's device that it comes from; -1: the host
   std::int32_t target = -1;    // the receiver's device that it is for
@@ -34,8 +34,8 @@ struct Part {
 // of the call, and a pickle that describes the tensors, with their dtypes, shapes, strides, offsets and storage sizes.
 // `tensors` are the storages.
 struct Parts {
-  std::span<const Part> payloads;
-  std::span<const Part> tensors;
+  std::span<const MessagePart> payloads;
+  std::span<const MessagePart> tensors;
 };
 
 // A message whose seal belongs to this session and whose lengths are those that its sender has announced.

@@ -15,7 +15,7 @@
 
 using rpc_ext::Admitted;
 using rpc_ext::MessageDirection;
-using rpc_ext::Part;
+using rpc_ext::MessagePart;
 using rpc_ext::Parts;
 using rpc_ext::Refused;
 using rpc_ext::Sealer;
@@ -40,7 +40,7 @@ struct Message {
   std::vector<std::int32_t> targets{-1, -1};
 
   struct View {
-    std::vector<Part> payloads, tensors;
+    std::vector<MessagePart> payloads, tensors;
     Parts parts() const { return {payloads, tensors}; }
   };
   View view() const {

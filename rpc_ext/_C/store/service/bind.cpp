@@ -15,7 +15,7 @@
 #include "store/service/namespace.h"
 #include "store/service/order.h"
 #include "store/service/service.h"
-#include "store/service/session.h"
+#include "store/service/store_session.h"
 #include "store/wire/bind.h"
 #include "store/wire/parser.h"
 
@@ -108,7 +108,7 @@ using Released = py::call_guard<OutsidePython>;
 
 using OrderClass = py::class_<RequestOrder, std::shared_ptr<RequestOrder>>;
 using NamespaceClass = py::class_<Namespace, std::shared_ptr<Namespace>>;
-using SessionClass = py::class_<Session, std::shared_ptr<Session>>;
+using SessionClass = py::class_<StoreSession, std::shared_ptr<StoreSession>>;
 using ServiceClass = py::class_<Service, std::shared_ptr<Service>>;
 
 void bind_order(OrderClass& order, NamespaceClass& space) {
@@ -173,7 +173,7 @@ void bind_service(py::module_& m, SessionClass& session, ServiceClass& service) 
       .def(py::init([](std::shared_ptr<Namespace> space, std::shared_ptr<RequestOrder> order, const py::capsule& pool,
                        py::function set_timer) {
              const StorePtr store = space->store();
-             return std::make_shared<Session>(
+             return std::make_shared<StoreSession>(
                  std::move(space), std::move(order), access_from<PoolAccess>(pool, "PoolAccess of cudafuture"),
                  [held = std::make_shared<Held>(std::move(set_timer)), store](double seconds) {
                    store->call_elsewhere([held, seconds] { call_reporting(held, seconds); });
@@ -181,14 +181,14 @@ void bind_service(py::module_& m, SessionClass& session, ServiceClass& service) 
            }),
            py::arg("space"), py::arg("order"), py::arg("pool"), py::arg("set_timer"))
       .def_property(
-          "is_watched", [](const Session& self) { return self.is_watched.load(); },
-          [](Session& self, bool is_watched) { self.is_watched = is_watched; })
+          "is_watched", [](const StoreSession& self) { return self.is_watched.load(); },
+          [](StoreSession& self, bool is_watched) { self.is_watched = is_watched; })
       .def_property(
-          "heard", [](const Session& self) { return self.heard.load(); },
-          [](Session& self, double heard) { self.heard = heard; })
-      .def("drop", &Session::drop, py::arg("sequence"))
-      .def("look", &Session::look, Released())
-      .def("clear", &Session::clear);
+          "heard", [](const StoreSession& self) { return self.heard.load(); },
+          [](StoreSession& self, double heard) { self.heard = heard; })
+      .def("drop", &StoreSession::drop, py::arg("sequence"))
+      .def("look", &StoreSession::look, Released())
+      .def("clear", &StoreSession::clear);
 
   service.def(py::init(&make_service), py::arg("store"), py::arg("window"), py::arg("slow"))
       .def("add", &Service::add, py::arg("token"), py::arg("session"))
@@ -197,7 +197,7 @@ void bind_service(py::module_& m, SessionClass& session, ServiceClass& service) 
       .def("count", &Service::count, py::arg("written") = 0, py::arg("read") = 0, py::arg("refused") = 0)
       .def(
           "count_in",
-          [](Service& self, Session& session, std::uint64_t nbytes) -> py::object {
+          [](Service& self, StoreSession& session, std::uint64_t nbytes) -> py::object {
             const auto counted = self.count_in(session, nbytes);
             if (!counted) return to_python(self.over_window(session));
             return py::make_tuple(counted->nbytes, counted->since);
@@ -205,7 +205,7 @@ void bind_service(py::module_& m, SessionClass& session, ServiceClass& service) 
           py::arg("session"), py::arg("nbytes"))
       .def(
           "count_out",
-          [](Service& self, Session& session, std::uint64_t nbytes, double since) {
+          [](Service& self, StoreSession& session, std::uint64_t nbytes, double since) {
             self.count_out(session, {nbytes, since});
           },
           py::arg("session"), py::arg("nbytes"), py::arg("since"))

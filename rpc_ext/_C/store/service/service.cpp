@@ -186,7 +186,7 @@ void Service::handle(StoreRequest&& request, const SessionPtr& session, const Re
 
 // ---- counts
 
-std::optional<Service::Counted> Service::count_in(Session& session, std::uint64_t nbytes) {
+std::optional<Service::Counted> Service::count_in(StoreSession& session, std::uint64_t nbytes) {
   const std::lock_guard lock(mutex_);
   if (session.in_flight + nbytes > 2 * window_) {
     ++refused_;
@@ -198,7 +198,7 @@ std::optional<Service::Counted> Service::count_in(Session& session, std::uint64_
   return Counted{nbytes, now()};
 }
 
-void Service::count_out(Session& session, const Counted& counted) {
+void Service::count_out(StoreSession& session, const Counted& counted) {
   const std::lock_guard lock(mutex_);
   session.in_flight -= counted.nbytes;
   in_flight_ -= counted.nbytes;
@@ -212,7 +212,7 @@ void Service::count(std::uint64_t written, std::uint64_t read, std::uint64_t ref
   refused_ += refused;
 }
 
-Problem Service::over_window(const Session& session) const {
+Problem Service::over_window(const StoreSession& session) const {
   const std::lock_guard lock(mutex_);
   return {.kind = Problem::Kind::blocking,
           .message = std::to_string(session.in_flight) + " bytes are in flight for this client, whose window has " +

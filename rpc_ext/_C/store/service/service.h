@@ -29,7 +29,7 @@
 #include "histogram.h"
 #include "message_handler.h"
 #include "reply.h"
-#include "store/service/session.h"
+#include "store/service/store_session.h"
 #include "store/wire/message.h"
 
 namespace rpc_ext::store {
@@ -38,7 +38,7 @@ namespace rpc_ext::store {
 class Service final : public std::enable_shared_from_this<Service> {
  public:
   using ReplyPtr = std::shared_ptr<Reply>;
-  using SessionPtr = std::shared_ptr<Session>;
+  using SessionPtr = std::shared_ptr<StoreSession>;
 
   // The requests that go to Python: parts of large tensors, and operations that a client gave up.
   using Slow = std::function<void(const StoreRequest&, const ReplyPtr&)>;
@@ -64,11 +64,11 @@ class Service final : public std::enable_shared_from_this<Service> {
     double since;
   };
   // Counts a request as in flight. None: the client has more in flight than twice its window.
-  std::optional<Counted> count_in(Session& session, std::uint64_t nbytes);
-  void count_out(Session& session, const Counted& counted);
+  std::optional<Counted> count_in(StoreSession& session, std::uint64_t nbytes);
+  void count_out(StoreSession& session, const Counted& counted);
   void count(std::uint64_t written, std::uint64_t read, std::uint64_t refused);
   const std::shared_ptr<std::atomic<std::uint64_t>>& late() const noexcept { return late_; }
-  Problem over_window(const Session& session) const;
+  Problem over_window(const StoreSession& session) const;
 
   struct Statistics {
     std::uint64_t in_flight, most_in_flight, written, read, requests, refused, late;

@@ -1,4 +1,4 @@
-#include "store/service/session.h"
+#include "store/service/store_session.h"
 
 #include <ATen/ops/empty.h>
 
@@ -16,8 +16,8 @@ constexpr std::uint64_t kLeastBuffer = 1 << 16;  // bytes from which on a buffer
 
 }  // namespace
 
-Session::Session(std::shared_ptr<Namespace> space, std::shared_ptr<RequestOrder> order,
-                 std::shared_ptr<PoolAccess> pool, SetTimer set_timer)
+StoreSession::StoreSession(std::shared_ptr<Namespace> space, std::shared_ptr<RequestOrder> order,
+                           std::shared_ptr<PoolAccess> pool, SetTimer set_timer)
     : space(std::move(space)),
       order(std::move(order)),
       heard(now()),
@@ -27,7 +27,7 @@ Session::Session(std::shared_ptr<Namespace> space, std::shared_ptr<RequestOrder>
 
 // ---- kept reads
 
-void Session::keep(const KeyEntry& entry, const FoundTensor& tensor, bool has_first) {
+void StoreSession::keep(const KeyEntry& entry, const FoundTensor& tensor, bool has_first) {
   std::vector<bool> is_left(parts_of(tensor.nbytes), true);
   if (has_first) is_left[0] = false;
   const std::size_t left = is_left.size() - (has_first ? 1 : 0);
@@ -40,7 +40,7 @@ void Session::keep(const KeyEntry& entry, const FoundTensor& tensor, bool has_fi
   note_deadline(entry.expires);
 }
 
-std::optional<Session::Kept> Session::take(std::uint64_t sequence, std::uint32_t part) {
+std::optional<StoreSession::Kept> StoreSession::take(std::uint64_t sequence, std::uint32_t part) {
   const std::lock_guard lock(mutex_);
   const auto found = kept_.find(sequence);
   if (found == kept_.end() || part >= found->second.is_left.size() || !found->second.is_left[part]) return std::nullopt;
@@ -51,12 +51,12 @@ std::optional<Session::Kept> Session::take(std::uint64_t sequence, std::uint32_t
   return kept;
 }
 
-void Session::drop(std::uint64_t sequence) {
+void StoreSession::drop(std::uint64_t sequence) {
   const std::lock_guard lock(mutex_);
   kept_.erase(sequence);
 }
 
-void Session::clear() {
+void StoreSession::clear() {
   std::shared_ptr<SetTimer> timer;
   const std::lock_guard lock(mutex_);
   has_ended_ = true;
@@ -66,7 +66,7 @@ void Session::clear() {
 
 // ---- buffers
 
-void Session::take_buffer(std::uint64_t nbytes, double expires, Taken taken) {
+void StoreSession::take_buffer(std::uint64_t nbytes, double expires, Taken taken) {
   if (nbytes < kLeastBuffer) {
     const c10::InferenceMode plain(false);
     taken(at::empty({static_cast<std::int64_t>(nbytes)}, at::TensorOptions().dtype(at::kByte).device(c10::kCPU)));
@@ -83,7 +83,7 @@ void Session::take_buffer(std::uint64_t nbytes, double expires, Taken taken) {
 
 // ---- deadlines
 
-void Session::note_deadline(double expires) {
+void StoreSession::note_deadline(double expires) {
   if (expires == 0) return;
   const double seconds = std::max(order->left(expires), 0.0);
   const double at = now() + seconds;
@@ -97,7 +97,7 @@ void Session::note_deadline(double expires) {
   if (set_timer != nullptr) (*set_timer)(seconds);
 }
 
-std::optional<double> Session::look() {
+std::optional<double> StoreSession::look() {
   std::vector<std::function<void()>> over;
   double due = kNever;
   {

@@ -24,15 +24,15 @@ namespace rpc_ext::store {
 using cudafuture::store::PoolAccess;
 
 // Lock: mutex_ guards the kept reads and the requests for buffers; the order's is taken under it.
-class Session final : public std::enable_shared_from_this<Session> {
+class StoreSession final : public std::enable_shared_from_this<StoreSession> {
  public:
   using Taken = PoolAccess::Taken;
 
   // Asks for a call of look() in so many seconds.
   using SetTimer = std::function<void(double)>;
 
-  Session(std::shared_ptr<Namespace> space, std::shared_ptr<RequestOrder> order, std::shared_ptr<PoolAccess> pool,
-          SetTimer set_timer);
+  StoreSession(std::shared_ptr<Namespace> space, std::shared_ptr<RequestOrder> order, std::shared_ptr<PoolAccess> pool,
+               SetTimer set_timer);
 
   const std::shared_ptr<Namespace> space;
   const std::shared_ptr<RequestOrder> order;
