@@ -14,8 +14,8 @@ from cudafuture.executors import callback_thread
 from cudafuture.store.protocol import Store
 
 __all__ = [
-    "Failure",
     "Merge",
+    "ShardFailure",
     "Share",
     "begun",
     "blamed",
@@ -43,7 +43,7 @@ class Share(NamedTuple):
     future: CUDAFuture[Any]
 
 
-class Failure(NamedTuple):
+class ShardFailure(NamedTuple):
     """Error of one shard's share of a call."""
 
     shard: str
@@ -92,7 +92,7 @@ def _name_of(shard: Store) -> str:
     raise ValueError(f"{shard!r} has no worker and no folder: give a mapping of names to stores")
 
 
-def blamed(failures: Sequence[Failure]) -> BaseException:
+def blamed(failures: Sequence[ShardFailure]) -> BaseException:
     """Return the error of a call: that of the first failed share, or, if shards are lost, of the first lost one.
 
     It keeps its type. If a worker is lost or did not answer, the message names the shards and the keys.
@@ -113,7 +113,7 @@ def blamed(failures: Sequence[Failure]) -> BaseException:
     return told
 
 
-def _described(failure: Failure) -> str:
+def _described(failure: ShardFailure) -> str:
     keys = [repr(key) for key in failure.keys[:_MOST_NAMED]]
     if len(failure.keys) > _MOST_NAMED:
         keys.append(f"{len(failure.keys) - _MOST_NAMED} more")

@@ -19,7 +19,7 @@ from cudafuture.executors import callback_thread
 from cudafuture.store import _shard
 from cudafuture.store._inventory import Inventory, Verb
 from cudafuture.store._rendezvous_hash import RendezvousHash
-from cudafuture.store._shard import Failure, Share, blamed, named
+from cudafuture.store._shard import ShardFailure, Share, blamed, named
 from cudafuture.store.arguments import (
     device_to_read_into,
     expect_one_for_each,
@@ -419,7 +419,7 @@ class ShardedStore:
                     error = _shard.error_of(part)
                     self._inventory.ended(verb, name, keys, error)
                     if error is not None:
-                        failures.append(Failure(name, keys, error))
+                        failures.append(ShardFailure(name, keys, error))
                 error = blamed(failures) if failures else None
                 values = [] if failures else [merge([part.value() for _, _, part in shares])]
             except BaseException as e:  # for example, a shard returned a wrong value
@@ -448,4 +448,4 @@ class ShardedStore:
             yield self._shards[name]
         except (WorkerLostError, TimeoutError) as error:
             self._inventory.ended("ask", name, keys, error)
-            raise blamed([Failure(name, keys, error)])  # noqa: B904 - it has the error as its cause
+            raise blamed([ShardFailure(name, keys, error)])  # noqa: B904 - it has the error as its cause

@@ -31,7 +31,7 @@ nb::object collective(nb::handle work, nb::object value, const std::string& name
   refuse_after_fork();
   FuturePtr future = make_future(name, callbacks, origin);
   nb::object result = wrap(future);
-  const Group group{timeout, backends.value_or(nullptr), std::move(origin)};
+  const WorkGroup group{timeout, backends.value_or(nullptr), std::move(origin)};
   follow_work(work, std::move(future), std::move(value), std::move(tensors), group);
   raise_kept_interrupt();
   return result;

@@ -1,10 +1,10 @@
 // gather, collect_all and collect_any: a future made from many.
 //
-//     part ── Link ──┐
-//     part ── Link ──┼──► Combined (counts down) ──► the future of all
-//     part ── Link ──┘
+//     part ── CombinedPart ──┐
+//     part ── CombinedPart ──┼──► Combined (counts down) ──► the future of all
+//     part ── CombinedPart ──┘
 //
-// Links hold the combined future, and the Combined holds the parts, as Python objects: the collector sees every
+// CombinedParts hold the combined future, and the Combined holds the parts, as Python objects: the collector sees every
 // reference.
 #include <algorithm>
 #include <atomic>
@@ -24,7 +24,8 @@ namespace {
 
 class Combined;
 
-class Link final : public Continuation {
+// Continuation of one part.
+class CombinedPart final : public Continuation {
  public:
   void run(Future& part) noexcept override;
   void abandon() noexcept override;
@@ -124,7 +125,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
     return list;
   }
 
-  std::vector<Link> links;  // the nodes in the parts' lists; never resized
+  std::vector<CombinedPart> links;  // the nodes in the parts' lists; never resized
 
  private:
   void take_back_links() noexcept {
@@ -254,7 +255,7 @@ class Finish final : public Continuation {
   std::size_t index_;
 };
 
-void Link::run(Future& part) noexcept {
+void CombinedPart::run(Future& part) noexcept {
   Future& future = core_of(whole);
   if (!combined->part_done(future, index, part)) {
     auto* finish = new Finish(combined, Foreign(std::exchange(whole, nullptr)), index);
@@ -264,12 +265,12 @@ void Link::run(Future& part) noexcept {
   release();
 }
 
-void Link::abandon() noexcept { release(); }
+void CombinedPart::abandon() noexcept { release(); }
 
-int Link::visit(ForeignVisitor visitor) const { return visitor(whole); }
+int CombinedPart::visit(ForeignVisitor visitor) const { return visitor(whole); }
 
 // The link lives in the Combined, which may be destroyed here.
-void Link::release() noexcept {
+void CombinedPart::release() noexcept {
   PyObject* const future = std::exchange(whole, nullptr);
   const std::shared_ptr<Combined> last = std::move(combined);
   if (future != nullptr) release_foreign(future);
@@ -318,7 +319,7 @@ nb::object combine(Maker how, nb::handle futures, bool cancel_parts) {
   }
   whole.set_producer(combined);
   for (std::size_t i = 0; i < parts.size(); ++i) {
-    Link& link = combined->links[i];
+    CombinedPart& link = combined->links[i];
     link.combined = combined;
     link.whole = wrapper.inc_ref().ptr();
     link.index = i;

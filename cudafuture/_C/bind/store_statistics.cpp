@@ -37,7 +37,7 @@ nb::dict store_statistics(const store::Store& self) {
 nb::dict recovery_of(const store::Store& self) {
   const store::Recovery& recovery = self.recovery();
   nb::list gaps;
-  for (const store::Findings::Gap& gap : recovery.gaps) gaps.append(nb::make_tuple(gap.offset, gap.size));
+  for (const store::JournalFindings::Gap& gap : recovery.gaps) gaps.append(nb::make_tuple(gap.offset, gap.size));
   nb::dict d;
   d["torn_bytes"] = recovery.torn_bytes;
   d["torn_keys"] = nb::cast(recovery.torn_keys);

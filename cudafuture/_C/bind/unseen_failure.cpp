@@ -30,9 +30,9 @@ struct UnseenFailure {
 };
 
 // Reports the error where Python runs: a future destroyed on an engine's thread passes it to the callback thread.
-class Report final : public Continuation {
+class UnseenFailureReport final : public Continuation {
  public:
-  Report(const Future& future, Value&& error, Foreign&& origin)
+  UnseenFailureReport(const Future& future, Value&& error, Foreign&& origin)
       : Continuation(foreign), failure_(future), error_(std::move(error)), origin_(std::move(origin)) {}
   void run(Future&) noexcept override { report(); }
   void abandon() noexcept override { delete this; }
@@ -58,7 +58,7 @@ class Report final : public Continuation {
 
 void report_unseen_failure(const Future& future, Value&& error, Foreign&& origin) {
   if (is_finalizing() || is_forked_child()) return;
-  auto* report = new Report(future, std::move(error), std::move(origin));
+  auto* report = new UnseenFailureReport(future, std::move(error), std::move(origin));
   if (foreign_runtime().inside()) {
     report->report();
     return;

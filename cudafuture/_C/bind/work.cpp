@@ -196,7 +196,7 @@ TorchFuturePtr future_of(c10d::Work& work) {
 
 // Adds what the operation is until its device work has finished: NCCL's futures are complete when the work is enqueued.
 // Failures come later, and the device uses the tensors until then.
-std::shared_ptr<WorkErrors> add_operation(Future& future, KeptWork&& work, const std::optional<Group>& group) {
+std::shared_ptr<WorkErrors> add_operation(Future& future, KeptWork&& work, const std::optional<WorkGroup>& group) {
   const nb::object origin = group ? group->origin : nb::none();
   auto errors = WorkErrors::of(std::move(work), group ? group->backends : all_backends(), origin);
   future.add_async_errors(errors);
@@ -204,7 +204,7 @@ std::shared_ptr<WorkErrors> add_operation(Future& future, KeptWork&& work, const
 }
 
 void follow_native_work(c10d::Work& work, FuturePtr future, Foreign value, Foreign tensors,
-                        const std::optional<Group>& group) {
+                        const std::optional<WorkGroup>& group) {
   auto owned = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(&work);
   const TorchFuturePtr native = future_of(work);
   std::shared_ptr<WorkErrors> errors;
@@ -290,7 +290,7 @@ void follow(nb::handle work, FuturePtr future) {
   }
 }
 
-void follow_work(nb::handle work, FuturePtr future, nb::object value, nb::object tensors, const Group& group) {
+void follow_work(nb::handle work, FuturePtr future, nb::object value, nb::object tensors, const WorkGroup& group) {
   if (!is_work(work)) {
     const std::string message = "expected a c10d Work, not " + repr_of(work);
     throw nb::type_error(message.c_str());

@@ -12,7 +12,7 @@ bool is_work(nb::handle object);
 void follow(nb::handle work, FuturePtr future);
 
 // The group that a Work belongs to.
-struct Group {
+struct WorkGroup {
   double timeout;        // seconds within which the engine should be done
   BackendsPtr backends;  // null: none that reports failures
   nb::object origin;     // rephrases the errors
@@ -20,6 +20,6 @@ struct Group {
 
 // Makes `future` complete with `value`. `tensors`: an object that owns what the operation uses; it is kept while the
 // device does.
-void follow_work(nb::handle work, FuturePtr future, nb::object value, nb::object tensors, const Group& group);
+void follow_work(nb::handle work, FuturePtr future, nb::object value, nb::object tensors, const WorkGroup& group);
 
 }  // namespace cudafuture::bind

@@ -10,9 +10,9 @@ namespace cudafuture::io {
 namespace {
 
 // Notifies the engine when the device work before a write has finished.
-class Source final : public Continuation {
+class WriteSource final : public Continuation {
  public:
-  Source(Watching& engine, Operation* operation) noexcept : engine_(engine), operation_(operation) {
+  WriteSource(Watching& engine, Operation* operation) noexcept : engine_(engine), operation_(operation) {
     parent = operation->device()->earlier();
   }
 
@@ -49,7 +49,7 @@ std::exception_ptr synchronize(const Future& done) noexcept {
 }
 
 void watch_source(Watching& engine, Operation* operation) {
-  auto* const source = new Source(engine, operation);
+  auto* const source = new WriteSource(engine, operation);
   if (!Watcher::get().try_watch(source)) source->abandon();
 }
 

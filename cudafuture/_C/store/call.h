@@ -13,7 +13,7 @@
 namespace cudafuture::store {
 
 class AtomicWrite;
-struct Epoch;
+struct FlushEpoch;
 
 class Call {
  public:
@@ -26,7 +26,7 @@ class Call {
   std::uint64_t bytes = 0;                 // of all parts
   Foreign result;                          // of a read
   std::shared_ptr<AtomicWrite> atomic;     // null: each key of a write changes separately
-  std::shared_ptr<Epoch> epoch;            // of the store, which counts it
+  std::shared_ptr<FlushEpoch> epoch;       // of the store, which counts it
 
   void expect(std::size_t parts) noexcept { left_ = using_memory_ = parts; }
 

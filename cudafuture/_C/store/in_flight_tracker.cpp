@@ -11,7 +11,7 @@ void InFlightTracker::begin(Call& call) {
   if (is_closed_) throw Error(ErrorKind::invalid_state, "the store is closed");
   ++calls_;
   if (call.kind == Call::Kind::read) return;
-  if (epochs_.empty()) epochs_.push_back(std::make_shared<Epoch>());
+  if (epochs_.empty()) epochs_.push_back(std::make_shared<FlushEpoch>());
   call.epoch = epochs_.back();
   ++call.epoch->left;
 }
@@ -22,12 +22,12 @@ void InFlightTracker::end(Call& call) noexcept {
   {
     std::lock_guard lock(mutex_);
     if (--calls_ == 0) closed.swap(closings_);
-    if (const std::shared_ptr<Epoch> epoch = std::move(call.epoch)) {
+    if (const std::shared_ptr<FlushEpoch> epoch = std::move(call.epoch)) {
       --epoch->left;
       if (const std::exception_ptr failure = call.failure()) note_failure(*epoch, failure);
       // Only the last epoch takes calls: it stays if no flush waits for it.
       while (!epochs_.empty() && epochs_.front()->left == 0) {
-        const std::shared_ptr<Epoch> done = std::move(epochs_.front());
+        const std::shared_ptr<FlushEpoch> done = std::move(epochs_.front());
         epochs_.pop_front();
         if (done->flush != nullptr) flushed.emplace_back(std::move(done->flush), done->failure);
       }
@@ -44,9 +44,9 @@ void InFlightTracker::end(Call& call) noexcept {
 }
 
 // Records a failure of a call of that epoch for each flush since then.
-void InFlightTracker::note_failure(const Epoch& epoch, const std::exception_ptr& failure) noexcept {
+void InFlightTracker::note_failure(const FlushEpoch& epoch, const std::exception_ptr& failure) noexcept {
   bool is_since = false;
-  for (const std::shared_ptr<Epoch>& each : epochs_) {
+  for (const std::shared_ptr<FlushEpoch>& each : epochs_) {
     is_since = is_since || each.get() == &epoch;
     if (is_since && each->flush != nullptr && each->failure == nullptr) each->failure = failure;
   }
@@ -61,7 +61,7 @@ FuturePtr InFlightTracker::flush() {
     flush->start();
     if (!epochs_.empty()) {
       epochs_.back()->flush = flush;
-      epochs_.push_back(std::make_shared<Epoch>());
+      epochs_.push_back(std::make_shared<FlushEpoch>());
       return flush;
     }
   }

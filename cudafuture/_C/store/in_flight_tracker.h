@@ -15,7 +15,7 @@
 namespace cudafuture::store {
 
 // The calls between two flushes. It is done when all of them and all earlier ones are done.
-struct Epoch {
+struct FlushEpoch {
   std::size_t left = 0;
   FuturePtr flush;             // at its end; null: it is the current epoch, which takes calls
   std::exception_ptr failure;  // the first one since that flush was requested
@@ -33,10 +33,10 @@ class InFlightTracker {
   FuturePtr close();  // refuses new calls; completes when all calls have ended
 
  private:
-  void note_failure(const Epoch& epoch, const std::exception_ptr& failure) noexcept;
+  void note_failure(const FlushEpoch& epoch, const std::exception_ptr& failure) noexcept;
 
   mutable std::mutex mutex_;
-  std::deque<std::shared_ptr<Epoch>> epochs_;
+  std::deque<std::shared_ptr<FlushEpoch>> epochs_;
   std::size_t calls_ = 0;
   bool is_closed_ = false;
   std::vector<FuturePtr> closings_;

@@ -81,7 +81,7 @@ bool Journal::exists(const std::string& folder) {
   return false;
 }
 
-Findings Journal::read(const std::string& folder, Damage damage, const Show& show) {
+JournalFindings Journal::read(const std::string& folder, Damage damage, const Show& show) {
   const std::string path = path_in(folder);
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) throw_errno("cannot open", path, errno);

@@ -41,9 +41,9 @@ class Journal {
 
   static bool exists(const std::string& folder);
   // Only reads. With Damage::skip it also passes the valid records of damaged batches to `show`. Throws Failure.
-  static Findings read(const std::string& folder, Damage damage, const Show& show);
+  static JournalFindings read(const std::string& folder, Damage damage, const Show& show);
 
-  const Findings& findings() const noexcept { return findings_; }  // of opening
+  const JournalFindings& findings() const noexcept { return findings_; }  // of opening
   const std::string& torn_end() const noexcept { return torn_end_; }
   void drop_torn_end();  // before the first append; throws Failure
 
@@ -72,7 +72,7 @@ class Journal {
   void open_spare();
 
   std::string folder_;
-  Findings findings_;
+  JournalFindings findings_;
   std::string torn_end_;
   int file_ = -1;
   int spare_ = -1;               // empty; replace() writes to it

@@ -92,7 +92,7 @@ bool is_torn(std::string_view content, std::uint64_t at, std::uint64_t number) {
 
 // Passes on the valid records in a range that has no whole batch, and notes the gaps between them.
 void scan(std::string_view content, std::uint64_t at, std::uint64_t end, const ShowRecord& show,
-          std::vector<Findings::Gap>& gaps) {
+          std::vector<JournalFindings::Gap>& gaps) {
   const std::uint64_t begin = at;
   std::uint64_t gap = at;
   const auto note_gap = [&](std::uint64_t until) {
@@ -152,8 +152,9 @@ std::optional<JournalHeader> newer_header(std::string_view content, bool& has_lo
   return newer;
 }
 
-Findings parse_journal(std::string_view content, const std::string& path, Damage damage, const ShowRecord& show) {
-  Findings found;
+JournalFindings parse_journal(std::string_view content, const std::string& path, Damage damage,
+                              const ShowRecord& show) {
+  JournalFindings found;
   const std::optional<JournalHeader> header = newer_header(content, found.has_lost_header);
   if (damage == Damage::refuse) {
     if (!header) throw damaged(path, 0, ", or not the journal of a store of this version");
@@ -190,7 +191,7 @@ Findings parse_journal(std::string_view content, const std::string& path, Damage
       throw damaged(path, at, " at byte " + std::to_string(at) + ", which cannot be the effect of a crash");
     }
     found.gaps.push_back({at, content.size() - at});
-    std::vector<Findings::Gap> inside;
+    std::vector<JournalFindings::Gap> inside;
     scan(
         content, at, next, [&](Record&& record, std::uint64_t) { found.keys.push_back(std::move(record.key)); },
         inside);

@@ -36,7 +36,7 @@ std::optional<JournalHeader> newer_header(std::string_view content, bool& has_lo
 enum class Damage : std::uint8_t { refuse, skip };
 
 // Damage and torn batches found in a journal.
-struct Findings {
+struct JournalFindings {
   struct Gap {
     std::uint64_t offset;
     std::uint64_t size;
@@ -55,6 +55,6 @@ using ShowRecord = std::function<void(Record&&, std::uint64_t offset)>;
 
 // Passes the records to `show` in the order of the file. With Damage::skip it includes the valid records of damaged
 // batches. `path` is used in messages. Throws Failure.
-Findings parse_journal(std::string_view content, const std::string& path, Damage damage, const ShowRecord& show);
+JournalFindings parse_journal(std::string_view content, const std::string& path, Damage damage, const ShowRecord& show);
 
 }  // namespace cudafuture::store

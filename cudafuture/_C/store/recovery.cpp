@@ -64,10 +64,10 @@ Recovery recover_to_write(const std::string& folder, Index& index, Slabs& slabs)
 
 Recovery recover_to_read(const std::string& folder, Index& index, Slabs& slabs) {
   Recovery recovery;
-  Findings found = Journal::read(folder, Damage::refuse,
-                                 [&index](Record&& record, std::uint64_t) { index.replay(std::move(record)); });
+  JournalFindings found = Journal::read(folder, Damage::refuse,
+                                        [&index](Record&& record, std::uint64_t) { index.replay(std::move(record)); });
   adopt_slabs(index, slabs);
-  for (const Findings::Gap& gap : found.gaps) recovery.torn_bytes += gap.size;
+  for (const JournalFindings::Gap& gap : found.gaps) recovery.torn_bytes += gap.size;
   recovery.torn_keys = std::move(found.keys);
   recovery.has_lost_header = found.has_lost_header;
   return recovery;
@@ -80,7 +80,7 @@ Recovery salvage(const std::string& folder, Index& index, Slabs& slabs) {
   };
   Recovery recovery;
   std::unordered_map<std::string, Last> last;
-  Findings found = Journal::read(folder, Damage::skip, [&](Record&& record, std::uint64_t offset) {
+  JournalFindings found = Journal::read(folder, Damage::skip, [&](Record&& record, std::uint64_t offset) {
     Last& known = last[record.key];
     if (record.sequence >= known.sequence) known = {record.sequence, offset};
     index.replay(std::move(record));

@@ -23,8 +23,8 @@ struct Recovery {
   std::string set_aside;               // file with those bytes; empty: the disk had no room
   bool has_lost_header = false;        // one of the two headers of the journal is damaged
   // ---- with Opening::salvage
-  std::vector<Findings::Gap> gaps;     // damaged bytes of the journal
-  std::vector<std::string> uncertain;  // keys that a record in a gap may have replaced or deleted
+  std::vector<JournalFindings::Gap> gaps;  // damaged bytes of the journal
+  std::vector<std::string> uncertain;      // keys that a record in a gap may have replaced or deleted
 };
 
 // Throws Failure; ChecksumError in Python if the journal is damaged or missing.
