@@ -23,8 +23,8 @@ here can still fail on a GPU.
 
 from cudafuture.testing.fakecuda._build import BuildError, build
 from cudafuture.testing.fakecuda._controls import (
-    Hold,
-    Statistics,
+    CudaHold,
+    CudaStatistics,
     contexts,
     fail,
     fail_allocations,
@@ -41,11 +41,11 @@ from cudafuture.testing.sim import RaceError, Report
 
 __all__ = [
     "BuildError",
-    "Hold",
+    "CudaHold",
+    "CudaStatistics",
     "RaceError",
     "Report",
     "Schedule",
-    "Statistics",
     "build",
     "contexts",
     "detect_races",

@@ -12,8 +12,8 @@ from cudafuture.testing.fakecuda import _library
 from cudafuture.testing.fakecuda._library import library, stream_of
 
 __all__ = [
-    "Hold",
-    "Statistics",
+    "CudaHold",
+    "CudaStatistics",
     "contexts",
     "fail",
     "fail_allocations",
@@ -27,7 +27,7 @@ __all__ = [
 ERRORS = {"illegal address": 700, "assert": 710, "launch failure": 719}  # cudaError_t
 
 
-class Hold(StreamHold):
+class CudaHold(StreamHold):
     """Hold of a stream: work enqueued after it stays pending until ``open()``, or until its ``with`` block ends."""
 
     def __init__(self, handle: int) -> None:
@@ -45,7 +45,7 @@ class Hold(StreamHold):
             library().fakecuda_open(handle)
 
 
-def hold(stream: torch.Stream | None = None) -> Hold:
+def hold(stream: torch.Stream | None = None) -> CudaHold:
     """Hold a stream (default: the current one) here, so that work enqueued later stays pending.
 
     A host thread that synchronises with a held stream blocks until another thread opens the hold.
@@ -56,7 +56,7 @@ def hold(stream: torch.Stream | None = None) -> Hold:
     False
     """
     handle, device = stream_of(stream)
-    return Hold(library().fakecuda_hold(handle, device))
+    return CudaHold(library().fakecuda_hold(handle, device))
 
 
 def release() -> None:
@@ -66,7 +66,7 @@ def release() -> None:
     >>> fakecuda.release()
     >>> torch.cuda.synchronize()
     """
-    open_all(Hold)
+    open_all(CudaHold)
 
 
 def fail(error: str = "illegal address", stream: torch.Stream | None = None) -> None:
@@ -107,7 +107,7 @@ def fail_allocations(count: int = 1) -> None:
 
 
 @dataclass(frozen=True)
-class Statistics:
+class CudaStatistics:
     """Counters of the process since it started.
 
     ``kernels_run`` counts operators that computed on the host, and ``kernels_skipped`` kernels whose code is for a GPU,
@@ -124,7 +124,7 @@ class Statistics:
     contexts: tuple[int, ...]
 
 
-def statistics() -> Statistics:
+def statistics() -> CudaStatistics:
     """Return the counters of the process.
 
     >>> before = fakecuda.statistics().kernels_run
@@ -132,10 +132,10 @@ def statistics() -> Statistics:
     >>> fakecuda.statistics().kernels_run - before
     2
     """
-    found = _library.Statistics()
+    found = _library.CudaCounters()
     library().fakecuda_statistics(ctypes.byref(found))
     counts = {field[0]: int(getattr(found, field[0])) for field in found._fields_[:-1]}
-    return Statistics(**counts, contexts=tuple(d for d in range(64) if found.contexts >> d & 1))
+    return CudaStatistics(**counts, contexts=tuple(d for d in range(64) if found.contexts >> d & 1))
 
 
 def contexts() -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import torch
 __all__ = ["is_active", "library", "stream_of"]
 
 
-class Statistics(ctypes.Structure):
+class CudaCounters(ctypes.Structure):
     """Counters in the layout that ``fakecuda_statistics`` writes."""
 
     _fields_ = [
@@ -39,7 +39,7 @@ def _found() -> Any:
     process.fakecuda_open.argtypes = [ctypes.c_void_p]
     process.fakecuda_fail.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     process.fakecuda_fail_allocations.argtypes = [ctypes.c_uint64]
-    process.fakecuda_statistics.argtypes = [ctypes.POINTER(Statistics)]
+    process.fakecuda_statistics.argtypes = [ctypes.POINTER(CudaCounters)]
     for name in ("fakecuda_skipped_kernels", "fakecuda_take_races"):
         getattr(process, name).restype = ctypes.c_void_p
     process.fakecuda_reset_context.argtypes = [ctypes.c_int]

@@ -24,15 +24,15 @@ struct NamedSite final : Site {
 
 inline SitePtr site(std::string name) { return std::make_shared<NamedSite>(std::move(name)); }
 
-inline Access access(const void* pointer, std::size_t bytes, bool writes) {
+inline MemoryAccess access(const void* pointer, std::size_t bytes, bool writes) {
   const auto begin = reinterpret_cast<std::uintptr_t>(pointer);
   return {begin, begin + bytes, writes};
 }
-inline Access reads(const void* pointer, std::size_t bytes) { return access(pointer, bytes, false); }
-inline Access writes(const void* pointer, std::size_t bytes) { return access(pointer, bytes, true); }
+inline MemoryAccess reads(const void* pointer, std::size_t bytes) { return access(pointer, bytes, false); }
+inline MemoryAccess writes(const void* pointer, std::size_t bytes) { return access(pointer, bytes, true); }
 
 inline constexpr StreamName kDefault{0, 0};
-inline constexpr Schedule kSchedules[] = {Schedule::free, Schedule::jitter, Schedule::lazy};
+inline constexpr WorkSchedule kSchedules[] = {WorkSchedule::free, WorkSchedule::jitter, WorkSchedule::lazy};
 
 // Numbers of work items in the order in which they ran.
 using Order = std::vector<int>;
@@ -40,8 +40,8 @@ using Order = std::vector<int>;
 // A test bench: starts the accelerator for one test, and stops it afterwards.
 class Bench {
  public:
-  explicit Bench(Schedule schedule = Schedule::free, std::uint64_t seed = 0) : Bench(with(schedule, seed)) {}
-  explicit Bench(const Options& options) { sim().start(options); }
+  explicit Bench(WorkSchedule schedule = WorkSchedule::free, std::uint64_t seed = 0) : Bench(with(schedule, seed)) {}
+  explicit Bench(const Settings& settings) { sim().start(settings); }
   ~Bench() {
     for (void* pointer : std::exchange(held().pointers, {}))
       sim().deallocate(pointer);  // memory that the test freed is ignored
@@ -50,23 +50,23 @@ class Bench {
   Bench(const Bench&) = delete;
   Bench& operator=(const Bench&) = delete;
 
-  static Options with(Schedule schedule, std::uint64_t seed = 0) {
-    Options options;
-    options.devices = 2;
-    options.schedule = schedule;
-    options.seed = seed;
-    options.memory = std::size_t{64} << 20;
-    return options;
+  static Settings with(WorkSchedule schedule, std::uint64_t seed = 0) {
+    Settings settings;
+    settings.devices = 2;
+    settings.schedule = schedule;
+    settings.seed = seed;
+    settings.memory = std::size_t{64} << 20;
+    return settings;
   }
   static Accelerator& sim() { return Accelerator::get(); }
   Accelerator* operator->() const { return &sim(); }
 
   static StreamName stream(int device = 0) { return sim().new_stream(device, 0); }
-  static void work(StreamName stream, std::function<void()> run, std::vector<Access> accesses = {},
+  static void work(StreamName stream, std::function<void()> run, std::vector<MemoryAccess> accesses = {},
                    const char* name = "work") {
     sim().submit(stream, {std::move(run), std::move(accesses), site(name), {}});
   }
-  static void touch(StreamName stream, std::vector<Access> accesses, const char* name = "work") {
+  static void touch(StreamName stream, std::vector<MemoryAccess> accesses, const char* name = "work") {
     work(stream, [] {}, std::move(accesses), name);
   }
   static void spend(StreamName stream, const Cost& cost) {

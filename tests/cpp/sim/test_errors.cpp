@@ -17,7 +17,7 @@ void fail(StreamName stream, const char* text = "assertion failed\nwith details"
 TEST_SUITE_BEGIN("errors");
 
 TEST_CASE("device calls throw after an error until it is cleared") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule);
     const StreamName other = Bench::stream();
     const RecordingPtr recording = bench->record(other);
@@ -40,7 +40,7 @@ TEST_CASE("device calls throw after an error until it is cleared") {
 }
 
 TEST_CASE("an error drops queued and new work until it is cleared") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   const StreamName other = Bench::stream();
   const StreamName elsewhere{1, 0};
   Order order;
@@ -60,7 +60,7 @@ TEST_CASE("an error drops queued and new work until it is cleared") {
 }
 
 TEST_CASE("an error is reported once, with the first line of its message") {
-  const Bench bench(Schedule::free);
+  const Bench bench(WorkSchedule::free);
   fail(kDefault);
   fail(kDefault);
   const auto reports = bench->take_reports();
@@ -71,7 +71,7 @@ TEST_CASE("an error is reported once, with the first line of its message") {
 }
 
 TEST_CASE("a device keeps its first error") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   fail(kDefault, "first");
   CHECK_THROWS_WITH(bench->synchronize(0), "first");
   fail(kDefault, "second");
@@ -79,7 +79,7 @@ TEST_CASE("a device keeps its first error") {
 }
 
 TEST_CASE("memory of a device with an error can be allocated and freed") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   fail(kDefault);
   CHECK_THROWS_AS(bench->synchronize(0), std::runtime_error);
   void* const block = Bench::memory(512);

@@ -7,7 +7,7 @@ using namespace sim::test;
 TEST_SUITE_BEGIN("events");
 
 TEST_CASE("a wait waits for the event's current recording, not for later ones") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   const StreamName waits = Bench::stream();
   Order order;
   Bench::work(kDefault, [&] { order.push_back(1); });
@@ -22,7 +22,7 @@ TEST_CASE("a wait waits for the event's current recording, not for later ones") 
 }
 
 TEST_CASE("an event that was never recorded counts as reached") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule);
     CHECK(bench->query(RecordingPtr()));
     bench->synchronize(RecordingPtr());
@@ -33,14 +33,14 @@ TEST_CASE("an event that was never recorded counts as reached") {
 }
 
 TEST_CASE("an event on an idle stream is reached") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule);
     CHECK(bench->query(bench->record(kDefault)));
   }
 }
 
 TEST_CASE("a stream that waits for its own event does not block") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule);
     Bench::work(kDefault, [] {});
     Bench::order(kDefault, kDefault);
@@ -52,7 +52,7 @@ TEST_CASE("a stream that waits for its own event does not block") {
 }
 
 TEST_CASE("a wait orders streams of different devices") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule);
     const StreamName other{1, 0};
     Order order;
@@ -65,7 +65,7 @@ TEST_CASE("a wait orders streams of different devices") {
 }
 
 TEST_CASE("synchronizing a device runs no work of other devices") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   Order order;
   const StreamName pooled = Bench::stream(0);
   Bench::work(kDefault, [&] { order.push_back(0); });
@@ -99,7 +99,7 @@ TEST_CASE("the error for a missing device or stream names it") {
 }
 
 TEST_CASE("statistics count submitted, executed, recorded and waited items") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   Bench::work(kDefault, [] {});
   Bench::work(kDefault, [] {});
   Bench::order(Bench::stream(), kDefault);

@@ -41,7 +41,7 @@ class CheckHooks {
 TEST_SUITE_BEGIN("gates");
 
 TEST_CASE("work behind a closed gate does not run under any schedule") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule);
     const StreamName waits = Bench::stream();
     Order order;
@@ -58,7 +58,7 @@ TEST_CASE("work behind a closed gate does not run under any schedule") {
 }
 
 TEST_CASE("free: opening a gate runs the work behind it") {
-  const Bench bench(Schedule::free);
+  const Bench bench(WorkSchedule::free);
   bool ran = false;
   const GatePtr gate = bench->hold(kDefault);
   Bench::work(kDefault, [&] { ran = true; });
@@ -69,7 +69,7 @@ TEST_CASE("free: opening a gate runs the work behind it") {
 }
 
 TEST_CASE("a stream stops at each of its gates") {
-  const Bench bench(Schedule::free);
+  const Bench bench(WorkSchedule::free);
   Order order;
   const GatePtr first = bench->hold(kDefault);
   Bench::work(kDefault, [&] { order.push_back(1); });
@@ -82,7 +82,7 @@ TEST_CASE("a stream stops at each of its gates") {
 }
 
 TEST_CASE("a thread behind a gate sleeps between hooks until it opens") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule);
     std::latch sleeps(1);
     asleep = &sleeps;
@@ -110,7 +110,7 @@ TEST_CASE("a thread behind a gate sleeps between hooks until it opens") {
 }
 
 TEST_CASE("a check that throws ends the wait, which can be repeated") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule);
     const CheckHooks check([] { throw Interruption{}; });
     const GatePtr gate = bench->hold(kDefault);
@@ -130,7 +130,7 @@ TEST_CASE("a check that throws ends the wait, which can be repeated") {
 }
 
 TEST_CASE("a check that returns continues the wait, and may call the accelerator") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule);
     const CheckHooks check([] {
       CHECK_FALSE(Bench::sim().query(kDefault));
@@ -147,7 +147,7 @@ TEST_CASE("a check that returns continues the wait, and may call the accelerator
 }
 
 TEST_CASE("other work does not delay the check of a wait") {
-  const Bench bench(Schedule::free);
+  const Bench bench(WorkSchedule::free);
   const CheckHooks check([] { throw Interruption{}; });
   const GatePtr gate = bench->hold(kDefault);
   Bench::work(kDefault, [] {});

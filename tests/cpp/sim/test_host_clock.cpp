@@ -40,7 +40,7 @@ TEST_CASE("each thread has its own clock") {
 
 TEST_CASE("waiting for a device advances the clock of the waiting thread only") {
   const Bench bench;
-  Bench::spend(kDefault, {Kind::delay, 0, 3});
+  Bench::spend(kDefault, {WorkKind::delay, 0, 3});
   const RecordingPtr recording = bench->record(kDefault);
   in_thread([&] {
     bench->synchronize(recording);
@@ -55,19 +55,19 @@ TEST_CASE("work begins after its enqueuing and after the stream's earlier work")
   const StreamName other = Bench::stream();
   in_thread([&] {
     bench->spend(5);
-    Bench::spend(kDefault, {Kind::delay, 0, 1});
+    Bench::spend(kDefault, {WorkKind::delay, 0, 1});
     bench->synchronize(0);
   });
-  Bench::spend(other, {Kind::delay, 0, 1});
+  Bench::spend(other, {WorkKind::delay, 0, 1});
   CHECK(bench->time_of(bench->record(other)) == 1);
-  Bench::spend(kDefault, {Kind::delay, 0, 1});
+  Bench::spend(kDefault, {WorkKind::delay, 0, 1});
   CHECK(bench->time_of(bench->record(kDefault)) == 7);
 }
 
 TEST_CASE("start() sets the clocks of all threads to zero") {
   const Bench bench;
   bench->spend(4);
-  in_thread([&] { bench->start(Bench::with(Schedule::free)); });
+  in_thread([&] { bench->start(Bench::with(WorkSchedule::free)); });
   CHECK(bench->now() == 0);
   HostClock::current().join(1);
   CHECK(bench->now() == 1);

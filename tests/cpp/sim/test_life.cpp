@@ -55,7 +55,7 @@ bool is_refused(Call&& call) {
 TEST_SUITE_BEGIN("life");
 
 TEST_CASE("stop() drops queued work, and later waits return at once") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     Accelerator& sim = Accelerator::get();
     sim.start(Bench::with(schedule));
     const auto owner = std::make_shared<int>();
@@ -82,7 +82,7 @@ TEST_CASE("stop() drops queued work, and later waits return at once") {
 TEST_CASE("start() resets clocks, time, reports, errors and the stream pool") {
   StreamName first;
   {
-    const Bench bench(Schedule::free);
+    const Bench bench(WorkSchedule::free);
     first = Bench::stream();
     void* const block = Bench::memory(64);
     Bench::touch(first, {writes(block, 64)});
@@ -91,18 +91,18 @@ TEST_CASE("start() resets clocks, time, reports, errors and the stream pool") {
     bench->set_speeds(first, {1, 1, 1});
     bench->deallocate(block);
   }
-  const Bench bench(Schedule::free);
+  const Bench bench(WorkSchedule::free);
   CHECK(bench->now() == 0);
   CHECK(bench->report_count() == 0);
   CHECK(bench->error_of(0) == nullptr);
   CHECK(bench->statistics().submitted == 0);
   CHECK(Bench::stream() == first);
-  Bench::spend(first, {Kind::compute, 1, 0});
+  Bench::spend(first, {WorkKind::compute, 1, 0});
   CHECK(bench->time_of(bench->record(first)) < 1);
 }
 
 TEST_CASE("stop() ends a thread's wait for work behind a closed gate") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     Accelerator& sim = Accelerator::get();
     sim.start(Bench::with(schedule));
     sim.hold(kDefault);
@@ -114,24 +114,24 @@ TEST_CASE("stop() ends a thread's wait for work behind a closed gate") {
   }
 }
 
-TEST_CASE("start() throws if options exceed devices or memory") {
-  Options options;
-  options.devices = kMaxDevices + 1;
-  CHECK_THROWS_AS(Accelerator::get().start(options), std::invalid_argument);
-  options.devices = 1;
-  options.memory = std::size_t{1} << 60;
-  CHECK_THROWS_AS(Accelerator::get().start(options), std::invalid_argument);
+TEST_CASE("start() throws if settings exceed devices or memory") {
+  Settings settings;
+  settings.devices = kMaxDevices + 1;
+  CHECK_THROWS_AS(Accelerator::get().start(settings), std::invalid_argument);
+  settings.devices = 1;
+  settings.memory = std::size_t{1} << 60;
+  CHECK_THROWS_AS(Accelerator::get().start(settings), std::invalid_argument);
 }
 
 TEST_CASE("work that stops the accelerator fails") {
-  const Bench bench(Schedule::free);
+  const Bench bench(WorkSchedule::free);
   Bench::work(kDefault, [&] { bench->stop(); });
   CHECK_THROWS_AS(bench->synchronize(0), std::logic_error);
 }
 
 TEST_CASE("start() waits for work that runs in other threads") {
   std::atomic<int> begun{0}, returned{0}, overlaps{0};  // of the calls of start()
-  const Bench bench(Schedule::free);
+  const Bench bench(WorkSchedule::free);
   together(4, [&](int i) {
     for (int round = 0; round < 50; ++round) {
       if (i == 0) {
@@ -154,7 +154,7 @@ TEST_CASE("start() waits for work that runs in other threads") {
 }
 
 TEST_CASE("a forked child can free memory but not use the accelerator") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   void* const block = Bench::memory(64);
   void* const pinned = bench->allocate_pinned(64);
   Bench::work(kDefault, [] {});
@@ -169,7 +169,7 @@ TEST_CASE("a forked child can free memory but not use the accelerator") {
         accepted += is_refused([&] { bench->synchronize(0); }) ? 0 : 1;
         accepted += is_refused([&] { Bench::memory(8); }) ? 0 : 1;
         accepted += is_refused([&] { bench->allocate_pinned(8); }) ? 0 : 1;
-        accepted += is_refused([&] { bench->start(Options()); }) ? 0 : 1;
+        accepted += is_refused([&] { bench->start(Settings()); }) ? 0 : 1;
         accepted += is_refused([&] { bench->take_reports(); }) ? 0 : 1;
         bench->deallocate(block);
         bench->deallocate_pinned(pinned);

@@ -13,7 +13,7 @@ constexpr std::size_t kMiB = std::size_t{1} << 20;
 
 // Allocate and free in a fixed pattern, and return the addresses.
 std::vector<void*> addresses_of_a_program() {
-  const Bench bench(Schedule::jitter, 3);
+  const Bench bench(WorkSchedule::jitter, 3);
   const StreamName streams[] = {kDefault, Bench::stream(), Bench::stream()};
   std::vector<void*> addresses;
   std::vector<void*> held;
@@ -71,7 +71,7 @@ TEST_CASE("an allocation on a stream of another device throws") {
 }
 
 TEST_CASE("a freed block is reused at once on its own stream only") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   const StreamName other = Bench::stream();
   void* const first = Bench::memory(4096);
   bench->deallocate(first);
@@ -93,7 +93,7 @@ TEST_CASE("the last freed block is reused first, if its size fits") {
 }
 
 TEST_CASE("a block waits for the other streams that use it") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   const StreamName user = Bench::stream();
   void* const block = Bench::memory(4096);
   Bench::order(user, kDefault);
@@ -109,7 +109,7 @@ TEST_CASE("a block waits for the other streams that use it") {
 }
 
 TEST_CASE("the reuse of a block orders no accesses to other memory") {
-  const Bench bench(Schedule::free);  // work runs when it is submitted
+  const Bench bench(WorkSchedule::free);  // work runs when it is submitted
   const StreamName user = Bench::stream();
   void* const block = Bench::memory(4096);
   void* const elsewhere = Bench::memory(4096);
@@ -127,9 +127,9 @@ TEST_CASE("the reuse of a block orders no accesses to other memory") {
 
 TEST_CASE("the option `poison` poisons fresh memory in stream order") {
   for (const bool poison : {true, false}) {
-    Options options = Bench::with(Schedule::lazy);
-    options.poison = poison;
-    const Bench bench(options);
+    Settings settings = Bench::with(WorkSchedule::lazy);
+    settings.poison = poison;
+    const Bench bench(settings);
     void* const block = Bench::memory(1000);
     Bench::work(kDefault, [=] { std::memset(bytes_of(block), 1, 1000); });
     bench->deallocate(block);
@@ -149,7 +149,7 @@ TEST_CASE("two runs of a program get the same addresses") {
 }
 
 TEST_CASE("an allocation on a full device waits for deferred blocks") {
-  const Bench bench(Schedule::lazy);  // 64 MiB per device
+  const Bench bench(WorkSchedule::lazy);  // 64 MiB per device
   const StreamName user = Bench::stream();
   void* const a = Bench::memory(32 * kMiB);
   void* const b = Bench::memory(24 * kMiB);
@@ -178,7 +178,7 @@ TEST_CASE("an allocation that exceeds the free memory throws OutOfMemory with th
 }
 
 TEST_CASE("empty_cache() releases free blocks and clears their accesses") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   const StreamName other = Bench::stream();
   void* const block = Bench::memory(kMiB);
   Bench::touch(kDefault, {writes(block, kMiB)});
@@ -207,7 +207,7 @@ TEST_CASE("memory stays allocated across stop() and start()") {
 }
 
 TEST_CASE("queued work can access memory that was freed after its submission") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   void* const block = Bench::memory(4096);
   Bench::work(kDefault, [=] { std::memset(bytes_of(block), 1, 4096); });
   bench->deallocate(block);

@@ -24,7 +24,7 @@ TEST_CASE("the host can access pinned memory, which is poisoned") {
 }
 
 TEST_CASE("a pinned block waits for the streams that use it") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   void* const block = bench->allocate_pinned(4096);
   Bench::touch(kDefault, {reads(block, 8)});
   bench->deallocate_pinned(block);
@@ -38,7 +38,7 @@ TEST_CASE("a pinned block waits for the streams that use it") {
 }
 
 TEST_CASE("a reused block has no earlier accesses") {
-  const Bench bench(Schedule::free);
+  const Bench bench(WorkSchedule::free);
   void* const block = bench->allocate_pinned(4096);
   Bench::touch(Bench::stream(), {writes(block, 8)});
   bench->deallocate_pinned(block);
@@ -51,7 +51,7 @@ TEST_CASE("a reused block has no earlier accesses") {
 }
 
 TEST_CASE("the host races with a copy until it has synchronized with it") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     for (const bool copy_writes : {true, false}) {
       for (const bool host_writes : {true, false}) {
         const Bench bench(schedule);
@@ -76,7 +76,7 @@ TEST_CASE("the host races with a copy until it has synchronized with it") {
 }
 
 TEST_CASE("an event orders the host after earlier work only") {
-  const Bench bench(Schedule::free);
+  const Bench bench(WorkSchedule::free);
   void* const block = bench->allocate_pinned(4096);
   Bench::touch(kDefault, {writes(block, 8)});
   const RecordingPtr copied = bench->record(kDefault);
@@ -91,7 +91,7 @@ TEST_CASE("an event orders the host after earlier work only") {
 }
 
 TEST_CASE("host accesses before the submission of work are no race") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   void* const block = bench->allocate_pinned(4096);
   Bench::touch(kDefault, {reads(block, 8)});
   bench->host_access({reads(block, 8)}, nullptr);
@@ -102,7 +102,7 @@ TEST_CASE("host accesses before the submission of work are no race") {
 }
 
 TEST_CASE("a host access races if any of its blocks is in flight") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   auto* const first = static_cast<char*>(bench->allocate_pinned(512));
   auto* const second = static_cast<char*>(bench->allocate_pinned(512));
   REQUIRE(second == first + 512);

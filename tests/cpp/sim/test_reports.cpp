@@ -11,7 +11,7 @@ namespace {
 
 using Program = std::function<void(StreamName a, StreamName b, void* memory)>;
 
-std::vector<Report> reports_of(Schedule schedule, std::uint64_t seed, const Program& program) {
+std::vector<Report> reports_of(WorkSchedule schedule, std::uint64_t seed, const Program& program) {
   const Bench bench(schedule, seed);
   void* const memory = Bench::memory(4096);
   const StreamName a = Bench::stream(0);
@@ -25,7 +25,7 @@ std::vector<Report> reports_of(Schedule schedule, std::uint64_t seed, const Prog
 
 void check_races(std::size_t expected, const Program& program) {
   std::set<std::string> summaries;
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     for (std::uint64_t seed = 0; seed < 3; ++seed) {
       const auto reports = reports_of(schedule, seed, program);
       CHECK(reports.size() == expected);
@@ -40,7 +40,7 @@ void check_races(std::size_t expected, const Program& program) {
 TEST_SUITE_BEGIN("reports");
 
 TEST_CASE("a missing wait is a race, and its report names both accesses") {
-  const auto reports = reports_of(Schedule::free, 0, [](StreamName a, StreamName b, void* memory) {
+  const auto reports = reports_of(WorkSchedule::free, 0, [](StreamName a, StreamName b, void* memory) {
     Bench::touch(a, {writes(memory, 1024)}, "mul");
     Bench::touch(b, {reads(memory, 4096)}, "add");
   });
@@ -135,7 +135,7 @@ TEST_CASE("each pair of sites is reported once") {
 }
 
 TEST_CASE("a report of kind `reuse` names an unrecorded stream") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule);
     const StreamName user = Bench::stream();
     void* const block = Bench::memory(4096);
@@ -154,7 +154,7 @@ TEST_CASE("a report of kind `reuse` names an unrecorded stream") {
 }
 
 TEST_CASE("memory may be reused after its own stream has waited") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   const StreamName user = Bench::stream();
   void* const block = Bench::memory(4096);
   Bench::order(user, kDefault);
@@ -166,7 +166,7 @@ TEST_CASE("memory may be reused after its own stream has waited") {
 }
 
 TEST_CASE("the use of memory without a wait for its allocation races") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   void* const block = Bench::memory(4096);
   Bench::touch(Bench::stream(), {writes(block, 4096)}, "fill");
   const auto reports = bench->take_reports();
@@ -177,7 +177,7 @@ TEST_CASE("the use of memory without a wait for its allocation races") {
 }
 
 TEST_CASE("a report on pinned memory in flight describes the host's access") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   void* const block = bench->allocate_pinned(64);
   Bench::touch(kDefault, {writes(block, 64)}, "copy");
   bench->host_access({reads(block, 64)}, site("item"));
@@ -190,9 +190,9 @@ TEST_CASE("a report on pinned memory in flight describes the host's access") {
 }
 
 TEST_CASE("without detection there are no reports") {
-  Options options = Bench::with(Schedule::lazy);
-  options.detect = false;
-  const Bench bench(options);
+  Settings settings = Bench::with(WorkSchedule::lazy);
+  settings.detect = false;
+  const Bench bench(settings);
   void* const block = Bench::memory(64);
   Bench::touch(Bench::stream(), {writes(block, 64)});
   Bench::touch(Bench::stream(), {writes(block, 64)});

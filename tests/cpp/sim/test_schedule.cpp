@@ -9,7 +9,7 @@ using namespace sim::test;
 namespace {
 
 // Run four streams with five work items each, some of which wait for others, and return the order in which they ran.
-Order order_of(Schedule schedule, std::uint64_t seed) {
+Order order_of(WorkSchedule schedule, std::uint64_t seed) {
   Order ran_order;
   const Bench bench(schedule, seed);
   const StreamName streams[] = {kDefault, Bench::stream(), Bench::stream(), Bench::stream()};
@@ -29,7 +29,7 @@ Order order_of(Schedule schedule, std::uint64_t seed) {
 TEST_SUITE_BEGIN("schedule");
 
 TEST_CASE("free: work runs when it is submitted") {
-  const Bench bench(Schedule::free);
+  const Bench bench(WorkSchedule::free);
   bool ran = false;
   Bench::work(kDefault, [&] { ran = true; });
   CHECK(ran);
@@ -37,7 +37,7 @@ TEST_CASE("free: work runs when it is submitted") {
 }
 
 TEST_CASE("lazy: no work runs before a wait") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   Order ran_order;
   for (int i = 0; i < 3; ++i) Bench::work(kDefault, [&, i] { ran_order.push_back(i); });
   bench->record(kDefault);
@@ -47,7 +47,7 @@ TEST_CASE("lazy: no work runs before a wait") {
 }
 
 TEST_CASE("lazy: a wait runs only the work that it needs") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   const StreamName a = Bench::stream();
   const StreamName b = Bench::stream();
   const StreamName c = Bench::stream();
@@ -69,7 +69,7 @@ TEST_CASE("lazy: a wait runs only the work that it needs") {
 }
 
 TEST_CASE("lazy: a wait runs a long chain across two streams") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   const StreamName a = Bench::stream(0);
   const StreamName b = Bench::stream(1);
   int steps = 0;
@@ -82,7 +82,7 @@ TEST_CASE("lazy: a wait runs a long chain across two streams") {
 }
 
 TEST_CASE("lazy: a query returns the state and then runs work") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   bool other = false;
   const StreamName unrelated = Bench::stream();
   Bench::work(unrelated, [&] { other = true; });
@@ -95,7 +95,7 @@ TEST_CASE("lazy: a query returns the state and then runs work") {
 }
 
 TEST_CASE("a polling loop ends under every schedule") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     for (std::uint64_t seed = 0; seed < 20; ++seed) {
       const Bench bench(schedule, seed);
       const StreamName other = Bench::stream();
@@ -114,21 +114,21 @@ TEST_CASE("a polling loop ends under every schedule") {
 }
 
 TEST_CASE("a seed determines the order, and different seeds give different orders") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     std::set<Order> orders;
     for (std::uint64_t seed = 0; seed < 20; ++seed) {
       const Order order = order_of(schedule, seed);
       CHECK(order == order_of(schedule, seed));
       orders.insert(order);
     }
-    CHECK((schedule == Schedule::free ? orders.size() == 1 : orders.size() > 10));
+    CHECK((schedule == WorkSchedule::free ? orders.size() == 1 : orders.size() > 10));
   }
 }
 
 TEST_CASE("jitter: some work runs before a wait, and some does not") {
   int early = 0;
   for (std::uint64_t seed = 0; seed < 50; ++seed) {
-    const Bench bench(Schedule::jitter, seed);
+    const Bench bench(WorkSchedule::jitter, seed);
     bool ran = false;
     Bench::work(kDefault, [&] { ran = true; });
     early += ran ? 1 : 0;
@@ -138,7 +138,7 @@ TEST_CASE("jitter: some work runs before a wait, and some does not") {
 }
 
 TEST_CASE("work of one stream runs in submission order") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Order order = order_of(schedule, 7);
     for (int s = 0; s < 4; ++s) {
       int last = -1;
@@ -152,7 +152,7 @@ TEST_CASE("work of one stream runs in submission order") {
 }
 
 TEST_CASE("work that is submitted inside other work runs after it") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule);
     Order ran_order;
     const StreamName other = Bench::stream();
@@ -170,7 +170,7 @@ TEST_CASE("work that is submitted inside other work runs after it") {
 }
 
 TEST_CASE("work that synchronizes fails") {
-  const Bench bench(Schedule::lazy);
+  const Bench bench(WorkSchedule::lazy);
   const StreamName other = Bench::stream();
   Bench::work(other, [] {});
   Bench::work(kDefault, [&] { bench->synchronize(other); });

@@ -19,7 +19,7 @@ constexpr int kRounds = 1000;
 TEST_SUITE_BEGIN("threads");
 
 TEST_CASE("streams of many threads pass memory to one another through events") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule, 1);
     std::atomic<int> errors{0};
     together(kThreads, [&](int t) {
@@ -45,7 +45,7 @@ TEST_CASE("streams of many threads pass memory to one another through events") {
 }
 
 TEST_CASE("work that many threads submit to shared streams runs exactly once") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule, 2);
     int counts[2] = {0, 0};  // one for each stream
     together(kThreads, [&](int t) {
@@ -63,7 +63,7 @@ TEST_CASE("work that many threads submit to shared streams runs exactly once") {
 }
 
 TEST_CASE("threads hold and open gates while other threads wait behind them") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(schedule, 3);
     together(kThreads, [&](int t) {
       for (int i = 0; i < 20; ++i) {
@@ -80,7 +80,7 @@ TEST_CASE("threads hold and open gates while other threads wait behind them") {
 }
 
 TEST_CASE("many threads use pinned memory, and none stays in flight") {
-  const Bench bench(Schedule::jitter, 4);
+  const Bench bench(WorkSchedule::jitter, 4);
   together(kThreads, [&](int t) {
     for (int i = 0; i < kRounds; ++i) {
       void* const block = bench->allocate_pinned(128 + 64 * static_cast<std::size_t>(t));

@@ -6,15 +6,15 @@ using namespace sim::test;
 
 namespace {
 
-Options clocked(Schedule schedule = Schedule::lazy) {
-  Options options = Bench::with(schedule);
-  options.speeds = {1024, 256, 0.5};  // bytes per second; seconds
-  return options;
+Settings clocked(WorkSchedule schedule = WorkSchedule::lazy) {
+  Settings settings = Bench::with(schedule);
+  settings.speeds = {1024, 256, 0.5};  // bytes per second; seconds
+  return settings;
 }
 
-Cost compute(double bytes) { return {Kind::compute, bytes, 0}; }
-Cost copy_in(double bytes) { return {Kind::copy_in, bytes, 0}; }
-Cost copy_out(double bytes) { return {Kind::copy_out, bytes, 0}; }
+Cost compute(double bytes) { return {WorkKind::compute, bytes, 0}; }
+Cost copy_in(double bytes) { return {WorkKind::copy_in, bytes, 0}; }
+Cost copy_out(double bytes) { return {WorkKind::copy_out, bytes, 0}; }
 
 }  // namespace
 
@@ -24,14 +24,14 @@ TEST_CASE("work takes its launch, bytes and seconds; a delay its seconds") {
   const Bench bench(clocked());
   Bench::spend(kDefault, compute(2048));
   CHECK(bench->time_of(bench->record(kDefault)) == 2.5);
-  Bench::spend(kDefault, {Kind::compute, 1024, 4});
+  Bench::spend(kDefault, {WorkKind::compute, 1024, 4});
   CHECK(bench->time_of(bench->record(kDefault)) == 8);
-  Bench::spend(kDefault, {Kind::delay, 1024, 2});
+  Bench::spend(kDefault, {WorkKind::delay, 1024, 2});
   CHECK(bench->time_of(bench->record(kDefault)) == 10);
 }
 
 TEST_CASE("streams compute concurrently, and the host waits for one only") {
-  for (const Schedule schedule : kSchedules) {
+  for (const WorkSchedule schedule : kSchedules) {
     const Bench bench(clocked(schedule));
     const StreamName other = Bench::stream();
     Bench::spend(kDefault, compute(1024));
@@ -105,10 +105,10 @@ TEST_CASE("a stream keeps its speeds until all speeds are set") {
 }
 
 TEST_CASE("virtual time does not depend on the schedule") {
-  const auto end_under = [](Schedule schedule, std::uint64_t seed) {
-    Options options = clocked(schedule);
-    options.seed = seed;
-    const Bench bench(options);
+  const auto end_under = [](WorkSchedule schedule, std::uint64_t seed) {
+    Settings settings = clocked(schedule);
+    settings.seed = seed;
+    const Bench bench(settings);
     const StreamName streams[] = {Bench::stream(), Bench::stream(), Bench::stream()};
     for (int i = 0; i < 12; ++i) {
       Bench::spend(streams[i % 3], i % 2 == 0 ? copy_in(64.0 * i) : compute(512.0 * i));
@@ -117,10 +117,10 @@ TEST_CASE("virtual time does not depend on the schedule") {
     bench->synchronize(0);
     return bench->now();
   };
-  const double end = end_under(Schedule::free, 0);
+  const double end = end_under(WorkSchedule::free, 0);
   CHECK(end > 0);
   for (std::uint64_t seed = 0; seed < 5; ++seed) {
-    for (const Schedule schedule : kSchedules) CHECK(end_under(schedule, seed) == end);
+    for (const WorkSchedule schedule : kSchedules) CHECK(end_under(schedule, seed) == end);
   }
 }
 

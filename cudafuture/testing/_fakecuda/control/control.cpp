@@ -43,15 +43,15 @@ extern "C" {
 
 // ---- streams
 void* fakecuda_hold(void* handle, int device) {
-  Call call(__func__);
-  Stream* const stream = call.machine.find_stream(handle, device);
+  CudaCall call(__func__);
+  CudaStream* const stream = call.machine.find_stream(handle, device);
   return stream == nullptr ? nullptr : new GatePtr(call.machine.hold(call.lock, *stream));
 }
 
 void fakecuda_open(void* handle) {
   auto* const gate = static_cast<GatePtr*>(handle);
   {
-    const Call call(__func__);
+    const CudaCall call(__func__);
     call.machine.open(**gate);
   }
   delete gate;
@@ -59,38 +59,38 @@ void fakecuda_open(void* handle) {
 
 // ---- failures
 void fakecuda_fail(void* handle, int device, int error) {
-  Call call(__func__);
-  Stream* const stream = call.machine.find_stream(handle, device);
+  CudaCall call(__func__);
+  CudaStream* const stream = call.machine.find_stream(handle, device);
   if (stream == nullptr) return;
-  Operation operation;
+  StreamOperation operation;
   operation.name = "fail";
   operation.run = [error] {
-    const Call later("fail");
+    const CudaCall later("fail");
     later.machine.break_device(error);
   };
   call.machine.enqueue(call.lock, *stream, std::move(operation));
 }
 
 void fakecuda_fail_allocations(uint64_t count) {
-  const Call call(__func__);
+  const CudaCall call(__func__);
   call.machine.failing_allocations = count;
 }
 
 void fakecuda_stop() {
-  if (!Machine::exists()) return;
-  Call call(__func__);
+  if (!CudaMachine::exists()) return;
+  CudaCall call(__func__);
   call.machine.stop(call.lock);
 }
 
 // The cudaError_t that all calls return, or 0.
 int fakecuda_device_error() {
-  const Call call(__func__);
+  const CudaCall call(__func__);
   return call.machine.error;
 }
 
 // ---- counters
 void fakecuda_reset_context(int device) {
-  const Call call(__func__);
+  const CudaCall call(__func__);
   if (device >= 0 && device < call.machine.device_count()) call.machine.reset_context(device);
 }
 
@@ -100,8 +100,8 @@ struct FakecudaStatistics {
 };
 
 void fakecuda_statistics(FakecudaStatistics* out) {
-  const Call call(__func__);
-  const Machine& machine = call.machine;
+  const CudaCall call(__func__);
+  const CudaMachine& machine = call.machine;
   const Counters& counters = machine.counters;
   *out = {counters.kernels_run,   counters.kernels_skipped, counters.copies,         counters.events_created,
           machine.events_alive(), counters.streams_created, machine.memory.pinned(), 0};
@@ -110,7 +110,7 @@ void fakecuda_statistics(FakecudaStatistics* out) {
 
 // A line for each kernel: how often it was skipped, and its name. The caller passes the text to fakecuda_free.
 char* fakecuda_skipped_kernels() {
-  const Call call(__func__);
+  const CudaCall call(__func__);
   std::string text;
   for (const auto& [name, count] : call.machine.skipped) text += std::to_string(count) + " " + name + "\n";
   return strdup(text.c_str());
@@ -120,20 +120,20 @@ void fakecuda_free(void* text) { free(text); }
 
 // torch calls it when it is imported, which is soon enough to refuse wrong settings.
 void fakecuda_set_operators_redirected() {
-  Settings::of_environment();
+  CudaSettings::of_environment();
   Registry::get().operators_are_redirected = true;
 }
 
 // ---- races
 void fakecuda_set_race_sites(Registry::MakeSite make_site) { Registry::get().make_site = make_site; }
 
-int fakecuda_detects_races() { return Machine::get().settings.detect_races; }
+int fakecuda_detects_races() { return CudaMachine::get().settings.detect_races; }
 
 // Takes what was found so far. The caller passes the text to fakecuda_free.
 char* fakecuda_take_races() {
   std::vector<sim::runtime::Finding> found;
   {
-    const Call call(__func__);
+    const CudaCall call(__func__);
     found = call.machine.races.take();
   }
   std::string text;

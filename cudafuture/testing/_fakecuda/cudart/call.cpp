@@ -11,14 +11,14 @@ std::atomic<const char*> unsupported_call{nullptr};  // the last one, for the er
 
 }  // namespace
 
-cudaError_t Call::fail(cudaError_t error) {
+cudaError_t CudaCall::fail(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
 }
 
-cudaError_t Call::device_error() const { return fail(static_cast<cudaError_t>(machine.error)); }
+cudaError_t CudaCall::device_error() const { return fail(static_cast<cudaError_t>(machine.error)); }
 
-cudaError_t Call::refuse_in_captures() {
+cudaError_t CudaCall::refuse_in_captures() {
   const cudaStreamCaptureMode mode = capture_mode();
   if (mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
   bool refused = false;
@@ -34,8 +34,8 @@ cudaError_t Call::refuse_in_captures() {
   return fail(cudaErrorStreamCaptureUnsupported);
 }
 
-cudaError_t Call::refuse_with_captures_of(int device) {
-  for (const Stream* stream : machine.streams_of(device)) {
+cudaError_t CudaCall::refuse_with_captures_of(int device) {
+  for (const CudaStream* stream : machine.streams_of(device)) {
     if (stream->capture == nullptr) continue;
     stream->capture->invalidated = true;
     return fail(cudaErrorStreamCaptureUnsupported);
@@ -43,16 +43,16 @@ cudaError_t Call::refuse_with_captures_of(int device) {
   return cudaSuccess;
 }
 
-cudaError_t Call::refuse_implicit_capture(const Stream& stream) {
+cudaError_t CudaCall::refuse_implicit_capture(const CudaStream& stream) {
   if (machine.captures.empty() || &stream != machine.find_stream(cudaStreamLegacy, stream.device)) return cudaSuccess;
-  for (const Stream* other : machine.streams_of(stream.device)) {
+  for (const CudaStream* other : machine.streams_of(stream.device)) {
     const bool is_blocking = (other->flags & cudaStreamNonBlocking) == 0;
     if (other != &stream && is_blocking && other->capture != nullptr) return fail(cudaErrorStreamCaptureImplicit);
   }
   return cudaSuccess;
 }
 
-cudaError_t Call::enqueue(Stream& stream, Operation&& operation) {
+cudaError_t CudaCall::enqueue(CudaStream& stream, StreamOperation&& operation) {
   if (stream.capture != nullptr && stream.capture->invalidated) return fail(cudaErrorStreamCaptureInvalidated);
   operation.name = operation.name[0] == 0 ? name : operation.name;
   machine.enqueue(lock, stream, std::move(operation));
@@ -72,19 +72,19 @@ uint64_t this_thread() {
 
 }  // namespace fakecuda
 
-using fakecuda::Call;
+using fakecuda::CudaCall;
 
 extern "C" {
 
 // Called by the generated functions, for what fakecuda does not have.
 int fakecuda_unsupported(const char* function) {
   fakecuda::unsupported_call = function;
-  if (fakecuda::Machine::get().settings.verbose) fprintf(stderr, "fakecuda: %s is not supported\n", function);
-  return Call::fail(cudaErrorNotSupported);
+  if (fakecuda::CudaMachine::get().settings.verbose) fprintf(stderr, "fakecuda: %s is not supported\n", function);
+  return CudaCall::fail(cudaErrorNotSupported);
 }
 
 cudaError_t cudaPeekAtLastError() {
-  const Call call(__func__);
+  const CudaCall call(__func__);
   return call.machine.error != 0 ? static_cast<cudaError_t>(call.machine.error) : fakecuda::last_error;
 }
 

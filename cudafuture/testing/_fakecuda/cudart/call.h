@@ -7,9 +7,9 @@
 
 namespace fakecuda {
 
-class Call {
+class CudaCall {
  public:
-  explicit Call(const char* name) : machine(Machine::get()), lock(machine.mutex), name(name) {}
+  explicit CudaCall(const char* name) : machine(CudaMachine::get()), lock(machine.mutex), name(name) {}
 
   // Sets the thread's last error, which cudaGetLastError returns and resets.
   static cudaError_t fail(cudaError_t error);
@@ -28,15 +28,15 @@ class Call {
 
   // CUDA runtime API, cudaStreamIsCapturing: a question about the legacy default stream fails while a stream that was
   // made without cudaStreamNonBlocking is in a capture, and ends nothing.
-  cudaError_t refuse_implicit_capture(const Stream& stream);
+  cudaError_t refuse_implicit_capture(const CudaStream& stream);
 
-  Stream* stream(cudaStream_t handle) { return machine.find_stream(handle, current_device()); }
+  CudaStream* stream(cudaStream_t handle) { return machine.find_stream(handle, current_device()); }
 
   // Enqueues work, unless the stream's capture has ended with an error.
-  cudaError_t enqueue(Stream& stream, Operation&& operation);
+  cudaError_t enqueue(CudaStream& stream, StreamOperation&& operation);
 
-  Machine& machine;
-  Machine::Lock lock;
+  CudaMachine& machine;
+  CudaMachine::Lock lock;
   const char* const name;
 };
 

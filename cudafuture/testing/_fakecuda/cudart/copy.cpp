@@ -18,7 +18,7 @@ struct Bytes {
 
 // Returns the address at which the host reaches memory that an operation uses; breaks the device if there is none.
 void* reach(const void* pointer, size_t size, const char* name) {
-  Call call(name);
+  CudaCall call(name);
   void* const found = call.machine.memory.reach(pointer, size);
   if (found == nullptr) {
     fprintf(stderr, "fakecuda: %s of %zu bytes at %p reaches beyond the end of the allocation\n", name, size, pointer);
@@ -33,18 +33,18 @@ void move(const Bytes& bytes, const char* name) {
   if (to != nullptr && from != nullptr) std::memmove(to, from, bytes.size);
 }
 
-void add_access(Call& call, std::vector<Access>& accesses, const void* begin, size_t size, bool writes) {
+void add_access(CudaCall& call, std::vector<CudaAccess>& accesses, const void* begin, size_t size, bool writes) {
   if (call.machine.memory.find(begin) != nullptr) accesses.push_back({begin, size, writes});
 }
 
-cudaError_t copy(Call& call, const Bytes& bytes, cudaStream_t handle, bool waits, const sim::SitePtr& site) {
+cudaError_t copy(CudaCall& call, const Bytes& bytes, cudaStream_t handle, bool waits, const sim::SitePtr& site) {
   FAKECUDA_RETURN_IF(call.device_error());
   if (bytes.size == 0) return cudaSuccess;
-  Stream* const stream = call.stream(handle);
-  if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
+  CudaStream* const stream = call.stream(handle);
+  if (stream == nullptr) return CudaCall::fail(cudaErrorInvalidResourceHandle);
   const bool from_pageable = call.machine.memory.find(bytes.from) == nullptr;
   const bool to_pageable = call.machine.memory.find(bytes.to) == nullptr;
-  Operation operation;
+  StreamOperation operation;
   operation.site = site;
   add_access(call, operation.accesses, bytes.from, bytes.size, false);
   add_access(call, operation.accesses, bytes.to, bytes.size, true);
@@ -64,7 +64,7 @@ cudaError_t copy(Call& call, const Bytes& bytes, cudaStream_t handle, bool waits
   return call.device_error();
 }
 
-sim::SitePtr here(const char* name) { return Machine::get().races.here(name); }
+sim::SitePtr here(const char* name) { return CudaMachine::get().races.here(name); }
 
 }  // namespace
 
@@ -72,27 +72,27 @@ extern "C" {
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
   const sim::SitePtr site = here(__func__);
-  Call call(__func__);
+  CudaCall call(__func__);
   FAKECUDA_RETURN_IF(call.refuse_in_captures());
   return copy(call, {to, from, size}, nullptr, true, site);
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t stream) {
   const sim::SitePtr site = here(__func__);
-  Call call(__func__);
+  CudaCall call(__func__);
   return copy(call, {to, from, size}, stream, false, site);
 }
 
 cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size, cudaStream_t stream) {
   const sim::SitePtr site = here(__func__);
-  Call call(__func__);
+  CudaCall call(__func__);
   return copy(call, {to, from, size}, stream, false, site);
 }
 
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                               size_t height, cudaMemcpyKind, cudaStream_t stream) {
   const sim::SitePtr site = here(__func__);
-  Call call(__func__);
+  CudaCall call(__func__);
   for (size_t row = 0; row < height; ++row) {
     auto* const row_to = static_cast<char*>(to) + row * to_pitch;
     const auto* const row_from = static_cast<const char*>(from) + row * from_pitch;
@@ -103,11 +103,11 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t handle) {
   const sim::SitePtr site = here(__func__);
-  Call call(__func__);
+  CudaCall call(__func__);
   FAKECUDA_RETURN_IF(call.device_error());
-  Stream* const stream = call.stream(handle);
-  if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
-  Operation operation;
+  CudaStream* const stream = call.stream(handle);
+  if (stream == nullptr) return CudaCall::fail(cudaErrorInvalidResourceHandle);
+  StreamOperation operation;
   operation.site = site;
   add_access(call, operation.accesses, to, size, true);
   operation.run = [=] {

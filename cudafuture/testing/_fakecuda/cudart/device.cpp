@@ -18,7 +18,7 @@ constexpr int kOptInSharedMemory = 232448;  // bytes for each block that asks fo
 constexpr int kClockKilohertz = 1000000;    // torch.cuda._sleep counts cycles: a cycle is a nanosecond
 constexpr int kGreatestPriority = -5;       // as on every current device
 
-bool is_device(int device) { return device >= 0 && device < Machine::get().device_count(); }
+bool is_device(int device) { return device >= 0 && device < CudaMachine::get().device_count(); }
 
 }  // namespace
 
@@ -32,9 +32,9 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
 cudaError_t cudaDriverGetVersion(int* version) { return cudaRuntimeGetVersion(version); }
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  const Call call(__func__);
+  const CudaCall call(__func__);
   *count = call.machine.device_count();
-  return *count == 0 ? Call::fail(cudaErrorNoDevice) : cudaSuccess;
+  return *count == 0 ? CudaCall::fail(cudaErrorNoDevice) : cudaSuccess;
 }
 
 cudaError_t cudaGetDevice(int* device) {
@@ -44,19 +44,19 @@ cudaError_t cudaGetDevice(int* device) {
 
 // From CUDA 12 on, cudaSetDevice initialises the runtime and the primary context of the device.
 cudaError_t cudaSetDevice(int device) {
-  if (!is_device(device)) return Call::fail(cudaErrorInvalidDevice);
-  const Call call(__func__);
+  if (!is_device(device)) return CudaCall::fail(cudaErrorInvalidDevice);
+  const CudaCall call(__func__);
   call.machine.make_context(device, call.name);
   current_device() = device;
   return call.device_error();
 }
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
-  if (!is_device(device)) return Call::fail(cudaErrorInvalidDevice);
+  if (!is_device(device)) return CudaCall::fail(cudaErrorInvalidDevice);
   std::memset(properties, 0, sizeof *properties);
   std::snprintf(properties->name, sizeof properties->name, "fakecuda");
   properties->uuid.bytes[15] = static_cast<char>(device);
-  properties->totalGlobalMem = Machine::get().settings.memory;
+  properties->totalGlobalMem = CudaMachine::get().settings.memory;
   properties->sharedMemPerBlock = kSharedMemory;
   properties->sharedMemPerBlockOptin = kOptInSharedMemory;
   properties->sharedMemPerMultiprocessor = kOptInSharedMemory + 1024;
@@ -81,7 +81,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  if (!is_device(device)) return Call::fail(cudaErrorInvalidDevice);
+  if (!is_device(device)) return CudaCall::fail(cudaErrorInvalidDevice);
   switch (attribute) {
     case cudaDevAttrMaxThreadsPerBlock:
       *value = kThreadsPerBlock;
@@ -137,7 +137,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 }
 
 cudaError_t cudaDeviceSynchronize() {
-  Call call(__func__);
+  CudaCall call(__func__);
   FAKECUDA_RETURN_IF(call.refuse_in_captures());
   FAKECUDA_RETURN_IF(call.refuse_with_captures_of(current_device()));
   call.machine.make_context(current_device(), call.name);

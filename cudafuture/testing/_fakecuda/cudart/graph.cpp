@@ -15,14 +15,14 @@ Graph* graph_of(const void* handle) { return static_cast<Graph*>(const_cast<void
 extern "C" {
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
-  Call call(__func__);
+  CudaCall call(__func__);
   FAKECUDA_RETURN_IF(call.device_error());
-  Stream* const stream = call.stream(handle);
+  CudaStream* const stream = call.stream(handle);
   const bool is_default = reinterpret_cast<uintptr_t>(handle) <= 2;
-  if (stream == nullptr || is_default) return Call::fail(cudaErrorStreamCaptureUnsupported);
-  if (stream->capture != nullptr) return Call::fail(cudaErrorIllegalState);
+  if (stream == nullptr || is_default) return CudaCall::fail(cudaErrorStreamCaptureUnsupported);
+  if (stream->capture != nullptr) return CudaCall::fail(cudaErrorIllegalState);
   static uint64_t next = 1;
-  auto capture = std::make_shared<Capture>();
+  auto capture = std::make_shared<CudaCapture>();
   capture->id = next++;
   capture->mode = mode;
   capture->thread = this_thread();
@@ -33,29 +33,29 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mo
 }
 
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
-  Call call(__func__);
+  CudaCall call(__func__);
   *graph = nullptr;
-  Stream* const stream = call.stream(handle);
-  if (stream == nullptr || stream->capture == nullptr) return Call::fail(cudaErrorIllegalState);
+  CudaStream* const stream = call.stream(handle);
+  if (stream == nullptr || stream->capture == nullptr) return CudaCall::fail(cudaErrorIllegalState);
   const CapturePtr capture = stream->capture;
-  if (capture->origin != stream) return Call::fail(cudaErrorStreamCaptureUnmatched);
+  if (capture->origin != stream) return CudaCall::fail(cudaErrorStreamCaptureUnmatched);
   const bool is_joined = capture->is_joined_by(stream);
   for (int device = 0; device < call.machine.device_count(); ++device) {
-    for (Stream* each : call.machine.streams_of(device)) {
+    for (CudaStream* each : call.machine.streams_of(device)) {
       if (each->capture == capture) each->capture = nullptr;
     }
   }
   call.machine.captures.erase(capture);
-  if (capture->invalidated) return Call::fail(cudaErrorStreamCaptureInvalidated);
-  if (!is_joined) return Call::fail(cudaErrorStreamCaptureUnjoined);
+  if (capture->invalidated) return CudaCall::fail(cudaErrorStreamCaptureInvalidated);
+  if (!is_joined) return CudaCall::fail(cudaErrorStreamCaptureUnjoined);
   *graph = reinterpret_cast<cudaGraph_t>(new Graph{capture->nodes});
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
-  Call call(__func__);
-  const Stream* const stream = call.stream(handle);
-  if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
+  CudaCall call(__func__);
+  const CudaStream* const stream = call.stream(handle);
+  if (stream == nullptr) return CudaCall::fail(cudaErrorInvalidResourceHandle);
   FAKECUDA_RETURN_IF(call.refuse_implicit_capture(*stream));
   *status = stream->capture == nullptr     ? cudaStreamCaptureStatusNone
             : stream->capture->invalidated ? cudaStreamCaptureStatusInvalidated
@@ -67,8 +67,8 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatu
                                      cudaGraph_t* graph, const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
                                      size_t* count) {
   FAKECUDA_RETURN_IF(cudaStreamIsCapturing(handle, status));
-  Call call(__func__);
-  const Stream* const stream = call.stream(handle);
+  CudaCall call(__func__);
+  const CudaStream* const stream = call.stream(handle);
   if (id != nullptr) *id = stream->capture != nullptr ? stream->capture->id : 0;
   if (graph != nullptr) *graph = nullptr;
   if (nodes != nullptr) *nodes = nullptr;
@@ -83,7 +83,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 }
 
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* count) {
-  if (nodes != nullptr) return Call::fail(cudaErrorNotSupported);
+  if (nodes != nullptr) return CudaCall::fail(cudaErrorNotSupported);
   *count = graph_of(graph)->nodes.size();
   return cudaSuccess;
 }
@@ -98,12 +98,12 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,
 }
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle) {
-  Call call(__func__);
+  CudaCall call(__func__);
   FAKECUDA_RETURN_IF(call.device_error());
-  Stream* const stream = call.stream(handle);
-  if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
-  for (const Operation& node : graph_of(executable)->nodes) {
-    FAKECUDA_RETURN_IF(call.enqueue(*stream, Operation(node)));
+  CudaStream* const stream = call.stream(handle);
+  if (stream == nullptr) return CudaCall::fail(cudaErrorInvalidResourceHandle);
+  for (const StreamOperation& node : graph_of(executable)->nodes) {
+    FAKECUDA_RETURN_IF(call.enqueue(*stream, StreamOperation(node)));
   }
   return cudaSuccess;
 }

@@ -25,20 +25,20 @@ cudaError_t refuse_without_operators(const std::string& kernel) {
           "fakecuda: the kernel %s cannot run: torch has not loaded the operators of fakecuda. A process must keep "
           "PYTHONPATH, and add to it, and must not set TORCH_DEVICE_BACKEND_AUTOLOAD=0\n",
           kernel.c_str());
-  return Call::fail(cudaErrorLaunchFailure);
+  return CudaCall::fail(cudaErrorLaunchFailure);
 }
 
 cudaError_t launch(const void* function, void** arguments, cudaStream_t handle) {
-  Call call("cudaLaunchKernel");
+  CudaCall call("cudaLaunchKernel");
   FAKECUDA_RETURN_IF(call.device_error());
-  Stream* const stream = call.stream(handle);
+  CudaStream* const stream = call.stream(handle);
   // A kernel is launched in the context of the current device, to which its stream must belong.
-  if (stream == nullptr || stream->device != current_device()) return Call::fail(cudaErrorInvalidResourceHandle);
+  if (stream == nullptr || stream->device != current_device()) return CudaCall::fail(cudaErrorInvalidResourceHandle);
   const std::string name = Registry::get().kernel_name(function);
   if (!Registry::get().operators_are_redirected) return refuse_without_operators(name);
-  Operation operation;
+  StreamOperation operation;
   if (name.find("spin_kernel") != std::string::npos) {
-    operation.kind = Operation::Kind::kSleep;
+    operation.kind = StreamOperation::Kind::kSleep;
     operation.duration = std::chrono::nanoseconds(*static_cast<int64_t*>(arguments[0]));  // cycles of 1 GHz
     ++call.machine.counters.kernels_run;
   } else {

@@ -14,11 +14,11 @@ using namespace fakecuda;
 namespace {
 
 // A capturing stream cannot be waited for; trying to ends the capture.
-cudaError_t refuse_captured(const Stream* stream) {
-  if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
+cudaError_t refuse_captured(const CudaStream* stream) {
+  if (stream == nullptr) return CudaCall::fail(cudaErrorInvalidResourceHandle);
   if (stream->capture == nullptr) return cudaSuccess;
   stream->capture->invalidated = true;
-  return Call::fail(cudaErrorStreamCaptureUnsupported);
+  return CudaCall::fail(cudaErrorStreamCaptureUnsupported);
 }
 
 // Operations keep their names by pointer.
@@ -29,10 +29,10 @@ const char* intern(const char* name) {
   return names->emplace(name).first->c_str();
 }
 
-void launch(void* handle, Operation&& operation) {
-  operation.site = Machine::get().races.here(operation.name);
-  Call call(operation.name);
-  Stream* const stream = call.stream(static_cast<cudaStream_t>(handle));
+void launch(void* handle, StreamOperation&& operation) {
+  operation.site = CudaMachine::get().races.here(operation.name);
+  CudaCall call(operation.name);
+  CudaStream* const stream = call.stream(static_cast<cudaStream_t>(handle));
   if (stream == nullptr) {
     fprintf(stderr, "fakecuda: %s was launched on a stream that does not exist, or no longer\n", operation.name);
     call.machine.break_device(cudaErrorInvalidResourceHandle);
@@ -42,30 +42,30 @@ void launch(void* handle, Operation&& operation) {
   call.enqueue(*stream, std::move(operation));
 }
 
-cudaError_t enqueue_host_function(Call& call, cudaStream_t handle, std::function<void()> run) {
+cudaError_t enqueue_host_function(CudaCall& call, cudaStream_t handle, std::function<void()> run) {
   FAKECUDA_RETURN_IF(call.device_error());
-  Stream* const stream = call.stream(handle);
-  if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
-  Operation operation;
-  operation.kind = Operation::Kind::kHostFunction;
+  CudaStream* const stream = call.stream(handle);
+  if (stream == nullptr) return CudaCall::fail(cudaErrorInvalidResourceHandle);
+  StreamOperation operation;
+  operation.kind = StreamOperation::Kind::kHostFunction;
   operation.run = std::move(run);
   return call.enqueue(*stream, std::move(operation));
 }
 
 }  // namespace
 
-void fakecuda_launch(void* stream, const char* name, std::vector<Access> accesses, std::function<void()> kernel) {
-  Operation operation;
+void fakecuda_launch(void* stream, const char* name, std::vector<CudaAccess> accesses, std::function<void()> kernel) {
+  StreamOperation operation;
   operation.name = intern(name);
   operation.accesses = std::move(accesses);
   operation.run = std::move(kernel);
   launch(stream, std::move(operation));
 }
 
-void fakecuda_launch_until(void* stream, const char* name, std::vector<Access> accesses,
+void fakecuda_launch_until(void* stream, const char* name, std::vector<CudaAccess> accesses,
                            std::function<bool()> attempt) {
-  Operation operation;
-  operation.kind = Operation::Kind::kAttempt;
+  StreamOperation operation;
+  operation.kind = StreamOperation::Kind::kAttempt;
   operation.name = intern(name);
   operation.accesses = std::move(accesses);
   operation.attempt = std::move(attempt);
@@ -73,33 +73,33 @@ void fakecuda_launch_until(void* stream, const char* name, std::vector<Access> a
 }
 
 void fakecuda_wake() {
-  const Call call(__func__);
+  const CudaCall call(__func__);
   call.machine.wake();
 }
 
 void* fakecuda_host_pointer(const void* pointer, size_t size) {
-  Call call(__func__);
+  CudaCall call(__func__);
   void* const found = call.machine.memory.reach(pointer, size);
   if (found != nullptr) return found;
   fprintf(stderr, "fakecuda: a kernel uses %zu bytes at %p, beyond the end of the allocation\n", size, pointer);
   call.machine.break_device(cudaErrorIllegalAddress);
-  const Block* const block = call.machine.memory.find(pointer);
+  const CudaBlock* const block = call.machine.memory.find(pointer);
   return block->mirror + (static_cast<const char*>(pointer) - block->base);
 }
 
 int fakecuda_stream_device(void* handle) {
-  Call call(__func__);
-  const Stream* const stream = call.stream(static_cast<cudaStream_t>(handle));
+  CudaCall call(__func__);
+  const CudaStream* const stream = call.stream(static_cast<cudaStream_t>(handle));
   return stream == nullptr ? -1 : stream->device;
 }
 
 extern "C" {
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags, int priority) {
-  Call call(__func__);
+  CudaCall call(__func__);
   FAKECUDA_RETURN_IF(call.device_error());
   call.machine.make_context(current_device(), call.name);
-  Stream* const stream = call.machine.make_stream(current_device(), flags, std::clamp(priority, -5, 0));
+  CudaStream* const stream = call.machine.make_stream(current_device(), flags, std::clamp(priority, -5, 0));
   *handle = reinterpret_cast<cudaStream_t>(stream);
   return cudaSuccess;
 }
@@ -111,45 +111,46 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned flags) {
 cudaError_t cudaStreamCreate(cudaStream_t* handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
 
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
-  Call call(__func__);
-  Stream* const stream = call.stream(handle);
-  if (stream == nullptr || reinterpret_cast<uintptr_t>(handle) <= 2) return Call::fail(cudaErrorInvalidResourceHandle);
+  CudaCall call(__func__);
+  CudaStream* const stream = call.stream(handle);
+  if (stream == nullptr || reinterpret_cast<uintptr_t>(handle) <= 2)
+    return CudaCall::fail(cudaErrorInvalidResourceHandle);
   call.machine.destroy_stream(stream);
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
-  Call call(__func__);
-  const Stream* const stream = call.stream(handle);
-  if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
+  CudaCall call(__func__);
+  const CudaStream* const stream = call.stream(handle);
+  if (stream == nullptr) return CudaCall::fail(cudaErrorInvalidResourceHandle);
   *priority = stream->priority;
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
-  Call call(__func__);
-  const Stream* const stream = call.stream(handle);
-  if (stream == nullptr) return Call::fail(cudaErrorInvalidResourceHandle);
+  CudaCall call(__func__);
+  const CudaStream* const stream = call.stream(handle);
+  if (stream == nullptr) return CudaCall::fail(cudaErrorInvalidResourceHandle);
   *flags = stream->flags;
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
   *device = fakecuda_stream_device(handle);
-  return *device < 0 ? Call::fail(cudaErrorInvalidResourceHandle) : cudaSuccess;
+  return *device < 0 ? CudaCall::fail(cudaErrorInvalidResourceHandle) : cudaSuccess;
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
-  Call call(__func__);
+  CudaCall call(__func__);
   FAKECUDA_RETURN_IF(call.device_error());
-  Stream* const stream = call.stream(handle);
+  CudaStream* const stream = call.stream(handle);
   FAKECUDA_RETURN_IF(refuse_captured(stream));
   return call.machine.query(*stream) ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
-  Call call(__func__);
-  Stream* const stream = call.stream(handle);
+  CudaCall call(__func__);
+  CudaStream* const stream = call.stream(handle);
   FAKECUDA_RETURN_IF(refuse_captured(stream));
   call.machine.make_context(stream->device, call.name);
   call.machine.synchronize(call.lock, *stream, stream->enqueued);
@@ -158,12 +159,12 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
-  Call call(__func__);
+  CudaCall call(__func__);
   return enqueue_host_function(call, handle, [=] { function(data); });
 }
 
 cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t function, void* data, unsigned) {
-  Call call(__func__);
+  CudaCall call(__func__);
   return enqueue_host_function(call, handle, [=] { function(handle, cudaSuccess, data); });
 }
 }

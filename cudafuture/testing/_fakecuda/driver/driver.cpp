@@ -21,7 +21,7 @@ void* context_of(int device) { return reinterpret_cast<void*>(static_cast<intptr
 extern "C" {
 
 int cuInit(unsigned) {
-  const Call call(__func__);  // starts the machine
+  const CudaCall call(__func__);  // starts the machine
   return cudaSuccess;
 }
 
@@ -37,7 +37,7 @@ int cuDeviceGet(int* device, int ordinal) {
 
 int cuDeviceGetCount(int* count) {
   constexpr int kNotInitialized = 3;  // CUDA_ERROR_NOT_INITIALIZED
-  return Machine::exists() ? cudaGetDeviceCount(count) : kNotInitialized;
+  return CudaMachine::exists() ? cudaGetDeviceCount(count) : kNotInitialized;
 }
 
 int cuDeviceGetUuid(char* uuid, int device) {
@@ -53,7 +53,7 @@ int cuDeviceGetAttribute(int* value, int, int) {
 }
 
 int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_active) {
-  const Call call(__func__);
+  const CudaCall call(__func__);
   if (device < 0 || device >= call.machine.device_count()) return cudaErrorInvalidDevice;
   *flags = 0;
   *is_active = call.machine.has_context(device);
@@ -61,7 +61,7 @@ int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_active) {
 }
 
 int cuDevicePrimaryCtxRetain(void** context, int device) {
-  const Call call(__func__);
+  const CudaCall call(__func__);
   call.machine.make_context(device, call.name);
   *context = context_of(device);
   return cudaSuccess;
@@ -88,8 +88,8 @@ int cuStreamCreate(cudaStream_t* stream, unsigned flags) { return cudaStreamCrea
 int cuStreamDestroy_v2(cudaStream_t stream) { return cudaStreamDestroy(stream); }
 
 int cuMemGetAddressRange_v2(void** base, size_t* size, const void* pointer) {
-  Call call(__func__);
-  const Block* const block = call.machine.memory.find(pointer);
+  CudaCall call(__func__);
+  const CudaBlock* const block = call.machine.memory.find(pointer);
   if (block == nullptr) return cudaErrorInvalidValue;
   if (base != nullptr) *base = block->base;
   if (size != nullptr) *size = block->size;
@@ -97,8 +97,8 @@ int cuMemGetAddressRange_v2(void** base, size_t* size, const void* pointer) {
 }
 
 int cuPointerGetAttribute(void* value, int attribute, const void* pointer) {
-  Call call(__func__);
-  const Block* const block = call.machine.memory.find(pointer);
+  CudaCall call(__func__);
+  const CudaBlock* const block = call.machine.memory.find(pointer);
   if (block == nullptr) return cudaErrorInvalidValue;
   switch (attribute) {
     case kContext:
@@ -193,7 +193,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   const auto is_named = [&](const Entry& entry) { return std::strcmp(entry.name, name) == 0; };
   const auto* const found = std::find_if(std::begin(entries), std::end(entries), is_named);
   const bool is_known = found != std::end(entries);
-  if (!is_known && Machine::get().settings.verbose) fprintf(stderr, "fakecuda: the driver's %s is missing\n", name);
+  if (!is_known && CudaMachine::get().settings.verbose) fprintf(stderr, "fakecuda: the driver's %s is missing\n", name);
   *function = is_known ? found->function : reinterpret_cast<void*>(&fakecuda_missing_driver_function);
   if (result != nullptr) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;

@@ -19,18 +19,18 @@ int cuMemGetAllocationGranularity(size_t* bytes, const void*, int) {
 }
 
 int cuMemAddressReserve(char** base, size_t size, size_t, void*, unsigned long long) {
-  Call call(__func__);
+  CudaCall call(__func__);
   *base = call.machine.memory.reserve(size, current_device());
   return *base == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 
 int cuMemAddressFree(char* base, size_t size) {
-  Call call(__func__);
+  CudaCall call(__func__);
   return call.machine.memory.free_reserved(base, size) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 int cuMemCreate(Physical** handle, size_t size, const int* properties, unsigned long long) {
-  Call call(__func__);
+  CudaCall call(__func__);
   const int device = properties[kLocationId];
   if (device < 0 || device >= call.machine.device_count()) return cudaErrorInvalidDevice;
   call.machine.make_context(device, call.name);
@@ -40,13 +40,13 @@ int cuMemCreate(Physical** handle, size_t size, const int* properties, unsigned 
 }
 
 int cuMemRelease(Physical* physical) {
-  Call call(__func__);
+  CudaCall call(__func__);
   call.machine.memory.release_physical(physical);
   return cudaSuccess;
 }
 
 int cuMemMap(char* at, size_t size, size_t, Physical* physical, unsigned long long) {
-  Call call(__func__);
+  CudaCall call(__func__);
   return call.machine.memory.map(at, size, *physical) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -54,7 +54,7 @@ int cuMemSetAccess(void*, size_t, const void*, size_t) { return cudaSuccess; }
 
 // The driver's documentation asks for the work on the memory to be over; torch synchronises before.
 int cuMemUnmap(char* at, size_t size) {
-  Call call(__func__);
+  CudaCall call(__func__);
   call.machine.races.forget(at, size);
   return call.machine.memory.unmap(at, size) ? cudaSuccess : cudaErrorInvalidValue;
 }

@@ -10,31 +10,31 @@
 
 namespace fakecuda {
 
-struct Capture {
+struct CudaCapture {
   uint64_t id = 0;
-  int mode = 0;                  // a cudaStreamCaptureMode
-  uint64_t thread = 0;           // that began it
-  Stream* origin = nullptr;      // where it began, and must end
-  bool invalidated = false;      // by a call that CUDA forbids; the end of the capture fails
-  std::vector<Operation> nodes;  // in an order in which a graph may run them
+  int mode = 0;                        // a cudaStreamCaptureMode
+  uint64_t thread = 0;                 // that began it
+  CudaStream* origin = nullptr;        // where it began, and must end
+  bool invalidated = false;            // by a call that CUDA forbids; the end of the capture fails
+  std::vector<StreamOperation> nodes;  // in an order in which a graph may run them
 
   // Number of steps of each stream in the capture, and number of every other stream's steps before its last step.
-  std::map<Stream*, uint64_t> length;
-  std::map<Stream*, std::map<Stream*, uint64_t>> follows;
+  std::map<CudaStream*, uint64_t> length;
+  std::map<CudaStream*, std::map<CudaStream*, uint64_t>> follows;
 
-  void advance(Stream* stream) { follows[stream][stream] = ++length[stream]; }
-  void join(Stream* stream, const Recording& recording);
-  bool is_joined_by(Stream* stream);  // true if `stream` follows all streams of the capture
+  void advance(CudaStream* stream) { follows[stream][stream] = ++length[stream]; }
+  void join(CudaStream* stream, const CudaRecording& recording);
+  bool is_joined_by(CudaStream* stream);  // true if `stream` follows all streams of the capture
 };
-using CapturePtr = std::shared_ptr<Capture>;
+using CapturePtr = std::shared_ptr<CudaCapture>;
 
-inline void Capture::join(Stream* stream, const Recording& recording) {
+inline void CudaCapture::join(CudaStream* stream, const CudaRecording& recording) {
   auto& before = follows[stream];
   for (const auto& [other, position] : recording.follows) before[other] = std::max(before[other], position);
   advance(stream);
 }
 
-inline bool Capture::is_joined_by(Stream* stream) {
+inline bool CudaCapture::is_joined_by(CudaStream* stream) {
   auto& before = follows[stream];
   for (const auto& [other, steps] : length) {
     if (before[other] < steps) return false;
@@ -44,7 +44,7 @@ inline bool Capture::is_joined_by(Stream* stream) {
 
 // An instantiated graph, or one to be instantiated.
 struct Graph {
-  std::vector<Operation> nodes;
+  std::vector<StreamOperation> nodes;
 };
 
 }  // namespace fakecuda

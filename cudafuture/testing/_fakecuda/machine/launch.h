@@ -8,7 +8,7 @@
 namespace fakecuda {
 
 // The bytes of device memory, or of pinned host memory, that an operation reads or writes.
-struct Access {
+struct CudaAccess {
   const void* begin = nullptr;
   size_t size = 0;
   bool writes = false;
@@ -21,13 +21,13 @@ extern "C" {
 // Enqueue an operation on a stream (a cudaStream_t; nullptr is the current device's default stream). The machine calls
 // `kernel` once, at the operation's place in the stream, from any thread and without a lock. An exception of `kernel`
 // breaks the device, as a failed assertion in a kernel does (cudaErrorAssert). `name` appears in reports.
-void fakecuda_launch(void* stream, const char* name, std::vector<fakecuda::Access> accesses,
+void fakecuda_launch(void* stream, const char* name, std::vector<fakecuda::CudaAccess> accesses,
                      std::function<void()> kernel);
 
 // Enqueue an operation that occupies its stream until `attempt` returns true. The machine calls `attempt` from one
 // thread at a time: when the operation reaches the front of its stream, after fakecuda_wake(), and at least each
 // millisecond. `attempt` must not block.
-void fakecuda_launch_until(void* stream, const char* name, std::vector<fakecuda::Access> accesses,
+void fakecuda_launch_until(void* stream, const char* name, std::vector<fakecuda::CudaAccess> accesses,
                            std::function<bool()> attempt);
 
 // Have the machine call the attempts of waiting operations now.

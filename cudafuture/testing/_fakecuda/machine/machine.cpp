@@ -16,8 +16,8 @@ namespace {
 constexpr unsigned kNonBlocking = cudaStreamNonBlocking;
 std::atomic<bool> machine_exists{false};
 
-bool takes_part_in_races(Operation::Kind kind) {
-  return kind == Operation::Kind::kWork || kind == Operation::Kind::kAttempt;
+bool takes_part_in_races(StreamOperation::Kind kind) {
+  return kind == StreamOperation::Kind::kWork || kind == StreamOperation::Kind::kAttempt;
 }
 
 void print_stack() {
@@ -32,14 +32,14 @@ int& current_device() {
   return device;
 }
 
-Machine& Machine::get() {
-  static Machine* const machine = new Machine;
+CudaMachine& CudaMachine::get() {
+  static CudaMachine* const machine = new CudaMachine;
   return *machine;
 }
 
-bool Machine::exists() { return machine_exists; }
+bool CudaMachine::exists() { return machine_exists; }
 
-Machine::Machine() : settings(Settings::of_environment()) {
+CudaMachine::CudaMachine() : settings(CudaSettings::of_environment()) {
   random_ = settings.seed * 2654435761u + 88172645463325252u;
   races.enabled = settings.detect_races;
   memory.start(settings.devices, settings.memory);
@@ -53,7 +53,7 @@ Machine::Machine() : settings(Settings::of_environment()) {
 
 // In a child of fork(), which has none of the threads: CUDA refuses to work there. An operation that was running in the
 // parent never ends here, so nothing may wait for it, nor notify the threads of the parent.
-void Machine::leave_to_parent() {
+void CudaMachine::leave_to_parent() {
   error = cudaErrorInitializationError;
   stopped_ = true;
   synchronising_ = 0;
@@ -61,7 +61,7 @@ void Machine::leave_to_parent() {
   mutex.unlock();
 }
 
-void Machine::start_threads() {
+void CudaMachine::start_threads() {
   if (std::exchange(threads_started_, true)) return;
   std::thread([this] { run_due(); }).detach();
   std::thread([this] { run_host_functions(); }).detach();
@@ -69,7 +69,7 @@ void Machine::start_threads() {
 
 // ---- devices
 
-void Machine::make_context(int device, const char* call) {
+void CudaMachine::make_context(int device, const char* call) {
   if (has_context_.at(static_cast<size_t>(device))) return;
   has_context_[static_cast<size_t>(device)] = true;
   if (!settings.verbose) return;
@@ -77,7 +77,7 @@ void Machine::make_context(int device, const char* call) {
   print_stack();
 }
 
-std::vector<int> Machine::contexts() const {
+std::vector<int> CudaMachine::contexts() const {
   std::vector<int> found;
   for (int device = 0; device < settings.devices; ++device) {
     if (has_context_[static_cast<size_t>(device)]) found.push_back(device);
@@ -87,15 +87,15 @@ std::vector<int> Machine::contexts() const {
 
 // ---- streams and events
 
-Stream* Machine::find_stream(const void* handle, int device) {
+CudaStream* CudaMachine::find_stream(const void* handle, int device) {
   if (reinterpret_cast<uintptr_t>(handle) <= 2)
     return defaults_.at(static_cast<size_t>(device));  // cudaStreamLegacy...
-  auto* const stream = static_cast<Stream*>(const_cast<void*>(handle));
+  auto* const stream = static_cast<CudaStream*>(const_cast<void*>(handle));
   return streams_.count(stream) != 0 ? stream : nullptr;
 }
 
-Stream* Machine::make_stream(int device, unsigned flags, int priority) {
-  auto* const stream = new Stream;
+CudaStream* CudaMachine::make_stream(int device, unsigned flags, int priority) {
+  auto* const stream = new CudaStream;
   stream->device = device;
   stream->flags = flags;
   stream->priority = priority;
@@ -110,29 +110,29 @@ Stream* Machine::make_stream(int device, unsigned flags, int priority) {
 }
 
 // CUDA runtime API, cudaStreamDestroy: work in the stream is still done.
-void Machine::destroy_stream(Stream* stream) {
+void CudaMachine::destroy_stream(CudaStream* stream) {
   streams_.erase(stream);
   if (stream->completed < stream->enqueued) draining_.insert(stream);
   if ((stream->flags & kNonBlocking) == 0) --blocking_streams_;
 }
 
-Event* Machine::make_event(int device, unsigned flags) {
-  auto* const event = new Event{device, flags, nullptr};
+CudaEvent* CudaMachine::make_event(int device, unsigned flags) {
+  auto* const event = new CudaEvent{device, flags, nullptr};
   events_.insert(event);
   ++counters.events_created;
   return event;
 }
 
-void Machine::destroy_event(Event* event) {
+void CudaMachine::destroy_event(CudaEvent* event) {
   events_.erase(event);
   delete event;
 }
 
-std::vector<Stream*> Machine::streams_of(int device) const {
-  std::vector<Stream*> found;
+std::vector<CudaStream*> CudaMachine::streams_of(int device) const {
+  std::vector<CudaStream*> found;
   for (const auto* streams : {&streams_, &draining_}) {
-    for (const Stream* stream : *streams) {
-      if (stream->device == device) found.push_back(const_cast<Stream*>(stream));
+    for (const CudaStream* stream : *streams) {
+      if (stream->device == device) found.push_back(const_cast<CudaStream*>(stream));
     }
   }
   return found;
@@ -140,9 +140,9 @@ std::vector<Stream*> Machine::streams_of(int device) const {
 
 // ---- operations
 
-Clock::time_point Machine::due() {
-  double ms = settings.schedule == Schedule::kEager ? 0 : settings.delay_ms;
-  if (settings.schedule == Schedule::kJitter) {
+Clock::time_point CudaMachine::due() {
+  double ms = settings.schedule == CudaSchedule::kEager ? 0 : settings.delay_ms;
+  if (settings.schedule == CudaSchedule::kJitter) {
     random_ ^= random_ << 13;
     random_ ^= random_ >> 7;
     random_ ^= random_ << 17;
@@ -151,7 +151,7 @@ Clock::time_point Machine::due() {
   return Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(ms * 1e6));
 }
 
-void Machine::enqueue(Lock& lock, Stream& stream, Operation&& operation) {
+void CudaMachine::enqueue(Lock& lock, CudaStream& stream, StreamOperation&& operation) {
   if (stopped_) return;
   make_context(stream.device, operation.name);
   if (stream.capture != nullptr) {
@@ -164,14 +164,14 @@ void Machine::enqueue(Lock& lock, Stream& stream, Operation&& operation) {
   push(lock, stream, std::move(operation));
 }
 
-void Machine::push(Lock& lock, Stream& stream, Operation&& operation) {
+void CudaMachine::push(Lock& lock, CudaStream& stream, StreamOperation&& operation) {
   start_threads();
   operation.due = due();
   const bool earlier = !stream.busy && operation.due < runner_sleeps_until_;
   stream.queue.push_back(std::move(operation));
   ++stream.enqueued;
   if (!std::exchange(stream.busy, true)) busy_.push_back(&stream);
-  if (settings.schedule == Schedule::kEager) {
+  if (settings.schedule == CudaSchedule::kEager) {
     while (!stream.running && !stream.queue.empty() && step(lock, stream)) {
     }
   }
@@ -180,29 +180,29 @@ void Machine::push(Lock& lock, Stream& stream, Operation&& operation) {
 
 // The legacy default stream comes after all earlier work of the streams that were made without cudaStreamNonBlocking,
 // and those come after its own (CUDA runtime API, "Stream synchronization behavior").
-void Machine::join_legacy_streams(Lock& lock, Stream& stream) {
+void CudaMachine::join_legacy_streams(Lock& lock, CudaStream& stream) {
   if (blocking_streams_ == 0) return;
-  Stream& legacy = *defaults_[static_cast<size_t>(stream.device)];
-  const auto wait_for_all_of = [&](Stream& other) { wait_for(lock, stream, position_of(other)); };
+  CudaStream& legacy = *defaults_[static_cast<size_t>(stream.device)];
+  const auto wait_for_all_of = [&](CudaStream& other) { wait_for(lock, stream, position_of(other)); };
   if (&stream != &legacy) {
     if ((stream.flags & kNonBlocking) == 0) wait_for_all_of(legacy);
     return;
   }
-  for (Stream* other : streams_of(stream.device)) {
+  for (CudaStream* other : streams_of(stream.device)) {
     if (other != &legacy && (other->flags & kNonBlocking) == 0) wait_for_all_of(*other);
   }
 }
 
 // Everything that is enqueued on a stream now.
-RecordingPtr Machine::position_of(Stream& stream) {
-  auto recording = std::make_shared<Recording>();
+RecordingPtr CudaMachine::position_of(CudaStream& stream) {
+  auto recording = std::make_shared<CudaRecording>();
   recording->stream = &stream;
   recording->position = stream.enqueued;
   recording->clock = races.snapshot(stream);
   return recording;
 }
 
-RecordingPtr Machine::record(Lock& lock, Stream& stream, bool timed) {
+RecordingPtr CudaMachine::record(Lock& lock, CudaStream& stream, bool timed) {
   make_context(stream.device, "cudaEventRecord");
   if (stream.capture == nullptr) join_legacy_streams(lock, stream);
   const RecordingPtr recording = position_of(stream);
@@ -215,40 +215,40 @@ RecordingPtr Machine::record(Lock& lock, Stream& stream, bool timed) {
   }
   if (stopped_) return recording;
   ++recording->position;
-  Operation operation;
-  operation.kind = Operation::Kind::kRecord;
+  StreamOperation operation;
+  operation.kind = StreamOperation::Kind::kRecord;
   operation.name = "cudaEventRecord";
   if (timed) operation.recording = recording;
   push(lock, stream, std::move(operation));
   return recording;
 }
 
-void Machine::wait_for(Lock& lock, Stream& stream, const RecordingPtr& recording) {
+void CudaMachine::wait_for(Lock& lock, CudaStream& stream, const RecordingPtr& recording) {
   races.join(stream, *recording);
   if (stopped_ || recording->stream == &stream || recording->reached()) return;
   make_context(stream.device, "cudaStreamWaitEvent");
-  Operation operation;
-  operation.kind = Operation::Kind::kWait;
+  StreamOperation operation;
+  operation.kind = StreamOperation::Kind::kWait;
   operation.name = "cudaStreamWaitEvent";
   operation.recording = recording;
   push(lock, stream, std::move(operation));
 }
 
-bool Machine::query(const Recording& recording) {
+bool CudaMachine::query(const CudaRecording& recording) {
   if (!recording.reached()) return false;
   races.host_saw(recording);
   return true;
 }
 
-bool Machine::query(Stream& stream) {
+bool CudaMachine::query(CudaStream& stream) {
   if (stream.completed < stream.enqueued) return false;
   races.host_saw(stream);
   return true;
 }
 
-void Machine::synchronize_device(Lock& lock, int device) {
-  std::vector<std::pair<Stream*, uint64_t>> wanted;
-  for (Stream* stream : streams_of(device)) wanted.emplace_back(stream, stream->enqueued);
+void CudaMachine::synchronize_device(Lock& lock, int device) {
+  std::vector<std::pair<CudaStream*, uint64_t>> wanted;
+  for (CudaStream* stream : streams_of(device)) wanted.emplace_back(stream, stream->enqueued);
   for (const auto& [stream, position] : wanted) {
     synchronize(lock, *stream, position);
     races.host_saw(*stream);
@@ -257,46 +257,46 @@ void Machine::synchronize_device(Lock& lock, int device) {
 
 // ---- controls of tests
 
-GatePtr Machine::hold(Lock& lock, Stream& stream) {
-  auto gate = std::make_shared<Gate>();
-  Operation operation;
-  operation.kind = Operation::Kind::kHold;
+GatePtr CudaMachine::hold(Lock& lock, CudaStream& stream) {
+  auto gate = std::make_shared<CudaGate>();
+  StreamOperation operation;
+  operation.kind = StreamOperation::Kind::kHold;
   operation.name = "hold";
   operation.gate = gate;
   enqueue(lock, stream, std::move(operation));
   return gate;
 }
 
-void Machine::open(Gate& gate) {
+void CudaMachine::open(CudaGate& gate) {
   gate.is_open = true;
   wake();
 }
 
-void Machine::break_device(int new_error) {
+void CudaMachine::break_device(int new_error) {
   if (error == 0) error = new_error;
   wake();
 }
 
-bool Machine::takes_a_failure() {
+bool CudaMachine::takes_a_failure() {
   if (failing_allocations == 0) return false;
   --failing_allocations;
   return true;
 }
 
-void Machine::wake() {
+void CudaMachine::wake() {
   if (synchronising_ > 0) changed_.notify_all();
   if (runner_sleeps_) due_.notify_one();
 }
 
-void Machine::stop(Lock& lock) {
+void CudaMachine::stop(Lock& lock) {
   if (std::exchange(stopped_, true)) return;
   error = cudaErrorCudartUnloading;
   changed_.notify_all();
   due_.notify_all();
   host_function_.notify_all();
   // The caller may destroy the memory of running kernels, so they finish first. A host function may never return.
-  const auto runs_kernel = [](const Stream* stream) {
-    return stream->running && stream->queue.front().kind != Operation::Kind::kHostFunction;
+  const auto runs_kernel = [](const CudaStream* stream) {
+    return stream->running && stream->queue.front().kind != StreamOperation::Kind::kHostFunction;
   };
   while (std::any_of(busy_.begin(), busy_.end(), runs_kernel)) changed_.wait_for(lock, std::chrono::milliseconds(1));
 }

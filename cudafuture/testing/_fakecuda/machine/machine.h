@@ -6,7 +6,7 @@
 //          | enqueue          | enqueue         stream 1:  [kernel][record e]--------[copy]
 //          v                  v                                        \                      <- events are positions
 //     +----------------------------------+      stream 2:  [wait e]-----+[kernel][NCCL ...]      in streams
-//     |  Machine: one mutex              |
+//     |  CudaMachine: one mutex          |
 //     |    streams   first in, first out |      memory:    what the program sees   PROT_NONE: a host access faults
 //     |    blocks    memory by address   |                 what operations use     the same pages, readable
 //     |    captures  streams that record |
@@ -49,11 +49,11 @@ struct Counters {
   uint64_t streams_created = 0;
 };
 
-class Machine {
+class CudaMachine {
  public:
   using Lock = std::unique_lock<std::mutex>;
-  static Machine& get();  // never destroyed: threads may use it until the process has gone
-  static bool exists();   // false until the first call of get()
+  static CudaMachine& get();  // never destroyed: threads may use it until the process has gone
+  static bool exists();       // false until the first call of get()
 
   // A thread that holds this lock takes no other but the registry's. It guards everything below.
   std::mutex mutex;
@@ -67,36 +67,36 @@ class Machine {
 
   // ---- streams and events
   // A handle as CUDA's API has it: 0, 1 and 2 name a default stream. Null where there is no such stream.
-  Stream* find_stream(const void* handle, int device);
-  Stream* make_stream(int device, unsigned flags, int priority);
-  void destroy_stream(Stream* stream);
-  Event* make_event(int device, unsigned flags);
-  bool is_event(const Event* event) const { return events_.count(event) != 0; }
-  void destroy_event(Event* event);
+  CudaStream* find_stream(const void* handle, int device);
+  CudaStream* make_stream(int device, unsigned flags, int priority);
+  void destroy_stream(CudaStream* stream);
+  CudaEvent* make_event(int device, unsigned flags);
+  bool is_event(const CudaEvent* event) const { return events_.count(event) != 0; }
+  void destroy_event(CudaEvent* event);
   uint64_t events_alive() const { return events_.size(); }
-  std::vector<Stream*> streams_of(int device) const;
+  std::vector<CudaStream*> streams_of(int device) const;
 
   // ---- operations
-  void enqueue(Lock& lock, Stream& stream, Operation&& operation);
-  RecordingPtr record(Lock& lock, Stream& stream, bool timed);
-  void wait_for(Lock& lock, Stream& stream, const RecordingPtr& recording);
+  void enqueue(Lock& lock, CudaStream& stream, StreamOperation&& operation);
+  RecordingPtr record(Lock& lock, CudaStream& stream, bool timed);
+  void wait_for(Lock& lock, CudaStream& stream, const RecordingPtr& recording);
   // Run, or have others run, what is enqueued on a stream up to a position. The host has then seen it.
-  void synchronize(Lock& lock, Stream& stream, uint64_t position);
+  void synchronize(Lock& lock, CudaStream& stream, uint64_t position);
   void synchronize_device(Lock& lock, int device);
-  bool query(const Recording& recording);  // true if it is reached; the host is then ordered after it
-  bool query(Stream& stream);
+  bool query(const CudaRecording& recording);  // true if it is reached; the host is then ordered after it
+  bool query(CudaStream& stream);
 
   // ---- controls of tests
-  GatePtr hold(Lock& lock, Stream& stream);
-  void open(Gate& gate);
+  GatePtr hold(Lock& lock, CudaStream& stream);
+  void open(CudaGate& gate);
   void break_device(int error);  // an error that all later calls return (a "sticky" error)
   bool takes_a_failure();        // consumes one of failing_allocations
   void wake();                   // attempts may succeed now
   void stop(Lock& lock);         // the process ends: nothing runs from now on
 
-  Settings settings;
+  CudaSettings settings;
   Counters counters;
-  Memory memory;
+  CudaMemory memory;
   Races races;
   std::set<CapturePtr> captures;
   int error = 0;                            // a cudaError_t that all calls return; 0: none
@@ -104,21 +104,21 @@ class Machine {
   std::map<std::string, uint64_t> skipped;  // kernels that were not run, by name
 
  private:
-  Machine();
+  CudaMachine();
   void leave_to_parent();
   void start_threads();
   Clock::time_point due();
-  bool step(Lock& lock, Stream& stream);
-  void run_unlocked(Lock& lock, Stream& stream);
-  bool attempt_unlocked(Lock& lock, Stream& stream);
-  void finish_front(Stream& stream);
-  void wait_for_change(Lock& lock, const Operation& front);
+  bool step(Lock& lock, CudaStream& stream);
+  void run_unlocked(Lock& lock, CudaStream& stream);
+  bool attempt_unlocked(Lock& lock, CudaStream& stream);
+  void finish_front(CudaStream& stream);
+  void wait_for_change(Lock& lock, const StreamOperation& front);
   void run_due();
   void run_host_functions();
-  Clock::time_point run_due_of(Lock& lock, Stream& stream, bool& has_advanced);
-  void push(Lock& lock, Stream& stream, Operation&& operation);
-  void join_legacy_streams(Lock& lock, Stream& stream);
-  RecordingPtr position_of(Stream& stream);
+  Clock::time_point run_due_of(Lock& lock, CudaStream& stream, bool& has_advanced);
+  void push(Lock& lock, CudaStream& stream, StreamOperation&& operation);
+  void join_legacy_streams(Lock& lock, CudaStream& stream);
+  RecordingPtr position_of(CudaStream& stream);
 
   std::condition_variable changed_;  // for synchronising threads: an operation is over
   std::condition_variable due_;      // for the runner thread: an operation is due before `runner_sleeps_until_`
@@ -131,11 +131,11 @@ class Machine {
   uint64_t random_ = 1;
   int blocking_streams_ = 0;  // that were made without cudaStreamNonBlocking
   std::vector<bool> has_context_;
-  std::vector<Stream*> defaults_;
-  std::unordered_set<const Stream*> streams_;   // that have not been destroyed
-  std::unordered_set<const Stream*> draining_;  // that were destroyed with work queued
-  std::unordered_set<const Event*> events_;
-  std::vector<Stream*> busy_;  // with a queue that is not empty
+  std::vector<CudaStream*> defaults_;
+  std::unordered_set<const CudaStream*> streams_;   // that have not been destroyed
+  std::unordered_set<const CudaStream*> draining_;  // that were destroyed with work queued
+  std::unordered_set<const CudaEvent*> events_;
+  std::vector<CudaStream*> busy_;  // with a queue that is not empty
 };
 
 // The device that cudaSetDevice selected in this thread.

@@ -35,12 +35,12 @@ void poison(char* begin, size_t size) { std::memset(begin, kPoison, std::min(siz
 
 }  // namespace
 
-void Memory::start(int devices, size_t bytes) {
+void CudaMemory::start(int devices, size_t bytes) {
   used_.assign(static_cast<size_t>(devices), 0);
   total_ = bytes;
 }
 
-char* Memory::allocate(size_t size, int device) {
+char* CudaMemory::allocate(size_t size, int device) {
   const size_t rounded = round_up(size);
   if (used(device) + rounded > total_) return nullptr;
   const int file = make_file(rounded);
@@ -55,43 +55,43 @@ char* Memory::allocate(size_t size, int device) {
   }
   poison(mirror, rounded);
   used_[static_cast<size_t>(device)] += rounded;
-  blocks_[base] = {base, mirror, rounded, device, Block::Kind::kDevice};
+  blocks_[base] = {base, mirror, rounded, device, CudaBlock::Kind::kDevice};
   return base;
 }
 
-char* Memory::allocate_pinned(size_t size, int device) {
+char* CudaMemory::allocate_pinned(size_t size, int device) {
   void* base = nullptr;
   const size_t rounded = round_up(size);
   if (posix_memalign(&base, kPage, rounded) != 0) return nullptr;
   auto* const pages = static_cast<char*>(base);
   poison(pages, rounded);  // a host that reads too early sees it
-  blocks_[pages] = {pages, pages, rounded, device, Block::Kind::kPinned};
+  blocks_[pages] = {pages, pages, rounded, device, CudaBlock::Kind::kPinned};
   pinned_ += rounded;
   return pages;
 }
 
-bool Memory::add_registered(char* base, size_t size, int device) {
+bool CudaMemory::add_registered(char* base, size_t size, int device) {
   if (find(base) != nullptr) return false;
-  blocks_[base] = {base, base, size, device, Block::Kind::kRegistered};
+  blocks_[base] = {base, base, size, device, CudaBlock::Kind::kRegistered};
   pinned_ += size;
   return true;
 }
 
-void Memory::release(const Block& block) {
+void CudaMemory::release(const CudaBlock& block) {
   switch (block.kind) {
-    case Block::Kind::kDevice:
+    case CudaBlock::Kind::kDevice:
       used_[static_cast<size_t>(block.device)] -= block.size;
       munmap(block.mirror, block.size);
       munmap(block.base, block.size);
       break;
-    case Block::Kind::kPinned:
+    case CudaBlock::Kind::kPinned:
       pinned_ -= block.size;
       free(block.base);
       break;
-    case Block::Kind::kRegistered:
+    case CudaBlock::Kind::kRegistered:
       pinned_ -= block.size;
       break;
-    case Block::Kind::kReserved:
+    case CudaBlock::Kind::kReserved:
       munmap(block.mirror, block.size);
       munmap(block.base, block.size);
       break;
@@ -99,41 +99,41 @@ void Memory::release(const Block& block) {
   blocks_.erase(block.base);
 }
 
-Block* Memory::find(const void* pointer) {
+CudaBlock* CudaMemory::find(const void* pointer) {
   const auto* const address = static_cast<const char*>(pointer);
   const auto after = blocks_.upper_bound(address);
   if (after == blocks_.begin()) return nullptr;
-  Block& block = std::prev(after)->second;
+  CudaBlock& block = std::prev(after)->second;
   return address < block.base + block.size ? &block : nullptr;
 }
 
-void* Memory::reach(const void* pointer, size_t size) {
+void* CudaMemory::reach(const void* pointer, size_t size) {
   auto* const address = const_cast<char*>(static_cast<const char*>(pointer));
-  const Block* const block = find(pointer);
+  const CudaBlock* const block = find(pointer);
   if (block == nullptr) return address;
   if (address + size > block->base + block->size) return nullptr;
   return block->mirror + (address - block->base);
 }
 
 // A tensor may reach over several mappings of a reservation, so their mirrors lie together too.
-char* Memory::reserve(size_t size, int device) {
+char* CudaMemory::reserve(size_t size, int device) {
   char* const base = map_pages(nullptr, size, PROT_NONE, -1);
   char* const mirror = map_pages(nullptr, size, PROT_NONE, -1);
   if (base == nullptr || mirror == nullptr) return nullptr;
-  blocks_[base] = {base, mirror, size, device, Block::Kind::kReserved};
+  blocks_[base] = {base, mirror, size, device, CudaBlock::Kind::kReserved};
   return base;
 }
 
-bool Memory::free_reserved(char* base, size_t size) {
+bool CudaMemory::free_reserved(char* base, size_t size) {
   const auto found = blocks_.find(base);
-  if (found == blocks_.end() || found->second.kind != Block::Kind::kReserved || found->second.size != size)
+  if (found == blocks_.end() || found->second.kind != CudaBlock::Kind::kReserved || found->second.size != size)
     return false;
-  const Block block = found->second;
+  const CudaBlock block = found->second;
   release(block);
   return true;
 }
 
-Physical* Memory::make_physical(size_t size, int device) {
+Physical* CudaMemory::make_physical(size_t size, int device) {
   if (used(device) + size > total_) return nullptr;
   const int file = make_file(size);
   if (file < 0) return nullptr;
@@ -141,15 +141,15 @@ Physical* Memory::make_physical(size_t size, int device) {
   return new Physical{file, size, device};
 }
 
-void Memory::release_physical(Physical* physical) {
+void CudaMemory::release_physical(Physical* physical) {
   used_[static_cast<size_t>(physical->device)] -= physical->size;
   close(physical->file);
   delete physical;
 }
 
-bool Memory::map(char* at, size_t size, const Physical& physical) {
-  Block* const block = find(at);
-  if (block == nullptr || block->kind != Block::Kind::kReserved) return false;
+bool CudaMemory::map(char* at, size_t size, const Physical& physical) {
+  CudaBlock* const block = find(at);
+  if (block == nullptr || block->kind != CudaBlock::Kind::kReserved) return false;
   block->device = physical.device;
   char* const mirror = map_pages(block->mirror + (at - block->base), size, PROT_READ | PROT_WRITE, physical.file);
   if (mirror == nullptr) return false;
@@ -157,9 +157,9 @@ bool Memory::map(char* at, size_t size, const Physical& physical) {
   return true;
 }
 
-bool Memory::unmap(char* at, size_t size) {
-  Block* const block = find(at);
-  if (block == nullptr || block->kind != Block::Kind::kReserved) return false;
+bool CudaMemory::unmap(char* at, size_t size) {
+  CudaBlock* const block = find(at);
+  if (block == nullptr || block->kind != CudaBlock::Kind::kReserved) return false;
   return map_pages(block->mirror + (at - block->base), size, PROT_NONE, -1) != nullptr;
 }
 

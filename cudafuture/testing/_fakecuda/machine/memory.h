@@ -11,7 +11,7 @@
 
 namespace fakecuda {
 
-struct Block {
+struct CudaBlock {
   enum class Kind { kDevice, kPinned, kRegistered, kReserved };
   char* base = nullptr;    // at which the program knows it
   char* mirror = nullptr;  // at which operations reach it
@@ -28,7 +28,7 @@ struct Physical {
   int device = 0;
 };
 
-class Memory {
+class CudaMemory {
  public:
   void start(int devices, size_t bytes);
 
@@ -36,8 +36,8 @@ class Memory {
   char* allocate(size_t size, int device);
   char* allocate_pinned(size_t size, int device);
   bool add_registered(char* base, size_t size, int device);
-  void release(const Block& block);
-  Block* find(const void* pointer);
+  void release(const CudaBlock& block);
+  CudaBlock* find(const void* pointer);
   // The address at which the host reaches `size` bytes; null where they reach beyond the end of their block.
   void* reach(const void* pointer, size_t size);
 
@@ -54,7 +54,7 @@ class Memory {
   size_t pinned() const { return pinned_; }
 
  private:
-  std::map<const char*, Block> blocks_;
+  std::map<const char*, CudaBlock> blocks_;
   std::vector<size_t> used_;  // bytes, for each device
   size_t total_ = 0;          // bytes that each device has
   size_t pinned_ = 0;

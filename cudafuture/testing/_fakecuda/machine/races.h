@@ -26,11 +26,11 @@ class Races {
   }
 
   sim::Agent add_agent(std::string name);
-  void enqueue(Stream& stream, const std::vector<Access>& accesses, const sim::SitePtr& site);
-  std::shared_ptr<const sim::VectorClock> snapshot(Stream& stream);
-  void join(Stream& stream, const Recording& recording);
-  void host_saw(const Recording& recording);
-  void host_saw(Stream& stream);
+  void enqueue(CudaStream& stream, const std::vector<CudaAccess>& accesses, const sim::SitePtr& site);
+  std::shared_ptr<const sim::VectorClock> snapshot(CudaStream& stream);
+  void join(CudaStream& stream, const CudaRecording& recording);
+  void host_saw(const CudaRecording& recording);
+  void host_saw(CudaStream& stream);
   void forget(const void* begin, size_t size);
   std::vector<sim::runtime::Finding> take() { return findings_.take(); }
 

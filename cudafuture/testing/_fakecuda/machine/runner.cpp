@@ -17,8 +17,8 @@ constexpr auto kAttemptInterval = std::chrono::milliseconds(1);
 }  // namespace
 
 // Runs the streams that `stream` waits for too, each up to the position that matters.
-void Machine::synchronize(Lock& lock, Stream& stream, uint64_t position) {
-  std::vector<std::pair<Stream*, uint64_t>> wanted{{&stream, position}};
+void CudaMachine::synchronize(Lock& lock, CudaStream& stream, uint64_t position) {
+  std::vector<std::pair<CudaStream*, uint64_t>> wanted{{&stream, position}};
   while (!wanted.empty() && !stopped_) {
     auto [last, until] = wanted.back();
     if (last->completed >= until) {
@@ -27,8 +27,8 @@ void Machine::synchronize(Lock& lock, Stream& stream, uint64_t position) {
       ++synchronising_;
       changed_.wait(lock);
       --synchronising_;
-    } else if (const Operation& front = last->queue.front();
-               front.kind == Operation::Kind::kWait && !front.recording->reached() && error == 0) {
+    } else if (const StreamOperation& front = last->queue.front();
+               front.kind == StreamOperation::Kind::kWait && !front.recording->reached() && error == 0) {
       wanted.emplace_back(front.recording->stream, front.recording->position);
     } else if (!step(lock, *last) && !last->running && !last->queue.empty()) {
       wait_for_change(lock, last->queue.front());
@@ -36,11 +36,11 @@ void Machine::synchronize(Lock& lock, Stream& stream, uint64_t position) {
   }
 }
 
-void Machine::wait_for_change(Lock& lock, const Operation& front) {
+void CudaMachine::wait_for_change(Lock& lock, const StreamOperation& front) {
   ++synchronising_;
-  if (front.kind == Operation::Kind::kSleep) {
+  if (front.kind == StreamOperation::Kind::kSleep) {
     changed_.wait_until(lock, front.begun + front.duration);
-  } else if (front.kind == Operation::Kind::kAttempt) {
+  } else if (front.kind == StreamOperation::Kind::kAttempt) {
     changed_.wait_for(lock, kAttemptInterval);
   } else {
     changed_.wait(lock);
@@ -49,30 +49,30 @@ void Machine::wait_for_change(Lock& lock, const Operation& front) {
 }
 
 // Run the front of a stream, if it may run now. Return whether the stream has advanced.
-bool Machine::step(Lock& lock, Stream& stream) {
-  Operation& front = stream.queue.front();
+bool CudaMachine::step(Lock& lock, CudaStream& stream) {
+  StreamOperation& front = stream.queue.front();
   const bool is_broken = error != 0;  // then nothing runs any more, and nothing is waited for
   switch (front.kind) {
-    case Operation::Kind::kWork:
+    case StreamOperation::Kind::kWork:
       run_unlocked(lock, stream);
       break;
-    case Operation::Kind::kAttempt:
+    case StreamOperation::Kind::kAttempt:
       if (!attempt_unlocked(lock, stream)) return false;
       break;
-    case Operation::Kind::kHostFunction:
+    case StreamOperation::Kind::kHostFunction:
       host_function_.notify_one();
       return false;
-    case Operation::Kind::kRecord:
+    case StreamOperation::Kind::kRecord:
       if (front.recording != nullptr) front.recording->time = Clock::now();
       break;
-    case Operation::Kind::kWait:
+    case StreamOperation::Kind::kWait:
       if (!front.recording->reached() && !is_broken) return false;
       break;
-    case Operation::Kind::kSleep:
+    case StreamOperation::Kind::kSleep:
       if (front.begun == Clock::time_point{}) front.begun = Clock::now();
       if (Clock::now() < front.begun + front.duration && !is_broken) return false;
       break;
-    case Operation::Kind::kHold:
+    case StreamOperation::Kind::kHold:
       if (!front.gate->is_open && !is_broken) return false;
       break;
   }
@@ -80,8 +80,8 @@ bool Machine::step(Lock& lock, Stream& stream) {
   return true;
 }
 
-void Machine::run_unlocked(Lock& lock, Stream& stream) {
-  Operation& front = stream.queue.front();
+void CudaMachine::run_unlocked(Lock& lock, CudaStream& stream) {
+  StreamOperation& front = stream.queue.front();
   auto run = std::move(front.run);
   const char* const name = front.name;
   const bool is_broken = error != 0;
@@ -101,9 +101,9 @@ void Machine::run_unlocked(Lock& lock, Stream& stream) {
   break_device(cudaErrorAssert);
 }
 
-bool Machine::attempt_unlocked(Lock& lock, Stream& stream) {
+bool CudaMachine::attempt_unlocked(Lock& lock, CudaStream& stream) {
   if (error != 0) return true;
-  Operation& front = stream.queue.front();
+  StreamOperation& front = stream.queue.front();
   stream.running = true;
   lock.unlock();
   const bool is_done = front.attempt();
@@ -113,7 +113,7 @@ bool Machine::attempt_unlocked(Lock& lock, Stream& stream) {
   return is_done;
 }
 
-void Machine::finish_front(Stream& stream) {
+void CudaMachine::finish_front(CudaStream& stream) {
   stream.queue.pop_front();
   ++stream.completed;
   if (stream.queue.empty()) {
@@ -127,30 +127,30 @@ void Machine::finish_front(Stream& stream) {
 
 // Run what is due in a stream. Return when the runner thread should look at it again: at the end of time where
 // something else has to happen first, which wakes the runner.
-Clock::time_point Machine::run_due_of(Lock& lock, Stream& stream, bool& has_advanced) {
+Clock::time_point CudaMachine::run_due_of(Lock& lock, CudaStream& stream, bool& has_advanced) {
   while (!stream.running && !stream.queue.empty()) {
     const auto now = Clock::now();
     if (stream.queue.front().due > now) return stream.queue.front().due;
     if (step(lock, stream)) {
       has_advanced = true;
     } else if (!stream.running && !stream.queue.empty()) {
-      const Operation& front = stream.queue.front();
-      if (front.kind == Operation::Kind::kSleep) return front.begun + front.duration;
-      return front.kind == Operation::Kind::kAttempt ? now + kAttemptInterval : Clock::time_point::max();
+      const StreamOperation& front = stream.queue.front();
+      if (front.kind == StreamOperation::Kind::kSleep) return front.begun + front.duration;
+      return front.kind == StreamOperation::Kind::kAttempt ? now + kAttemptInterval : Clock::time_point::max();
     }
   }
   return Clock::time_point::max();
 }
 
 // The runner thread.
-void Machine::run_due() {
+void CudaMachine::run_due() {
   pthread_setname_np(pthread_self(), "fakecuda");
   Lock lock(mutex);
   while (!stopped_) {
     bool has_advanced = false;
     auto next = Clock::time_point::max();
-    const std::vector<Stream*> busy = busy_;
-    for (Stream* stream : busy) next = std::min(next, run_due_of(lock, *stream, has_advanced));
+    const std::vector<CudaStream*> busy = busy_;
+    for (CudaStream* stream : busy) next = std::min(next, run_due_of(lock, *stream, has_advanced));
     if (has_advanced) continue;
     runner_sleeps_ = true;
     runner_sleeps_until_ = next;
@@ -165,19 +165,19 @@ void Machine::run_due() {
 }
 
 // Host functions run on a thread of their own: one that blocks holds up its stream and no other.
-void Machine::run_host_functions() {
+void CudaMachine::run_host_functions() {
   pthread_setname_np(pthread_self(), "fakecuda-host");
   Lock lock(mutex);
   while (!stopped_) {
-    const auto is_ready = [](const Stream* stream) {
-      return !stream->running && stream->queue.front().kind == Operation::Kind::kHostFunction;
+    const auto is_ready = [](const CudaStream* stream) {
+      return !stream->running && stream->queue.front().kind == StreamOperation::Kind::kHostFunction;
     };
     const auto found = std::find_if(busy_.begin(), busy_.end(), is_ready);
     if (found == busy_.end()) {
       host_function_.wait(lock);
       continue;
     }
-    Stream& stream = **found;
+    CudaStream& stream = **found;
     run_unlocked(lock, stream);
     finish_front(stream);
   }

@@ -27,20 +27,20 @@ double number(const char* name, const char* otherwise, double least, double most
   refuse(name, value, expected.c_str());
 }
 
-Schedule schedule() {
+CudaSchedule schedule() {
   const std::string value = variable("FAKECUDA_SCHEDULE", "lazy");
-  if (value == "eager") return Schedule::kEager;
-  if (value == "jitter") return Schedule::kJitter;
-  if (value == "lazy") return Schedule::kLazy;
+  if (value == "eager") return CudaSchedule::kEager;
+  if (value == "jitter") return CudaSchedule::kJitter;
+  if (value == "lazy") return CudaSchedule::kLazy;
   refuse("FAKECUDA_SCHEDULE", value, "eager, jitter or lazy");
 }
 
 }  // namespace
 
-Settings Settings::of_environment() {
-  Settings settings;
+CudaSettings CudaSettings::of_environment() {
+  CudaSettings settings;
   settings.schedule = fakecuda::schedule();
-  settings.delay_ms = number("FAKECUDA_DELAY_MS", settings.schedule == Schedule::kJitter ? "2" : "50", 0, 1e6);
+  settings.delay_ms = number("FAKECUDA_DELAY_MS", settings.schedule == CudaSchedule::kJitter ? "2" : "50", 0, 1e6);
   settings.seed = static_cast<uint64_t>(number("FAKECUDA_SEED", "1", 0, 1e15));
   settings.devices = static_cast<int>(number("FAKECUDA_DEVICES", "2", 0, 64));
   settings.memory = static_cast<size_t>(number("FAKECUDA_MEMORY", "4096", 1, 1e9)) << 20;

@@ -15,10 +15,10 @@
 
 namespace fakecuda {
 
-enum class Schedule { kEager, kJitter, kLazy };
+enum class CudaSchedule { kEager, kJitter, kLazy };
 
-struct Settings {
-  Schedule schedule = Schedule::kLazy;
+struct CudaSettings {
+  CudaSchedule schedule = CudaSchedule::kLazy;
   double delay_ms = 50;
   uint64_t seed = 1;
   int devices = 2;
@@ -26,7 +26,7 @@ struct Settings {
   bool detect_races = false;
   bool verbose = false;
 
-  static Settings of_environment();
+  static CudaSettings of_environment();
 };
 
 }  // namespace fakecuda

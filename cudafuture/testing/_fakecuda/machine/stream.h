@@ -16,28 +16,28 @@
 namespace fakecuda {
 
 using Clock = std::chrono::steady_clock;
-struct Stream;
-struct Capture;
+struct CudaStream;
+struct CudaCapture;
 
 // A position in a stream, and what the stream had seen of other streams when it got there.
-struct Recording {
-  Stream* stream = nullptr;
+struct CudaRecording {
+  CudaStream* stream = nullptr;
   uint64_t position = 0;
-  Clock::time_point time{};                           // when it was reached; for timed events
-  std::shared_ptr<const sim::VectorClock> clock;      // null without race detection
-  std::shared_ptr<Capture> capture;                   // recorded inside this capture
-  std::vector<std::pair<Stream*, uint64_t>> follows;  // in a capture: what of each stream comes before
+  Clock::time_point time{};                               // when it was reached; for timed events
+  std::shared_ptr<const sim::VectorClock> clock;          // null without race detection
+  std::shared_ptr<CudaCapture> capture;                   // recorded inside this capture
+  std::vector<std::pair<CudaStream*, uint64_t>> follows;  // in a capture: what of each stream comes before
   bool reached() const;
 };
-using RecordingPtr = std::shared_ptr<Recording>;
+using RecordingPtr = std::shared_ptr<CudaRecording>;
 
 // Holds a stream until a test opens it.
-struct Gate {
+struct CudaGate {
   bool is_open = false;
 };
-using GatePtr = std::shared_ptr<Gate>;
+using GatePtr = std::shared_ptr<CudaGate>;
 
-struct Operation {
+struct StreamOperation {
   enum class Kind {
     kWork,          // a kernel or a copy: `run`, once, without the lock
     kAttempt,       // `attempt` until it returns true, without the lock
@@ -54,31 +54,31 @@ struct Operation {
   RecordingPtr recording;  // kRecord, kWait
   GatePtr gate;            // kHold
   std::chrono::nanoseconds duration{0};
-  std::vector<Access> accesses;
+  std::vector<CudaAccess> accesses;
   sim::SitePtr site;  // of the call, for the race detector
   Clock::time_point due{};
   Clock::time_point begun{};  // kSleep
 };
 
 // Never freed: recordings name it.
-struct Stream {
+struct CudaStream {
   int device = 0;
   unsigned flags = 0;
   int priority = 0;
   sim::Agent agent = 0;  // in the race detector
-  std::deque<Operation> queue;
+  std::deque<StreamOperation> queue;
   uint64_t enqueued = 0;   // operations, ever
   uint64_t completed = 0;  // of those
   bool running = false;    // the front runs without the lock
   bool busy = false;       // in the machine's list of streams that have something to do
-  std::shared_ptr<Capture> capture;
+  std::shared_ptr<CudaCapture> capture;
   sim::VectorClock clock;
   std::shared_ptr<const sim::VectorClock> snapshot;  // of `clock`, until that changes
 };
 
-inline bool Recording::reached() const { return stream->completed >= position; }
+inline bool CudaRecording::reached() const { return stream->completed >= position; }
 
-struct Event {
+struct CudaEvent {
   int device = -1;
   unsigned flags = 0;
   RecordingPtr recording;  // null: never recorded

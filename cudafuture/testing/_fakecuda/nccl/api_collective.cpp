@@ -6,9 +6,9 @@ using namespace fakenccl;
 
 namespace {
 
-ncclResult_t collective(Kind kind, const void* send, void* receive, size_t count, ncclDataType_t type, int root,
-                        ncclComm_t comm, cudaStream_t stream) {
-  Operation operation;
+ncclResult_t collective(NcclOperationKind kind, const void* send, void* receive, size_t count, ncclDataType_t type,
+                        int root, ncclComm_t comm, cudaStream_t stream) {
+  NcclOperation operation;
   operation.kind = kind;
   operation.send = send;
   operation.receive = receive;
@@ -33,9 +33,9 @@ ncclResult_t resolve(ncclRedOp_t op, ncclDataType_t type, ncclComm_t comm, Reduc
   return ncclSuccess;
 }
 
-ncclResult_t reduction(Kind kind, const void* send, void* receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                       int root, ncclComm_t comm, cudaStream_t stream) {
-  Operation operation;
+ncclResult_t reduction(NcclOperationKind kind, const void* send, void* receive, size_t count, ncclDataType_t type,
+                       ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
+  NcclOperation operation;
   ncclResult_t result = check_handle(comm);
   if (result == ncclSuccess) result = resolve(op, type, comm, &operation.reduction);
   if (result != ncclSuccess) return note(result);
@@ -54,47 +54,47 @@ extern "C" {
 
 ncclResult_t ncclAllReduce(const void* send, void* receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t stream) {
-  return reduction(Kind::all_reduce, send, receive, count, type, op, 0, comm, stream);
+  return reduction(NcclOperationKind::all_reduce, send, receive, count, type, op, 0, comm, stream);
 }
 ncclResult_t ncclReduce(const void* send, void* receive, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
                         ncclComm_t comm, cudaStream_t stream) {
-  return reduction(Kind::reduce, send, receive, count, type, op, root, comm, stream);
+  return reduction(NcclOperationKind::reduce, send, receive, count, type, op, root, comm, stream);
 }
 ncclResult_t ncclReduceScatter(const void* send, void* receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                ncclComm_t comm, cudaStream_t stream) {
-  return reduction(Kind::reduce_scatter, send, receive, count, type, op, 0, comm, stream);
+  return reduction(NcclOperationKind::reduce_scatter, send, receive, count, type, op, 0, comm, stream);
 }
 ncclResult_t ncclBroadcast(const void* send, void* receive, size_t count, ncclDataType_t type, int root,
                            ncclComm_t comm, cudaStream_t stream) {
-  return collective(Kind::broadcast, send, receive, count, type, root, comm, stream);
+  return collective(NcclOperationKind::broadcast, send, receive, count, type, root, comm, stream);
 }
 ncclResult_t ncclBcast(void* buffer, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
                        cudaStream_t stream) {
-  return collective(Kind::broadcast, buffer, buffer, count, type, root, comm, stream);
+  return collective(NcclOperationKind::broadcast, buffer, buffer, count, type, root, comm, stream);
 }
 ncclResult_t ncclAllGather(const void* send, void* receive, size_t count, ncclDataType_t type, ncclComm_t comm,
                            cudaStream_t stream) {
-  return collective(Kind::all_gather, send, receive, count, type, 0, comm, stream);
+  return collective(NcclOperationKind::all_gather, send, receive, count, type, 0, comm, stream);
 }
 ncclResult_t ncclAlltoAll(const void* send, void* receive, size_t count, ncclDataType_t type, ncclComm_t comm,
                           cudaStream_t stream) {
-  return collective(Kind::all_to_all, send, receive, count, type, 0, comm, stream);
+  return collective(NcclOperationKind::all_to_all, send, receive, count, type, 0, comm, stream);
 }
 ncclResult_t ncclGather(const void* send, void* receive, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
                         cudaStream_t stream) {
-  return collective(Kind::gather, send, receive, count, type, root, comm, stream);
+  return collective(NcclOperationKind::gather, send, receive, count, type, root, comm, stream);
 }
 ncclResult_t ncclScatter(const void* send, void* receive, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
                          cudaStream_t stream) {
-  return collective(Kind::scatter, send, receive, count, type, root, comm, stream);
+  return collective(NcclOperationKind::scatter, send, receive, count, type, root, comm, stream);
 }
 ncclResult_t ncclSend(const void* send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                       cudaStream_t stream) {
-  return collective(Kind::send, send, nullptr, count, type, peer, comm, stream);
+  return collective(NcclOperationKind::send, send, nullptr, count, type, peer, comm, stream);
 }
 ncclResult_t ncclRecv(void* receive, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                       cudaStream_t stream) {
-  return collective(Kind::receive, nullptr, receive, count, type, peer, comm, stream);
+  return collective(NcclOperationKind::receive, nullptr, receive, count, type, peer, comm, stream);
 }
 
 }  // extern "C"

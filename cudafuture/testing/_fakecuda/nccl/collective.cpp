@@ -14,9 +14,9 @@
 namespace fakenccl {
 namespace {
 
-class Collective : public Task {
+class Collective : public RunningOperation {
  public:
-  explicit Collective(const Operation& operation) : operation_(operation) {}
+  explicit Collective(const NcclOperation& operation) : operation_(operation) {}
 
   bool advance(ncclComm& communicator, Segment& segment, std::vector<int>* waits_for) override;
   bool done() const override { return begun_ && consumed_ == rounds_; }
@@ -31,7 +31,7 @@ class Collective : public Task {
   void take(Segment& segment, uint64_t round);
   void take_reduced(Segment& segment, uint64_t chunk, size_t size, size_t offset, size_t to);
 
-  Operation operation_;
+  NcclOperation operation_;
   bool begun_ = false;
   bool failed_ = false;
   uint64_t base_ = 0;  // the number of the first chunk
@@ -43,15 +43,17 @@ class Collective : public Task {
 };
 
 bool Collective::contributes(int rank) const {
-  const bool from_root = operation_.kind == Kind::broadcast || operation_.kind == Kind::scatter;
+  const bool from_root =
+      operation_.kind == NcclOperationKind::broadcast || operation_.kind == NcclOperationKind::scatter;
   return !from_root || operation_.root == rank;
 }
 
 void Collective::begin(ncclComm& communicator, Segment& segment) {
   begun_ = true;
   block_ = operation_.bytes();
-  const Kind kind = operation_.kind;
-  const bool scattered = kind == Kind::reduce_scatter || kind == Kind::all_to_all || kind == Kind::scatter;
+  const NcclOperationKind kind = operation_.kind;
+  const bool scattered = kind == NcclOperationKind::reduce_scatter || kind == NcclOperationKind::all_to_all ||
+                         kind == NcclOperationKind::scatter;
   total_ = scattered ? block_ * segment.ranks() : block_;
   rounds_ = (total_ + kChunkSize - 1) / kChunkSize;
   base_ = communicator.next_chunk;
@@ -147,17 +149,17 @@ void Collective::take(Segment& segment, uint64_t round) {
   const size_t first = std::max(offset, block_ * segment.rank());
   const size_t last = std::min(offset + size, block_ * (segment.rank() + 1));
   switch (operation_.kind) {
-    case Kind::reduce:
+    case NcclOperationKind::reduce:
       if (!root) return;
       [[fallthrough]];
-    case Kind::all_reduce:
+    case NcclOperationKind::all_reduce:
       return take_reduced(segment, chunk, size, 0, offset);
-    case Kind::broadcast:
+    case NcclOperationKind::broadcast:
       return copy(operation_.root, 0, size, offset);
-    case Kind::gather:
+    case NcclOperationKind::gather:
       if (!root) return;
       [[fallthrough]];
-    case Kind::all_gather:
+    case NcclOperationKind::all_gather:
       for (int peer = 0; peer < segment.ranks(); ++peer) copy(peer, 0, size, peer * block_ + offset);
       return;
     default:
@@ -165,9 +167,9 @@ void Collective::take(Segment& segment, uint64_t round) {
   }
   if (first >= last) return;
   const size_t inside = first - block_ * segment.rank();
-  if (operation_.kind == Kind::reduce_scatter)
+  if (operation_.kind == NcclOperationKind::reduce_scatter)
     return take_reduced(segment, chunk, last - first, first - offset, inside);
-  if (operation_.kind == Kind::scatter) return copy(operation_.root, first - offset, last - first, inside);
+  if (operation_.kind == NcclOperationKind::scatter) return copy(operation_.root, first - offset, last - first, inside);
   for (int peer = 0; peer < segment.ranks(); ++peer) copy(peer, first - offset, last - first, peer * block_ + inside);
 }
 
@@ -180,6 +182,8 @@ void Collective::take_reduced(Segment& segment, uint64_t chunk, size_t size, siz
 
 }  // namespace
 
-std::unique_ptr<Task> make_collective(const Operation& operation) { return std::make_unique<Collective>(operation); }
+std::unique_ptr<RunningOperation> make_collective(const NcclOperation& operation) {
+  return std::make_unique<Collective>(operation);
+}
 
 }  // namespace fakenccl

@@ -17,14 +17,14 @@ using namespace fakenccl;
 namespace {
 
 // The communicators of the process.
-struct Registry {
+struct Communicators {
   std::mutex mutex;
   std::unordered_set<ncclComm*> handles;           // all that ever were
   std::vector<std::shared_ptr<Segment>> segments;  // of those that are in use
 };
 
-Registry& registry() {
-  static auto* const object = new Registry;
+Communicators& registry() {
+  static auto* const object = new Communicators;
   return *object;
 }
 

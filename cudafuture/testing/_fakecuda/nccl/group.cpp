@@ -8,25 +8,25 @@
 namespace fakenccl {
 namespace {
 
-struct Entry {
+struct GroupEntry {
   ncclComm* communicator;
-  Operation operation;
+  NcclOperation operation;
   cudaStream_t stream;
 };
 
-struct Job {
+struct GroupJob {
   ncclComm* communicator;
   std::function<ncclResult_t()> run;
 };
 
-struct Group {
+struct NcclGroup {
   int depth = 0;
-  std::vector<Entry> entries;
-  std::vector<Job> jobs;
+  std::vector<GroupEntry> entries;
+  std::vector<GroupJob> jobs;
   ncclResult_t error = ncclSuccess;
 };
 
-thread_local Group group;
+thread_local NcclGroup group;
 
 // A default stream stands for another stream on each device, so the device has to be current while it is used.
 class CurrentDevice {
@@ -59,12 +59,12 @@ void order(cudaStream_t first, cudaStream_t second) {
 }
 
 // Give the operations their numbers. Empty collectives are discarded, as NCCL does: they wait for no rank.
-std::vector<Operation> number(ncclComm* communicator, std::vector<Operation> operations) {
-  std::vector<Operation> kept;
-  for (Operation& o : operations) {
-    if (o.kind == Kind::send) {
+std::vector<NcclOperation> number(ncclComm* communicator, std::vector<NcclOperation> operations) {
+  std::vector<NcclOperation> kept;
+  for (NcclOperation& o : operations) {
+    if (o.kind == NcclOperationKind::send) {
       o.number = ++communicator->sends_issued[o.root];
-    } else if (o.kind == Kind::receive) {
+    } else if (o.kind == NcclOperationKind::receive) {
       o.number = ++communicator->receives_issued[o.root];
     } else if (o.count == 0) {
       ++communicator->collectives_discarded;
@@ -79,10 +79,10 @@ std::vector<Operation> number(ncclComm* communicator, std::vector<Operation> ope
 }
 
 // NCCL returns ncclInvalidUsage where a message to oneself has no counterpart in its group.
-ncclResult_t check_own_messages(const ncclComm& communicator, const std::vector<Operation>& operations) {
+ncclResult_t check_own_messages(const ncclComm& communicator, const std::vector<NcclOperation>& operations) {
   int balance = 0;
-  for (const Operation& o : operations)
-    if (o.point_to_point() && o.root == communicator.rank) balance += o.kind == Kind::send ? 1 : -1;
+  for (const NcclOperation& o : operations)
+    if (o.point_to_point() && o.root == communicator.rank) balance += o.kind == NcclOperationKind::send ? 1 : -1;
   if (balance == 0) return ncclSuccess;
   return fail(ncclInvalidUsage, "Rank " + std::to_string(communicator.rank) + " sends to itself without a matching " +
                                     "receive, or receives without a send. Issue both in one group.");
@@ -91,7 +91,8 @@ ncclResult_t check_own_messages(const ncclComm& communicator, const std::vector<
 // Launch what a group issued on one communicator. Where it used several streams, the kernel runs on the first one,
 // after the work of all and before what follows on them (NCCL user guide, Using NCCL with CUDA streams: Mixing
 // Multiple Streams within the same ncclGroupStart/End() group).
-ncclResult_t launch_all(ncclComm* communicator, std::vector<Operation> operations, std::vector<cudaStream_t> streams) {
+ncclResult_t launch_all(ncclComm* communicator, std::vector<NcclOperation> operations,
+                        std::vector<cudaStream_t> streams) {
   if (const ncclResult_t result = check_own_messages(*communicator, operations); result != ncclSuccess) return result;
   const std::lock_guard lock(communicator->issue_mutex);
   operations = number(communicator, std::move(operations));
@@ -103,13 +104,13 @@ ncclResult_t launch_all(ncclComm* communicator, std::vector<Operation> operation
   return ncclSuccess;
 }
 
-ncclResult_t launch_entries(std::vector<Entry> entries) {
+ncclResult_t launch_entries(std::vector<GroupEntry> entries) {
   while (!entries.empty()) {
     ncclComm* communicator = entries.front().communicator;
-    std::vector<Operation> operations;
+    std::vector<NcclOperation> operations;
     std::vector<cudaStream_t> streams;
-    std::vector<Entry> others;
-    for (Entry& entry : entries) {
+    std::vector<GroupEntry> others;
+    for (GroupEntry& entry : entries) {
       if (entry.communicator != communicator) {
         others.push_back(std::move(entry));
         continue;
@@ -125,7 +126,7 @@ ncclResult_t launch_entries(std::vector<Entry> entries) {
 }
 
 // The jobs of a group run at once, because each may wait for a rank that another one initialises.
-ncclResult_t run_jobs(const std::vector<Job>& jobs) {
+ncclResult_t run_jobs(const std::vector<GroupJob>& jobs) {
   std::vector<ncclResult_t> results(jobs.size());
   std::vector<std::thread> threads;
   for (size_t i = 0; i < jobs.size(); ++i)
@@ -137,13 +138,13 @@ ncclResult_t run_jobs(const std::vector<Job>& jobs) {
   return first;
 }
 
-ncclResult_t check_operation(const ncclComm& communicator, const Operation& o, cudaStream_t stream) {
+ncclResult_t check_operation(const ncclComm& communicator, const NcclOperation& o, cudaStream_t stream) {
   const std::string call = describe(o.descriptor());
   if (size_of(o.type) == 0) return fail(ncclInvalidArgument, call + ": unknown datatype.");
   if (o.root < 0 || o.root >= communicator.ranks)
     return fail(ncclInvalidArgument, call + ": rank " + std::to_string(o.root) + " is not in a communicator of " +
                                          std::to_string(communicator.ranks) + " ranks.");
-  for (const Access& access : accesses_of(o, communicator.rank, communicator.ranks))
+  for (const CudaAccess& access : accesses_of(o, communicator.rank, communicator.ranks))
     if (access.size != 0 && access.begin == nullptr)
       return fail(ncclInvalidArgument, call + ": the " + (access.writes ? "receive" : "send") + " buffer is NULL.");
   if (reinterpret_cast<uintptr_t>(stream) <= 2) return ncclSuccess;
@@ -160,7 +161,7 @@ ncclResult_t note(ncclResult_t result) {
   return result;
 }
 
-ncclResult_t issue(ncclComm_t communicator, Operation operation, cudaStream_t stream) {
+ncclResult_t issue(ncclComm_t communicator, NcclOperation operation, cudaStream_t stream) {
   ncclResult_t result = check_handle(communicator);
   if (result == ncclSuccess) result = communicator->check_usable();
   if (result == ncclSuccess && (communicator->finalized || communicator->suspended))
@@ -189,7 +190,7 @@ ncclResult_t end_group(bool simulate) {
   if (const ncclResult_t result = check_not_forked(); result != ncclSuccess) return result;
   if (group.depth == 0) return fail(ncclInvalidUsage, "ncclGroupEnd was called without ncclGroupStart.");
   if (--group.depth > 0) return ncclSuccess;
-  Group ended;
+  NcclGroup ended;
   std::swap(ended, group);
   if (ended.error != ncclSuccess || simulate) return ended.error;
   const ncclResult_t result = run_jobs(ended.jobs);

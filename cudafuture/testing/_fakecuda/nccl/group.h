@@ -8,7 +8,7 @@
 namespace fakenccl {
 
 // Issue an operation: now, or when the thread's group ends.
-ncclResult_t issue(ncclComm_t communicator, Operation operation, cudaStream_t stream);
+ncclResult_t issue(ncclComm_t communicator, NcclOperation operation, cudaStream_t stream);
 
 // Run a job that waits for other ranks: now, or together with the others of the thread's group when that ends.
 ncclResult_t issue(ncclComm_t communicator, std::function<ncclResult_t()> job);

@@ -6,18 +6,18 @@
 
 namespace fakenccl {
 
-Kernel::Kernel(ncclComm* communicator, std::vector<Operation> operations, bool captured)
+NcclKernel::NcclKernel(ncclComm* communicator, std::vector<NcclOperation> operations, bool captured)
     : communicator_(communicator), operations_(std::move(operations)) {
   if (!captured) ticket_ = communicator_->issue();
 }
 
 // A kernel that the machine dropped, after an error of the device, must not hold up the others. The machine may hold
 // its lock here, so it is not woken; it tries the others within a millisecond anyway.
-Kernel::~Kernel() {
+NcclKernel::~NcclKernel() {
   if (pending_) end();
 }
 
-bool Kernel::end() {
+bool NcclKernel::end() {
   tasks_.clear();
   const bool released = resident_ && release_channel(communicator_->device);
   resident_ = false;
@@ -25,7 +25,7 @@ bool Kernel::end() {
   return communicator_->retire(this, ticket_) || released;
 }
 
-bool Kernel::attempt() {
+bool NcclKernel::attempt() {
   bool moved = false;
   bool ended = false;
   {
@@ -51,7 +51,7 @@ bool Kernel::attempt() {
 
 // The kernels of one communicator run in the order of their launches, whatever their streams: NCCL orders them by a
 // stream of its own.
-bool Kernel::may_run() {
+bool NcclKernel::may_run() {
   if (!communicator_->begin(this, ticket_)) return false;
   pending_ = true;
   if (!resident_) resident_ = take_channel(communicator_->device);
@@ -61,7 +61,7 @@ bool Kernel::may_run() {
   return true;
 }
 
-bool Kernel::done() const {
+bool NcclKernel::done() const {
   for (const auto& task : tasks_)
     if (!task->done()) return false;
   return true;
@@ -69,15 +69,15 @@ bool Kernel::done() const {
 
 // Messages to and from different peers progress concurrently; those between the same two ranks, and collectives, one
 // after the other (NCCL user guide, Group Calls, Point-to-point communication).
-bool Kernel::advance(Segment& segment, std::vector<int>* waits_for) {
+bool NcclKernel::advance(Segment& segment, std::vector<int>* waits_for) {
   bool moved_at_all = false;
   for (bool moved = true; moved;) {
     moved = false;
     waits_for->clear();
     std::set<std::pair<int, int>> busy;  // directions in which an earlier operation is not done
     for (size_t i = 0; i < tasks_.size(); ++i) {
-      const Operation& operation = operations_[i];
-      const int way = operation.point_to_point() ? 1 + (operation.kind == Kind::send) : 0;
+      const NcclOperation& operation = operations_[i];
+      const int way = operation.point_to_point() ? 1 + (operation.kind == NcclOperationKind::send) : 0;
       const std::pair<int, int> direction{way, way == 0 ? 0 : operation.root};
       if (tasks_[i]->done() || busy.count(direction) != 0) continue;
       std::vector<int> waits;
@@ -91,13 +91,13 @@ bool Kernel::advance(Segment& segment, std::vector<int>* waits_for) {
   return moved_at_all;
 }
 
-void launch(ncclComm* communicator, std::vector<Operation> operations, cudaStream_t stream, bool captured) {
-  std::vector<Access> accesses;
-  for (const Operation& operation : operations)
-    for (const Access& access : accesses_of(operation, communicator->rank, communicator->ranks))
+void launch(ncclComm* communicator, std::vector<NcclOperation> operations, cudaStream_t stream, bool captured) {
+  std::vector<CudaAccess> accesses;
+  for (const NcclOperation& operation : operations)
+    for (const CudaAccess& access : accesses_of(operation, communicator->rank, communicator->ranks))
       accesses.push_back(access);
   const std::string name = "nccl" + describe(operations.front().descriptor()) + (operations.size() > 1 ? " ..." : "");
-  const auto kernel = std::make_shared<Kernel>(communicator, std::move(operations), captured);
+  const auto kernel = std::make_shared<NcclKernel>(communicator, std::move(operations), captured);
   fakecuda_launch_until(stream, name.c_str(), std::move(accesses), [kernel] { return kernel->attempt(); });
 }
 

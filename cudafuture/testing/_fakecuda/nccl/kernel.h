@@ -9,12 +9,12 @@
 
 namespace fakenccl {
 
-class Kernel {
+class NcclKernel {
  public:
   // A captured kernel has no place among the communicator's other kernels: a graph runs it, and may do so repeatedly.
-  Kernel(ncclComm* communicator, std::vector<Operation> operations, bool captured);
-  ~Kernel();
-  Kernel(const Kernel&) = delete;
+  NcclKernel(ncclComm* communicator, std::vector<NcclOperation> operations, bool captured);
+  ~NcclKernel();
+  NcclKernel(const NcclKernel&) = delete;
 
   // Make progress. Return true when the kernel has ended.
   bool attempt();
@@ -27,14 +27,14 @@ class Kernel {
   bool end();
 
   ncclComm* communicator_;
-  std::vector<Operation> operations_;
+  std::vector<NcclOperation> operations_;
   uint64_t ticket_ = 0;  // 0 for a captured kernel
   bool pending_ = true;
   bool resident_ = false;
-  std::vector<std::unique_ptr<Task>> tasks_;
+  std::vector<std::unique_ptr<RunningOperation>> tasks_;
 };
 
 // Launch the operations on a stream of the communicator's device.
-void launch(ncclComm* communicator, std::vector<Operation> operations, cudaStream_t stream, bool captured);
+void launch(ncclComm* communicator, std::vector<NcclOperation> operations, cudaStream_t stream, bool captured);
 
 }  // namespace fakenccl

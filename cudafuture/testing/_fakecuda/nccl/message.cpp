@@ -12,9 +12,9 @@
 namespace fakenccl {
 namespace {
 
-class Message : public Task {
+class NcclMessage : public RunningOperation {
  public:
-  explicit Message(const Operation& operation) : operation_(operation) {}
+  explicit NcclMessage(const NcclOperation& operation) : operation_(operation) {}
 
   bool advance(ncclComm& communicator, Segment& segment, std::vector<int>* waits_for) override;
   bool done() const override { return done_; }
@@ -23,9 +23,9 @@ class Message : public Task {
   bool announce(ncclComm& communicator, PairSlot& pair);
   bool move(Segment& segment, PairSlot& pair);
   bool agrees(ncclComm& communicator, const PairSlot& pair);
-  bool sends() const { return operation_.kind == Kind::send; }
+  bool sends() const { return operation_.kind == NcclOperationKind::send; }
 
-  Operation operation_;
+  NcclOperation operation_;
   bool announced_ = false;
   bool matched_ = false;
   bool failed_ = false;
@@ -34,7 +34,7 @@ class Message : public Task {
   size_t moved_ = 0;
 };
 
-bool Message::announce(ncclComm& communicator, PairSlot& pair) {
+bool NcclMessage::announce(ncclComm& communicator, PairSlot& pair) {
   announced_ = true;
   number_ = (sends() ? communicator.next_send : communicator.next_receive)[operation_.root]++;
   (sends() ? pair.send_descriptors : pair.receive_descriptors)[number_ % 2] = operation_.descriptor();
@@ -42,7 +42,7 @@ bool Message::announce(ncclComm& communicator, PairSlot& pair) {
   return true;
 }
 
-bool Message::agrees(ncclComm& communicator, const PairSlot& pair) {
+bool NcclMessage::agrees(ncclComm& communicator, const PairSlot& pair) {
   const Descriptor own = operation_.descriptor();
   const Descriptor theirs = (sends() ? pair.receive_descriptors : pair.send_descriptors)[number_ % 2];
   if (own.count == theirs.count && own.type == theirs.type) return true;
@@ -50,7 +50,7 @@ bool Message::agrees(ncclComm& communicator, const PairSlot& pair) {
   return false;
 }
 
-bool Message::move(Segment& segment, PairSlot& pair) {
+bool NcclMessage::move(Segment& segment, PairSlot& pair) {
   const size_t total = operation_.bytes();
   const uint64_t written = pair.written.load();
   const uint64_t read = pair.read.load();
@@ -76,7 +76,7 @@ bool Message::move(Segment& segment, PairSlot& pair) {
   return size != 0;
 }
 
-bool Message::advance(ncclComm& communicator, Segment& segment, std::vector<int>* waits_for) {
+bool NcclMessage::advance(ncclComm& communicator, Segment& segment, std::vector<int>* waits_for) {
   if (done_ || failed_) return false;
   PairSlot& pair =
       sends() ? segment.pair(segment.rank(), operation_.root) : segment.pair(operation_.root, segment.rank());
@@ -93,6 +93,8 @@ bool Message::advance(ncclComm& communicator, Segment& segment, std::vector<int>
 
 }  // namespace
 
-std::unique_ptr<Task> make_message(const Operation& operation) { return std::make_unique<Message>(operation); }
+std::unique_ptr<RunningOperation> make_message(const NcclOperation& operation) {
+  return std::make_unique<NcclMessage>(operation);
+}
 
 }  // namespace fakenccl

@@ -3,21 +3,25 @@
 namespace fakenccl {
 namespace {
 
-const char* name_of(Kind kind) {
+const char* name_of(NcclOperationKind kind) {
   static const char* const names[] = {"AllReduce", "Broadcast", "Reduce",  "AllGather", "ReduceScatter",
                                       "AlltoAll",  "Gather",    "Scatter", "Send",      "Recv"};
   return names[static_cast<int>(kind)];
 }
 
-bool reduces(Kind kind) { return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter; }
+bool reduces(NcclOperationKind kind) {
+  return kind == NcclOperationKind::all_reduce || kind == NcclOperationKind::reduce ||
+         kind == NcclOperationKind::reduce_scatter;
+}
 
-bool has_root(Kind kind) {
-  return kind == Kind::broadcast || kind == Kind::reduce || kind == Kind::gather || kind == Kind::scatter;
+bool has_root(NcclOperationKind kind) {
+  return kind == NcclOperationKind::broadcast || kind == NcclOperationKind::reduce ||
+         kind == NcclOperationKind::gather || kind == NcclOperationKind::scatter;
 }
 
 }  // namespace
 
-Descriptor Operation::descriptor() const {
+Descriptor NcclOperation::descriptor() const {
   Descriptor d;
   d.kind = static_cast<int32_t>(kind);
   d.type = type;
@@ -30,7 +34,7 @@ Descriptor Operation::descriptor() const {
 }
 
 std::string describe(const Descriptor& d) {
-  const Kind kind = static_cast<Kind>(d.kind);
+  const NcclOperationKind kind = static_cast<NcclOperationKind>(d.kind);
   std::string text = std::string(name_of(kind)) + "(count=" + std::to_string(d.count) +
                      ", type=" + name_of(static_cast<ncclDataType_t>(d.type));
   if (reduces(kind)) text += ", reduction=" + name_of(static_cast<ncclRedOp_t>(d.reduction));
@@ -40,44 +44,44 @@ std::string describe(const Descriptor& d) {
   return text;
 }
 
-std::vector<Access> accesses_of(const Operation& o, int rank, int ranks) {
+std::vector<CudaAccess> accesses_of(const NcclOperation& o, int rank, int ranks) {
   const size_t one = o.bytes();
   const size_t all = one * ranks;
   const bool root = o.root == rank;
   size_t reads = one;
   size_t writes = one;
   switch (o.kind) {
-    case Kind::all_reduce:
+    case NcclOperationKind::all_reduce:
       break;
-    case Kind::broadcast:
+    case NcclOperationKind::broadcast:
       reads = root ? one : 0;
       break;
-    case Kind::reduce:
+    case NcclOperationKind::reduce:
       writes = root ? one : 0;
       break;
-    case Kind::all_gather:
+    case NcclOperationKind::all_gather:
       writes = all;
       break;
-    case Kind::reduce_scatter:
+    case NcclOperationKind::reduce_scatter:
       reads = all;
       break;
-    case Kind::all_to_all:
+    case NcclOperationKind::all_to_all:
       reads = writes = all;
       break;
-    case Kind::gather:
+    case NcclOperationKind::gather:
       writes = root ? all : 0;
       break;
-    case Kind::scatter:
+    case NcclOperationKind::scatter:
       reads = root ? all : 0;
       break;
-    case Kind::send:
+    case NcclOperationKind::send:
       writes = 0;
       break;
-    case Kind::receive:
+    case NcclOperationKind::receive:
       reads = 0;
       break;
   }
-  std::vector<Access> accesses;
+  std::vector<CudaAccess> accesses;
   if (reads != 0) accesses.push_back({o.send, reads, false});
   if (writes != 0) accesses.push_back({o.receive, writes, true});
   if (o.reduction.on_device != nullptr) accesses.push_back({o.reduction.on_device, size_of(o.type), false});

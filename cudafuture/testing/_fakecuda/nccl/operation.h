@@ -12,9 +12,9 @@
 
 namespace fakenccl {
 
-using fakecuda::Access;
+using fakecuda::CudaAccess;
 
-enum class Kind : int32_t {
+enum class NcclOperationKind : int32_t {
   all_reduce,
   broadcast,
   reduce,
@@ -27,8 +27,8 @@ enum class Kind : int32_t {
   receive
 };
 
-struct Operation {
-  Kind kind = Kind::all_reduce;
+struct NcclOperation {
+  NcclOperationKind kind = NcclOperationKind::all_reduce;
   const void* send = nullptr;
   void* receive = nullptr;
   size_t count = 0;
@@ -39,7 +39,7 @@ struct Operation {
   uint64_t discarded = 0;
 
   size_t bytes() const { return count * size_of(type); }
-  bool point_to_point() const { return kind == Kind::send || kind == Kind::receive; }
+  bool point_to_point() const { return kind == NcclOperationKind::send || kind == NcclOperationKind::receive; }
   Descriptor descriptor() const;
 };
 
@@ -47,20 +47,20 @@ struct Operation {
 std::string describe(const Descriptor& descriptor);
 
 // Return the memory that an operation reads and writes on a rank.
-std::vector<Access> accesses_of(const Operation& operation, int rank, int ranks);
+std::vector<CudaAccess> accesses_of(const NcclOperation& operation, int rank, int ranks);
 
 // One operation while its kernel runs.
-class Task {
+class RunningOperation {
  public:
-  virtual ~Task() = default;
+  virtual ~RunningOperation() = default;
   // Do what can be done without waiting. Return whether anything was done; otherwise add the ranks that the task waits
   // for to `waits_for`.
   virtual bool advance(ncclComm& communicator, Segment& segment, std::vector<int>* waits_for) = 0;
   virtual bool done() const = 0;
 };
 
-std::unique_ptr<Task> make_collective(const Operation& operation);
-std::unique_ptr<Task> make_message(const Operation& operation);
+std::unique_ptr<RunningOperation> make_collective(const NcclOperation& operation);
+std::unique_ptr<RunningOperation> make_message(const NcclOperation& operation);
 
 // Make a difference between the descriptors of two ranks the communicator's error.
 void report_mismatch(ncclComm& communicator, int rank, const Descriptor& own, int peer, const Descriptor& theirs);

@@ -21,7 +21,7 @@ bool is_written(const c10::Argument& argument) {
 
 void remember_thread_state() { initial_state(); }
 
-Kernel::Kernel(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments) : op_(op) {
+OperatorKernel::OperatorKernel(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments) : op_(op) {
   const auto& formal = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     const c10::IValue& argument = arguments[i];
@@ -41,7 +41,7 @@ Kernel::Kernel(const c10::OperatorHandle& op, const std::vector<c10::IValue>& ar
 // No tensor of a kernel may belong to a Python object. The thread that destroys the kernel would need the GIL for it,
 // and the thread that holds the GIL may be waiting for the kernel. So placeholders are not made by an operator: some
 // operators on meta tensors are written in Python.
-at::Tensor Kernel::to_placeholder(const at::Tensor& tensor, bool writes) {
+at::Tensor OperatorKernel::to_placeholder(const at::Tensor& tensor, bool writes) {
   if (!tensor.is_cuda()) {
     at::Tensor copy = tensor.clone();
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -54,7 +54,7 @@ at::Tensor Kernel::to_placeholder(const at::Tensor& tensor, bool writes) {
   return placeholder;
 }
 
-void Kernel::add_results(size_t index, const std::vector<at::Tensor>& results) {
+void OperatorKernel::add_results(size_t index, const std::vector<at::Tensor>& results) {
   std::vector<Place> places;
   for (const at::Tensor& result : results) {
     places.emplace_back(result);
@@ -63,7 +63,7 @@ void Kernel::add_results(size_t index, const std::vector<at::Tensor>& results) {
   results_.emplace_back(index, std::move(places));
 }
 
-std::vector<c10::IValue> Kernel::run() const {
+std::vector<c10::IValue> OperatorKernel::run() const {
   const at::ThreadLocalStateGuard state(initial_state());
   // Nor do the modes of Python apply, such as torch's sanitizer, which TORCH_CUDA_SANITIZER enables before this library
   // is loaded: it has seen the operator, and is not made for several threads.

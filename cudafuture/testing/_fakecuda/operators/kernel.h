@@ -11,13 +11,13 @@
 
 namespace fakecuda {
 
-class Kernel {
+class OperatorKernel {
  public:
-  Kernel(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments);
+  OperatorKernel(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments);
 
   // The results at `index` that are new are written to these tensors.
   void add_results(size_t index, const std::vector<at::Tensor>& results);
-  std::vector<Access> accesses() const { return accesses_; }
+  std::vector<CudaAccess> accesses() const { return accesses_; }
   const char* name() const { return op_.schema().name().c_str(); }
 
   // Runs the kernel on the bytes of the device, and returns what it returns.
@@ -31,7 +31,7 @@ class Kernel {
   std::vector<Place> places_;
   std::map<const c10::TensorImpl*, size_t> index_of_;  // a placeholder's place
   std::vector<std::pair<size_t, std::vector<Place>>> results_;
-  std::vector<Access> accesses_;
+  std::vector<CudaAccess> accesses_;
 };
 
 // The state of a thread that has set nothing: kernels run on any thread, and without autograd.

@@ -17,7 +17,7 @@ class Place {
 
   // A tensor of the host at the same bytes. Call it where a kernel runs.
   at::Tensor view() const;
-  Access access(bool writes) const { return {data_, bytes(), writes}; }
+  CudaAccess access(bool writes) const { return {data_, bytes(), writes}; }
 
  private:
   size_t bytes() const;  // from the first to the last

@@ -58,7 +58,7 @@ class Inference {
   // Gives arguments that the operator has resized their new sizes.
   void resize_arguments() const;
   // Returns the results on the device: arguments where they are arguments, new tensors otherwise.
-  std::vector<IValue> allocate(c10::Device device, Kernel& kernel) const;
+  std::vector<IValue> allocate(c10::Device device, OperatorKernel& kernel) const;
 
  private:
   at::Tensor to_meta(const at::Tensor& tensor);
@@ -104,7 +104,7 @@ void Inference::resize_arguments() const {
   }
 }
 
-std::vector<IValue> Inference::allocate(c10::Device device, Kernel& kernel) const {
+std::vector<IValue> Inference::allocate(c10::Device device, OperatorKernel& kernel) const {
   std::vector<IValue> returns;
   for (size_t i = 0; i < results_.size(); ++i) {
     std::vector<at::Tensor> made;
@@ -120,7 +120,7 @@ std::vector<IValue> Inference::allocate(c10::Device device, Kernel& kernel) cons
 }
 
 // Runs the kernel and waits for it, since only its results say what they are.
-std::vector<IValue> run_and_wait(const Kernel& kernel, c10::Device device) {
+std::vector<IValue> run_and_wait(const OperatorKernel& kernel, c10::Device device) {
   std::vector<IValue> results;
   std::exception_ptr error;
   fakecuda_launch(current_stream(device), kernel.name(), kernel.accesses(), [&] {
@@ -180,11 +180,11 @@ void redirect(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
   std::vector<IValue> returns;
   if (inference.succeeded) {
     inference.resize_arguments();
-    auto kernel = std::make_shared<Kernel>(op, arguments);
+    auto kernel = std::make_shared<OperatorKernel>(op, arguments);
     returns = inference.allocate(device, *kernel);
     fakecuda_launch(current_stream(device), kernel->name(), kernel->accesses(), [kernel] { kernel->run(); });
   } else {
-    returns = to_device(op, arguments, run_and_wait(Kernel(op, arguments), device), device);
+    returns = to_device(op, arguments, run_and_wait(OperatorKernel(op, arguments), device), device);
   }
   stack->resize(first);
   for (IValue& value : returns) stack->push_back(std::move(value));

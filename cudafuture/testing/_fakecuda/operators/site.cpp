@@ -15,9 +15,9 @@ namespace fakecuda {
 namespace {
 
 // A call of the host with its stack of Python, which is turned into text only for a report.
-class Site : public sim::Site {
+class PythonSite : public sim::Site {
  public:
-  explicit Site(const char* operation)
+  explicit PythonSite(const char* operation)
       : operation_(operation), traceback_(torch::CapturedTraceback::gather(true, false, false)) {}
 
   std::string operation() const override { return operation_; }
@@ -38,7 +38,7 @@ class Site : public sim::Site {
   std::shared_ptr<torch::CapturedTraceback> traceback_;
 };
 
-sim::SitePtr make_site(const char* operation) { return std::make_shared<Site>(operation); }
+sim::SitePtr make_site(const char* operation) { return std::make_shared<PythonSite>(operation); }
 
 }  // namespace
 

@@ -55,16 +55,18 @@ void install() {
 
 void start(int devices, const std::string& schedule, std::uint64_t seed, bool detect, bool poison, std::size_t memory,
            bool strict_devices, const Speeds& speeds) {
-  Options options;
-  options.devices = devices;
-  options.schedule = schedule == "lazy" ? Schedule::lazy : schedule == "jitter" ? Schedule::jitter : Schedule::free;
-  options.seed = seed;
-  options.detect = detect;
-  options.poison = poison;
-  options.memory = memory;
-  options.speeds = speeds;
+  Settings settings;
+  settings.devices = devices;
+  settings.schedule = schedule == "lazy"     ? WorkSchedule::lazy
+                      : schedule == "jitter" ? WorkSchedule::jitter
+                                             : WorkSchedule::free;
+  settings.seed = seed;
+  settings.detect = detect;
+  settings.poison = poison;
+  settings.memory = memory;
+  settings.speeds = speeds;
   set_strict_devices(strict_devices);
-  Accelerator::get().start(options);
+  Accelerator::get().start(settings);
   set_current_device(0);
   for (int i = 0; i < devices; ++i) set_current_stream({i, 0});
   if (detect) {
@@ -78,7 +80,7 @@ void sleep(const NamedStream& stream, double seconds) {
   Work work;
   work.run = [] {};
   work.site = here("sleep");
-  work.cost = {Kind::delay, 0, seconds};
+  work.cost = {WorkKind::delay, 0, seconds};
   Accelerator::get().submit(named(stream), std::move(work));
 }
 

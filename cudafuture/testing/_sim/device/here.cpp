@@ -12,9 +12,9 @@ FormatHook format_stack = nullptr;
 bool (*may_call)() noexcept = nullptr;
 bool (*is_interrupt)(const std::exception& error) noexcept = nullptr;
 
-class Place final : public Site {
+class HostSite final : public Site {
  public:
-  Place(const char* operation, std::string owned, HostStack stack)
+  HostSite(const char* operation, std::string owned, HostStack stack)
       : literal_(operation), owned_(std::move(owned)), stack_(std::move(stack)) {}
 
   std::string operation() const override { return literal_ != nullptr ? literal_ : owned_; }
@@ -37,8 +37,8 @@ HostStack stack_now() { return take_stack == nullptr ? HostStack() : take_stack(
 
 }  // namespace
 
-SitePtr here(const char* operation) { return std::make_shared<Place>(operation, std::string(), stack_now()); }
-SitePtr here(std::string operation) { return std::make_shared<Place>(nullptr, std::move(operation), stack_now()); }
+SitePtr here(const char* operation) { return std::make_shared<HostSite>(operation, std::string(), stack_now()); }
+SitePtr here(std::string operation) { return std::make_shared<HostSite>(nullptr, std::move(operation), stack_now()); }
 
 void set_stack_hooks(StackHook take, FormatHook format) noexcept {
   take_stack = take;

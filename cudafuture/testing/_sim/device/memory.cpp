@@ -11,7 +11,7 @@ namespace {
 void release_device(void* pointer) { Accelerator::get().deallocate(pointer); }
 void release_pinned(void* pointer) { Accelerator::get().deallocate_pinned(pointer); }
 
-struct DeviceMemory final : c10::DeviceAllocator {
+struct SimDeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(std::size_t bytes) override {
     const int device = current_device();
     void* pointer = nullptr;
@@ -71,8 +71,8 @@ struct PinnedMemory final : at::HostAllocator {
   void reset_peak_stats() override {}
 };
 
-DeviceMemory& device_memory() {
-  static auto* memory = new DeviceMemory;
+SimDeviceAllocator& device_memory() {
+  static auto* memory = new SimDeviceAllocator;
   return *memory;
 }
 PinnedMemory& pinned_memory() {

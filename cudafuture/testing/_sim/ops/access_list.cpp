@@ -6,7 +6,7 @@ namespace sim {
 namespace {
 
 // From the first byte of any element to the last one: what lies between the elements of a strided view counts too.
-Access range_of(const at::Tensor& tensor, bool writes) {
+MemoryAccess range_of(const at::Tensor& tensor, bool writes) {
   std::int64_t last = 0;
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
@@ -17,7 +17,7 @@ Access range_of(const at::Tensor& tensor, bool writes) {
   return {begin, begin + (static_cast<std::size_t>(last) + 1) * item, writes};
 }
 
-bool holds(const Access& outer, const Access& inner) {
+bool holds(const MemoryAccess& outer, const MemoryAccess& inner) {
   return outer.begin <= inner.begin && inner.end <= outer.end && (outer.writes || !inner.writes);
 }
 
@@ -25,10 +25,10 @@ bool holds(const Access& outer, const Access& inner) {
 
 void AccessList::add(const at::Tensor& tensor, bool writes) {
   if (tensor.numel() == 0) return;
-  const Access access = range_of(tensor, writes);
+  const MemoryAccess access = range_of(tensor, writes);
   bytes_ += static_cast<double>(tensor.nbytes());
   // An in-place operation names its tensor twice; a race would show twice.
-  for (Access& known : accesses_) {
+  for (MemoryAccess& known : accesses_) {
     if (holds(known, access)) return;
     if (holds(access, known)) {
       known = access;

@@ -18,10 +18,10 @@ class AccessList {
 
   double bytes() const noexcept { return bytes_; }  // of all elements that are read or written
   bool empty() const noexcept { return accesses_.empty(); }
-  std::vector<Access> take() && { return std::move(accesses_); }
+  std::vector<MemoryAccess> take() && { return std::move(accesses_); }
 
  private:
-  std::vector<Access> accesses_;
+  std::vector<MemoryAccess> accesses_;
   double bytes_ = 0;
 };
 

@@ -61,7 +61,7 @@ void copy_between(const at::Tensor& target, const at::Tensor& source) {
   accelerator.wait(from, accelerator.record(to));
   Work work;
   work.run = copying(aliases.of(target), aliases.of(source));
-  work.cost = {Kind::copy_peer, static_cast<double>(target.nbytes()), 0};
+  work.cost = {WorkKind::copy_peer, static_cast<double>(target.nbytes()), 0};
   work.accesses = std::move(accesses).take();
   work.site = here("aten::copy_");
   accelerator.submit(from, std::move(work));
@@ -72,7 +72,7 @@ void finish(const at::Tensor& on_device, bool non_blocking) {
   if (!non_blocking) Accelerator::get().synchronize(current_stream(on_device.device().index()));
 }
 
-void enqueue_transfer(const at::Tensor& on_device, std::function<void()> run, AccessList&& accesses, Kind kind) {
+void enqueue_transfer(const at::Tensor& on_device, std::function<void()> run, AccessList&& accesses, WorkKind kind) {
   const int device = on_device.device().index();
   Work work;
   work.run = std::move(run);
@@ -90,10 +90,10 @@ void copy_in(const at::Tensor& target, const at::Tensor& source, bool non_blocki
     accesses.read(source);
     watch_host();
     // Pinned memory is not kept alive either: its allocator knows the streams that use it.
-    enqueue_transfer(target, copying(aliases.of(target), aliases.of(source)), std::move(accesses), Kind::copy_in);
+    enqueue_transfer(target, copying(aliases.of(target), aliases.of(source)), std::move(accesses), WorkKind::copy_in);
   } else {
     note_host_read(source, "aten::copy_");
-    enqueue_transfer(target, copying(aliases.of(target), host_copy(source)), std::move(accesses), Kind::copy_in);
+    enqueue_transfer(target, copying(aliases.of(target), host_copy(source)), std::move(accesses), WorkKind::copy_in);
   }
   finish(target, non_blocking);
 }
@@ -105,10 +105,10 @@ void copy_out(const at::Tensor& target, const at::Tensor& source, bool non_block
   if (is_pinned(target)) {
     accesses.write(target);
     watch_host();
-    enqueue_transfer(source, copying(aliases.of(target), aliases.of(source)), std::move(accesses), Kind::copy_out);
+    enqueue_transfer(source, copying(aliases.of(target), aliases.of(source)), std::move(accesses), WorkKind::copy_out);
     finish(source, non_blocking && written_in_stream(target, source));
   } else {
-    enqueue_transfer(source, copying(target, aliases.of(source)), std::move(accesses), Kind::copy_out);
+    enqueue_transfer(source, copying(target, aliases.of(source)), std::move(accesses), WorkKind::copy_out);
     finish(source, false);
   }
 }
@@ -153,7 +153,7 @@ void write_host_tensor(const at::Tensor& target, const at::Tensor& source) {
   Aliases aliases;
   AccessList accesses;
   accesses.write(target);
-  enqueue_transfer(target, copying(aliases.of(target), source), std::move(accesses), Kind::copy_in);
+  enqueue_transfer(target, copying(aliases.of(target), source), std::move(accesses), WorkKind::copy_in);
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

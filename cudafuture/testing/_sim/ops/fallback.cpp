@@ -11,7 +11,7 @@
 #include "device/here.h"
 #include "ops/immediate.h"
 #include "ops/inference.h"
-#include "ops/task.h"
+#include "ops/operator_task.h"
 #include "ops/tensors.h"
 #include "ops/values.h"
 
@@ -64,14 +64,14 @@ void resize_written(c10::ArrayRef<c10::IValue> arguments, const Results& results
   }
 }
 
-at::Tensor allocate(int device, const Layout& layout) {
+at::Tensor allocate(int device, const TensorLayout& layout) {
   return layout.defined ? new_tensor(device, layout.sizes, layout.strides, layout.dtype) : at::Tensor();
 }
 
 c10::IValue allocate(int device, const Results::New& made) {
   if (!made.is_list) return allocate(device, made.layouts.front());
   c10::List<at::Tensor> list;
-  for (const Layout& layout : made.layouts) list.push_back(allocate(device, layout));
+  for (const TensorLayout& layout : made.layouts) list.push_back(allocate(device, layout));
   return list;
 }
 
@@ -90,7 +90,7 @@ void put_returns(const Facts& facts, Values&& made, Values* stack) {
 
 }  // namespace
 
-void enqueue(int device, const char* name, std::function<void()> run, AccessList&& accesses, Kind kind) {
+void enqueue(int device, const char* name, std::function<void()> run, AccessList&& accesses, WorkKind kind) {
   Work work;
   work.run = std::move(run);
   work.cost = {kind, accesses.bytes(), 0};
@@ -109,7 +109,7 @@ void run_on_device(const Facts& facts, Values* stack) {
   if (results == nullptr) return put_returns(facts, run_now(facts, arguments, device), stack);
 
   resize_written(arguments, *results);
-  auto task = std::make_shared<Task>(facts, arguments, device);
+  auto task = std::make_shared<OperatorTask>(facts, arguments, device);
   Values made;
   made.reserve(results->made.size());
   for (const Results::New& result : results->made) {

@@ -1,6 +1,6 @@
 // Computation on a simulated device: the host's kernel for an operator becomes work in a stream.
 //
-//     called ─► one device? ─► what will it return? ─┬─► known: memory for it, Task ─► submit           returns at once
+//     called ─► one device? ─► what will it return? ─┬─► known: memory for it, OperatorTask ─► submit   returns at once
 //                                                    └─► only running tells: wait, run, copy to memory   the host waits
 #pragma once
 
@@ -23,6 +23,7 @@ void run_on_device(const Facts& op, Values* stack);
 void fall_back(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Values* stack);
 
 // Work in the current stream of the device.
-void enqueue(int device, const char* name, std::function<void()> run, AccessList&& accesses, Kind kind = Kind::compute);
+void enqueue(int device, const char* name, std::function<void()> run, AccessList&& accesses,
+             WorkKind kind = WorkKind::compute);
 
 }  // namespace sim

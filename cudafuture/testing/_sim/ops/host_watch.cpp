@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kIdleCalls = 64;  // operators without pinned memory in flight before we leave
 
-struct Watch {
+struct HostWatch {
   std::mutex mutex;  // guards what follows, and is taken under no other lock
   at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
   bool installed = false;
@@ -31,8 +31,8 @@ struct Watch {
   std::atomic<int> idle{0};
 };
 
-Watch& watch() {
-  static auto* one = new Watch;
+HostWatch& watch() {
+  static auto* one = new HostWatch;
   return *one;
 }
 
@@ -41,7 +41,7 @@ thread_local bool inside = false;  // an operator that is watched: the operators
 struct Inside final : at::ObserverContext {};
 
 void leave() {
-  Watch& w = watch();
+  HostWatch& w = watch();
   const std::lock_guard lock(w.mutex);
   if (w.active.exchange(false)) at::disableCallback(w.handle);
 }
@@ -117,7 +117,7 @@ void remove_host_watch() {
 }
 
 void watch_host() {
-  Watch& w = watch();
+  HostWatch& w = watch();
   w.idle.store(0, std::memory_order_relaxed);
   if (w.active.load(std::memory_order_relaxed) || !w.wanted.load(std::memory_order_relaxed)) return;
   const std::lock_guard lock(w.mutex);

@@ -9,7 +9,7 @@
 #include "ops/copy.h"
 #include "ops/fallback.h"
 #include "ops/layout.h"
-#include "ops/task.h"
+#include "ops/operator_task.h"
 #include "ops/tensors.h"
 #include "ops/values.h"
 
@@ -17,10 +17,10 @@ namespace sim {
 namespace {
 
 // A result of the kernel as a tensor of the device.
-at::Tensor to_device(const Facts& facts, Task& task, const at::Tensor& result, int device) {
+at::Tensor to_device(const Facts& facts, OperatorTask& task, const at::Tensor& result, int device) {
   TORCH_CHECK_NOT_IMPLEMENTED(result.layout() == c10::kStrided, facts.name, " makes a tensor of layout ",
                               result.layout(), ", which simulated devices do not have");
-  const Layout layout(result);
+  const TensorLayout layout(result);
   at::Tensor made = new_tensor(device, layout.sizes, layout.strides, layout.dtype);
   // Memory of the device that the kernel returned as it was may be freed before it is copied.
   write_host_tensor(made, task.aliases().share_storage_with(result) ? result.clone() : result);
@@ -28,13 +28,13 @@ at::Tensor to_device(const Facts& facts, Task& task, const at::Tensor& result, i
 }
 
 // Gives the tensors that the kernel resized their new sizes on the device too.
-void take_over_sizes(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, const Task& task) {
+void take_over_sizes(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, const OperatorTask& task) {
   std::size_t next = 0;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     if (!facts.arguments[i].written) continue;
     each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       if (!tensor.is_privateuseone()) return;
-      const Task::Written& written = task.written()[next++];
+      const OperatorTask::Written& written = task.written()[next++];
       const at::Tensor& now = written.alias;
       const bool resized = tensor.sizes() != now.sizes() || tensor.strides() != now.strides();
       if (resized) resize_tensor(tensor, now.sizes(), now.strides());
@@ -46,7 +46,7 @@ void take_over_sizes(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, c
 }  // namespace
 
 Values run_now(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, int device) {
-  Task task(facts, arguments, device);
+  OperatorTask task(facts, arguments, device);
   if (!task.accesses().empty()) {
     // The kernel runs between this work and whatever the stream gets next.
     enqueue(device, facts.name.c_str(), [] {}, std::move(task.accesses()));

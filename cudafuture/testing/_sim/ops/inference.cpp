@@ -53,7 +53,7 @@ void compare(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, const Val
     each_tensor(arguments[i], [&](const at::Tensor& tensor) { before.push_back(tensor); });
     each_tensor(metas[i], [&](const at::Tensor& tensor) { after.push_back(tensor); });
     for (std::size_t k = 0; k < before.size(); ++k) {
-      if (before[k].sizes() != after[k].sizes()) results.resized.push_back({i, k, Layout(after[k])});
+      if (before[k].sizes() != after[k].sizes()) results.resized.push_back({i, k, TensorLayout(after[k])});
     }
   }
 }
@@ -64,7 +64,7 @@ void correct(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, Results& 
   const auto training = facts.op.schema().argumentIndexWithName("training");
   if (!training.has_value() || arguments[static_cast<std::size_t>(*training)].toBool()) return;
   for (std::size_t i = 1; i < results.made.size(); ++i) {
-    Layout& statistics = results.made[i].layouts.front();
+    TensorLayout& statistics = results.made[i].layouts.front();
     statistics.sizes = {0};
     statistics.strides = {1};
   }

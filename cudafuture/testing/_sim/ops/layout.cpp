@@ -19,7 +19,7 @@ c10::SmallVector<std::int64_t, 5> dense_strides(const at::Tensor& tensor) {
 
 }  // namespace
 
-Layout::Layout(const at::Tensor& tensor) {
+TensorLayout::TensorLayout(const at::Tensor& tensor) {
   if (!tensor.defined()) return;
   defined = true;
   dtype = tensor.scalar_type();

@@ -10,9 +10,9 @@
 
 namespace sim {
 
-struct Layout {
-  Layout() = default;  // of no tensor
-  explicit Layout(const at::Tensor& tensor);
+struct TensorLayout {
+  TensorLayout() = default;  // of no tensor
+  explicit TensorLayout(const at::Tensor& tensor);
 
   bool defined = false;
   at::ScalarType dtype = at::ScalarType::Undefined;
@@ -23,12 +23,12 @@ struct Layout {
 struct Results {
   struct New {
     bool is_list = false;
-    std::vector<Layout> layouts;
+    std::vector<TensorLayout> layouts;
   };
   struct Resized {
     std::size_t argument = 0;
     std::size_t position = 0;  // among the tensors of the argument
-    Layout layout;
+    TensorLayout layout;
   };
 
   bool known = true;  // false: only running it will tell

@@ -23,19 +23,19 @@ Accelerator& Accelerator::get() noexcept {
 
 // ---- life
 
-void Accelerator::start(const Options& options) {
-  Entry entry(*state_);
-  state_->start(entry.lock, options);
+void Accelerator::start(const Settings& settings) {
+  MachineCall entry(*state_);
+  state_->start(entry.lock, settings);
 }
 
 void Accelerator::stop() {
-  Entry entry(*state_);
+  MachineCall entry(*state_);
   state_->stop(entry.lock);
 }
 
-Options Accelerator::options() const {
-  const Entry entry(*state_);
-  return state_->options;
+Settings Accelerator::settings() const {
+  const MachineCall entry(*state_);
+  return state_->settings;
 }
 
 int Accelerator::device_count() const noexcept { return state_->device_count.load(std::memory_order_relaxed); }
@@ -56,7 +56,7 @@ std::size_t level_of(int priority) {
 }  // namespace
 
 StreamName Accelerator::new_stream(int device, int priority) {
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   const std::size_t level = level_of(priority);
   int& next = state_->device(device).next[level];
   const int index = next;
@@ -66,7 +66,7 @@ StreamName Accelerator::new_stream(int device, int priority) {
 }
 
 StreamName Accelerator::own_stream(int device, int priority) {
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   const std::size_t level = level_of(priority);
   int& made = state_->device(device).own[level];
   if (made == kOwnStreamsPerPriority) {
@@ -90,24 +90,24 @@ int Accelerator::priority_of(StreamName stream) const noexcept {
 }
 
 void Accelerator::begin_capture(StreamName stream, CaptureMode mode) {
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   state_->begin_capture(state_->stream(stream), mode);
 }
 
 void Accelerator::end_capture(StreamName stream) {
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   state_->end_capture(state_->stream(stream));
 }
 
 std::uint64_t Accelerator::capture_of(StreamName stream) const {
   if (!state_->any_capture.load(std::memory_order_relaxed)) return 0;  // asked for each event that is recorded
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   const CapturePtr& capture = state_->stream(stream).capture;
   return capture == nullptr ? 0 : capture->number;
 }
 
 bool Accelerator::is_idle(StreamName stream) const {
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   return state_->stream(stream).is_idle();
 }
 
@@ -123,13 +123,13 @@ bool Accelerator::has_context(int device) const noexcept {
 
 void Accelerator::submit(StreamName stream, Work&& work) {
   make_context(stream.device);
-  Entry entry(*state_);
+  MachineCall entry(*state_);
   state_->submit(entry.lock, state_->stream(stream), std::move(work));
 }
 
 RecordingPtr Accelerator::record(StreamName stream) {
   make_context(stream.device);
-  Entry entry(*state_);
+  MachineCall entry(*state_);
   ++state_->counts.recorded;
   Stream& recorded = state_->stream(stream);
   recorded.time = std::max(recorded.time, HostClock::current().now());  // an event is enqueued, as work is
@@ -140,47 +140,47 @@ RecordingPtr Accelerator::record(StreamName stream) {
 
 void Accelerator::wait(StreamName stream, const RecordingPtr& recording) {
   make_context(stream.device);
-  Entry entry(*state_);
+  MachineCall entry(*state_);
   state_->wait(entry.lock, state_->stream(stream), recording);
 }
 
 // ---- the host waits
 
 bool Accelerator::query(const RecordingPtr& recording) {
-  Entry entry(*state_);
+  MachineCall entry(*state_);
   return state_->query(entry.lock, recording);
 }
 
 bool Accelerator::query(StreamName stream) {
-  Entry entry(*state_);
+  MachineCall entry(*state_);
   return state_->query(entry.lock, state_->stream(stream).record());
 }
 
 void Accelerator::synchronize(const RecordingPtr& recording) {
-  Entry entry(*state_);
+  MachineCall entry(*state_);
   state_->synchronize(entry.lock, recording);
 }
 
 void Accelerator::synchronize(StreamName stream) {
-  Entry entry(*state_);
+  MachineCall entry(*state_);
   state_->synchronize(entry.lock, state_->stream(stream).record());
 }
 
 void Accelerator::synchronize(int device) {
   make_context(device);
-  Entry entry(*state_);
+  MachineCall entry(*state_);
   state_->synchronize_device(entry.lock, device);
 }
 
 GatePtr Accelerator::hold(StreamName stream) {
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   auto gate = std::make_shared<Gate>();
   state_->runner.push(state_->stream(stream), GatePtr(gate));
   return gate;
 }
 
 void Accelerator::open(const GatePtr& gate) {
-  Entry entry(*state_);
+  MachineCall entry(*state_);
   if (gate == nullptr || std::exchange(gate->is_open, true)) return;
   state_->runner.wake();
   state_->runner.after_call(entry.lock);
@@ -201,13 +201,13 @@ void Accelerator::spend(double seconds) {
 }
 
 void Accelerator::set_speeds(std::optional<StreamName> stream, const Speeds& speeds) {
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   if (stream.has_value()) {
     state_->stream(*stream).speeds = speeds;
     return;
   }
-  state_->options.speeds = speeds;
-  for (Device& device : state_->devices) {
+  state_->settings.speeds = speeds;
+  for (SimDevice& device : state_->devices) {
     for (const auto& each : device.streams) {
       if (each != nullptr) each->speeds.reset();
     }
@@ -218,7 +218,7 @@ void Accelerator::set_speeds(std::optional<StreamName> stream, const Speeds& spe
 
 void* Accelerator::allocate(int device, std::size_t bytes, StreamName stream, SitePtr site) {
   make_context(device);
-  Entry entry(*state_);
+  MachineCall entry(*state_);
   if (stream.device != device) {
     throw std::invalid_argument("memory of " + name_of_device(device) + " cannot be allocated on " + name_of(stream));
   }
@@ -228,13 +228,13 @@ void* Accelerator::allocate(int device, std::size_t bytes, StreamName stream, Si
 
 void Accelerator::deallocate(void* pointer) noexcept {
   if (is_forked_child() || !address_space::is_shown(pointer)) return;
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   auto& memory = state_->devices[static_cast<std::size_t>(address_space::device_of(pointer))].memory;
   if (memory.has_value()) memory->give(pointer, state_->shadow);
 }
 
 void Accelerator::record_use(const void* pointer, StreamName stream) {
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   Stream& user = state_->stream(stream);
   if (!address_space::is_shown(pointer)) return;
   auto& memory = state_->devices[static_cast<std::size_t>(address_space::device_of(pointer))].memory;
@@ -249,7 +249,7 @@ std::optional<int> Accelerator::device_of(const void* pointer) const noexcept {
 void* Accelerator::alias(const void* pointer) noexcept { return address_space::alias(pointer); }
 
 void Accelerator::empty_cache() {
-  Entry entry(*state_);
+  MachineCall entry(*state_);
   state_->empty_cache(entry.lock);
 }
 
@@ -260,10 +260,10 @@ void* Accelerator::allocate_pinned(std::size_t bytes) {
   void* pointer = nullptr;
   bool poison = false;
   {
-    Entry entry(*state_);
+    MachineCall entry(*state_);
     state_->refuse_in_captures("an allocation of pinned memory", nullptr);
     pointer = state_->pinned.take(bytes, state_->shadow);
-    poison = state_->options.poison;
+    poison = state_->settings.poison;
     state_->runner.after_call(entry.lock);
   }
   if (poison) std::memset(pointer, kPoison, bytes);
@@ -272,7 +272,7 @@ void* Accelerator::allocate_pinned(std::size_t bytes) {
 
 void Accelerator::deallocate_pinned(void* pointer) noexcept {
   if (is_forked_child() || !address_space::is_pinned(pointer)) return;
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   state_->pinned.give(pointer);
 }
 
@@ -280,23 +280,23 @@ bool Accelerator::is_pinned(const void* pointer) const noexcept { return address
 
 bool Accelerator::any_pinned_in_flight() const noexcept { return state_->pinned.any_in_flight(); }
 
-void Accelerator::host_access(const std::vector<Access>& accesses, SitePtr site) {
+void Accelerator::host_access(const std::vector<MemoryAccess>& accesses, SitePtr site) {
   if (!any_pinned_in_flight()) return;
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   state_->host_access(accesses, site);
 }
 
 // ---- findings
 
 void Accelerator::report(Report&& report) {
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   state_->findings.add(std::move(report));
 }
 
 std::vector<Report> Accelerator::take_reports() {
   std::vector<Finding> found;
   {
-    const Entry entry(*state_);
+    const MachineCall entry(*state_);
     found = state_->findings.take();
   }
   std::vector<Report> reports;
@@ -308,17 +308,17 @@ std::vector<Report> Accelerator::take_reports() {
 std::size_t Accelerator::report_count() const noexcept { return state_->findings.count(); }
 
 std::exception_ptr Accelerator::error_of(int device) const {
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   return state_->device(device).error;
 }
 
 void Accelerator::clear_error(int device) {
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   state_->clear_error(device);
 }
 
 Statistics Accelerator::statistics() const {
-  const Entry entry(*state_);
+  const MachineCall entry(*state_);
   return state_->statistics();
 }
 

@@ -44,11 +44,11 @@ constexpr int kOwnStreamsPerPriority = 64;  // outside of the pool
 constexpr int kHighestPriority = -3;        // lower is more urgent; a more urgent priority is clamped to this
 constexpr int kLowestPriority = 0;          // a less urgent priority is refused, as by CUDA's pool
 
-enum class Schedule : std::uint8_t { free, jitter, lazy };
+enum class WorkSchedule : std::uint8_t { free, jitter, lazy };
 
-struct Options {
+struct Settings {
   int devices = 1;
-  Schedule schedule = Schedule::free;
+  WorkSchedule schedule = WorkSchedule::free;
   std::uint64_t seed = 0;
   bool poison = true;  // fresh device and pinned memory holds 0xFF bytes: NaN in every float type
   bool detect = true;  // look for races
@@ -66,7 +66,7 @@ struct StreamName {
 // A piece of work. It owns no device memory: the memory that it touches may be freed before it runs, as on a device.
 struct Work {
   std::function<void()> run;
-  std::vector<Access> accesses;  // device memory and pinned host memory, at the addresses that tensors show
+  std::vector<MemoryAccess> accesses;  // device memory and pinned host memory, at the addresses that tensors show
   SitePtr site;
   Cost cost;
 };
@@ -120,9 +120,9 @@ class Accelerator {
 
   // Starts afresh: queued work is dropped, clocks return to zero, reports and errors are forgotten. Memory that is in
   // use stays valid, and streams keep their names.
-  void start(const Options& options);
+  void start(const Settings& settings);
   void stop();  // no devices any more; memory in use stays valid
-  Options options() const;
+  Settings settings() const;
   int device_count() const noexcept;
 
   // ---- streams
@@ -182,8 +182,8 @@ class Accelerator {
   void* allocate_pinned(std::size_t bytes);
   void deallocate_pinned(void* pointer) noexcept;
   bool is_pinned(const void* pointer) const noexcept;
-  bool any_pinned_in_flight() const noexcept;                           // cheap: can host_access() find anything?
-  void host_access(const std::vector<Access>& accesses, SitePtr site);  // a CPU operation touches this memory
+  bool any_pinned_in_flight() const noexcept;                                 // cheap: can host_access() find anything?
+  void host_access(const std::vector<MemoryAccess>& accesses, SitePtr site);  // a CPU operation touches this memory
 
   // ---- findings: one for each pair of places; at most 1000 are kept until they are taken
   void report(Report&& report);

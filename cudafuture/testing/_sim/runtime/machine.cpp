@@ -26,33 +26,33 @@ Machine::Machine()
         broke(stream, std::move(error), std::move(report));
       }) {}
 
-void Machine::start(Lock& lock, const Options& new_options) {
-  if (new_options.devices < 0 || new_options.devices > kMaxDevices) {
+void Machine::start(Lock& lock, const Settings& new_settings) {
+  if (new_settings.devices < 0 || new_settings.devices > kMaxDevices) {
     throw std::invalid_argument("the simulated accelerator has 0 to " + std::to_string(kMaxDevices) + " devices, not " +
-                                std::to_string(new_options.devices));
+                                std::to_string(new_settings.devices));
   }
-  if (new_options.memory > kDeviceBytes) {
+  if (new_settings.memory > kDeviceBytes) {
     throw std::invalid_argument("a simulated device has at most " + mebibytes(kDeviceBytes) + " of memory, not " +
-                                mebibytes(new_options.memory));
+                                mebibytes(new_settings.memory));
   }
   runner.settle(lock);
   watch_forks();
   device_count.store(0);
   runner.dropped_tasks = 0;
   drop_everything();
-  options = new_options;
-  runner.start(options.schedule, options.seed);
+  settings = new_settings;
+  runner.start(settings.schedule, settings.seed);
   counts = {};
   HostClock::restart();
   trash.findings = findings.take();
-  device_count.store(options.devices);
+  device_count.store(settings.devices);
 }
 
 void Machine::stop(Lock& lock) {
   runner.settle(lock);
   device_count.store(0);
   drop_everything();
-  runner.start(options.schedule, options.seed);
+  runner.start(settings.schedule, settings.seed);
 }
 
 void Machine::drop_everything() {
@@ -62,7 +62,7 @@ void Machine::drop_everything() {
   agents_.resize(1);
   host_ = {};
   host_version_ = 0;
-  for (Device& device : devices) {
+  for (SimDevice& device : devices) {
     for (const auto& stream : device.streams) {
       if (stream == nullptr) continue;
       runner.drop_queue(*stream);
@@ -73,14 +73,14 @@ void Machine::drop_everything() {
     device.has_context = false;
     trash.errors.push_back(std::exchange(device.error, nullptr));
   }
-  for (Device& device : devices) {
+  for (SimDevice& device : devices) {
     if (device.memory.has_value()) device.memory->release(shadow);
   }
   pinned.start(shadow);
   shadow.forget(0, UINTPTR_MAX);
 }
 
-Device& Machine::device(int index) {
+SimDevice& Machine::device(int index) {
   if (index >= 0 && index < device_count.load(std::memory_order_relaxed)) {
     return devices[static_cast<std::size_t>(index)];
   }
@@ -89,7 +89,7 @@ Device& Machine::device(int index) {
 }
 
 Stream& Machine::stream(StreamName name) {
-  Device& owner = device(name.device);
+  SimDevice& owner = device(name.device);
   if (name.id < 0 || name.id >= kStreamsPerDevice) throw std::invalid_argument("there is no " + name_of(name));
   auto& stream = owner.streams[static_cast<std::size_t>(name.id)];
   if (stream == nullptr) {
@@ -103,29 +103,29 @@ Stream& Machine::stream(StreamName name) {
   return *stream;
 }
 
-Memory& Machine::memory(int index) {
-  Device& owner = device(index);
+AcceleratorMemory& Machine::memory(int index) {
+  SimDevice& owner = device(index);
   if (!owner.memory.has_value()) owner.memory.emplace(index);
   return *owner.memory;
 }
 
 void Machine::submit(Lock& lock, Stream& stream, Work&& work) {
-  Device& device = device_of(stream);
+  SimDevice& device = device_of(stream);
   if (stream.capture != nullptr) return;  // a node of a graph that is not launched
   ++counts.submitted;
   if (device.error != nullptr) {  // `work` is left to the caller, who destroys it without the lock
     ++runner.dropped_tasks;
     return;
   }
-  const Epoch epoch = stream.tick(host_, host_version_);
-  if (options.detect) {
+  const ClockEpoch epoch = stream.tick(host_, host_version_);
+  if (settings.detect) {
     const Touch mine{epoch, false, work.site};
-    for (const Access& access : work.accesses) touch(access, stream.clock(), mine);
+    for (const MemoryAccess& access : work.accesses) touch(access, stream.clock(), mine);
   }
   const double ready = std::max(stream.time, HostClock::current().now());
-  stream.time = device.engines.finish(work.cost, stream.speeds.value_or(options.speeds), ready);
-  runner.push(stream, Task{std::move(work.run), std::move(work.site)});
-  for (const Access& access : work.accesses) pinned.note(access, stream, epoch);
+  stream.time = device.engines.finish(work.cost, stream.speeds.value_or(settings.speeds), ready);
+  runner.push(stream, StreamTask{std::move(work.run), std::move(work.site)});
+  for (const MemoryAccess& access : work.accesses) pinned.note(access, stream, epoch);
   runner.after_call(lock);
 }
 
@@ -189,7 +189,7 @@ void Machine::end_capture(Stream& stream) {
   capture->has_ended = true;
   std::erase(captures_, capture);
   any_capture = !captures_.empty();
-  for (Device& device : devices) {
+  for (SimDevice& device : devices) {
     for (const auto& each : device.streams) {
       if (each != nullptr && each->capture == capture) each->capture.reset();
     }
@@ -246,24 +246,24 @@ void Machine::clear_error(int index) {
 }
 
 void* Machine::allocate(Lock& lock, int index, std::size_t bytes, Stream& stream, const SitePtr& site) {
-  Memory& from = memory(index);
+  AcceleratorMemory& from = memory(index);
   from.free_deferred(shadow, runner.changes());
-  void* pointer = from.take(bytes, stream, options.memory);
+  void* pointer = from.take(bytes, stream, settings.memory);
   if (pointer == nullptr && !Runner::inside_work()) {
     reclaim(lock, index);
-    pointer = from.take(bytes, stream, options.memory);
+    pointer = from.take(bytes, stream, settings.memory);
   }
   if (pointer == nullptr) {
     throw OutOfMemory(name_of_device(index) + " has no room for " + std::to_string(bytes) + " bytes: of " +
-                      mebibytes(options.memory) + " that it has, " + mebibytes(from.in_use()) +
+                      mebibytes(settings.memory) + " that it has, " + mebibytes(from.in_use()) +
                       " are in use. Free tensors, or start the simulated accelerator with more memory");
   }
-  if (options.detect) {
+  if (settings.detect) {
     const auto begin = reinterpret_cast<std::uintptr_t>(pointer);
-    const Epoch epoch = stream.tick(host_, host_version_);
+    const ClockEpoch epoch = stream.tick(host_, host_version_);
     touch({begin, begin + bytes, true}, stream.clock(), {epoch, true, site, true});
   }
-  if (options.poison && device_of(stream).error == nullptr) poison(lock, stream, address_space::alias(pointer), bytes);
+  if (settings.poison && device_of(stream).error == nullptr) poison(lock, stream, address_space::alias(pointer), bytes);
   runner.after_call(lock);
   return pointer;
 }
@@ -282,7 +282,7 @@ void Machine::poison(Lock& lock, Stream& stream, void* begin, std::size_t bytes)
 
 // As a device does that gives memory back: waits until it has done everything.
 void Machine::reclaim(Lock& lock, int index) {
-  Memory& from = memory(index);
+  AcceleratorMemory& from = memory(index);
   std::vector<RecordingPtr> wanted = record_all(device(index));
   for (RecordingPtr& recording : from.deferred_for()) wanted.push_back(std::move(recording));
   runner.run_until(lock, wanted);
@@ -298,10 +298,10 @@ void Machine::empty_cache(Lock& lock) {
   pinned.release(shadow);
 }
 
-void Machine::host_access(const std::vector<Access>& accesses, const SitePtr& site) {
-  if (!options.detect) return;
+void Machine::host_access(const std::vector<MemoryAccess>& accesses, const SitePtr& site) {
+  if (!settings.detect) return;
   Touch mine{{}, false, site};
-  for (const Access& access : accesses) {
+  for (const MemoryAccess& access : accesses) {
     if (!pinned.in_flight(access)) continue;
     if (mine.epoch.time == 0) {
       mine.epoch = host_.tick(kHost);
@@ -315,7 +315,7 @@ Statistics Machine::statistics() const {
   Statistics all = counts;
   all.executed = runner.executed;
   all.dropped = runner.dropped_tasks;
-  for (const Device& device : devices) {
+  for (const SimDevice& device : devices) {
     if (!device.memory.has_value()) continue;
     all.allocated_bytes += device.memory->in_use();
     all.reserved_bytes += device.memory->reserved();
@@ -325,7 +325,7 @@ Statistics Machine::statistics() const {
 }
 
 void Machine::broke(Stream& stream, std::exception_ptr error, Report&& report) {
-  Device& device = device_of(stream);
+  SimDevice& device = device_of(stream);
   (device.error == nullptr ? device.error : trash.errors.emplace_back()) = std::move(error);
   trash.sites.push_back(report.later);
   findings.add(std::move(report), stream.name.device);
@@ -336,7 +336,7 @@ void Machine::broke(Stream& stream, std::exception_ptr error, Report&& report) {
 
 std::string Machine::name_of_agent(Agent agent) const { return agent == kHost ? "the host" : name_of(agents_[agent]); }
 
-void Machine::touch(const Access& access, const VectorClock& clock, const Touch& touch) {
+void Machine::touch(const MemoryAccess& access, const VectorClock& clock, const Touch& touch) {
   for (Conflict& conflict : shadow.touch(access, clock, touch)) {
     if (findings.is_known(conflict)) continue;
     std::string earlier = name_of_agent(conflict.earlier.epoch.agent);
@@ -354,7 +354,7 @@ void Machine::host_saw(const Recording& recording) {
   pinned.host_saw(host_);
 }
 
-std::vector<RecordingPtr> Machine::record_all(const Device& device) const {
+std::vector<RecordingPtr> Machine::record_all(const SimDevice& device) const {
   std::vector<RecordingPtr> all;
   for (const auto& stream : device.streams) {
     if (stream != nullptr && stream->agent != kHost) all.push_back(stream->record());
@@ -362,12 +362,12 @@ std::vector<RecordingPtr> Machine::record_all(const Device& device) const {
   return all;
 }
 
-Entry::Entry(Machine& machine) : machine_(machine) {
+MachineCall::MachineCall(Machine& machine) : machine_(machine) {
   refuse_after_fork();
   lock = Lock(machine.mutex);
 }
 
-Entry::~Entry() {
+MachineCall::~MachineCall() {
   Trash trash = std::exchange(machine_.trash, {});
   const std::vector<SitePtr> sites = machine_.shadow.take_dropped();
   const std::vector<Item> items = std::exchange(machine_.runner.dropped(), {});

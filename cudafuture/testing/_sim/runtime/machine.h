@@ -32,12 +32,12 @@ struct Trash {
   std::vector<std::exception_ptr> errors;
 };
 
-struct Device {
+struct SimDevice {
   std::array<std::unique_ptr<Stream>, kStreamsPerDevice> streams;  // by id; made when first used
   std::array<int, kPriorities> next{};                             // of the pool, by priority
   std::array<int, kPriorities> own{};                              // streams outside of it, by priority
   CopyEngines engines;
-  std::optional<Memory> memory;
+  std::optional<AcceleratorMemory> memory;
   std::exception_ptr error;
   std::atomic<bool> has_context{false};
 };
@@ -46,13 +46,13 @@ class Machine {
  public:
   Machine();
 
-  void start(Lock& lock, const Options& options);
+  void start(Lock& lock, const Settings& settings);
   void stop(Lock& lock);
 
-  Device& device(int index);  // throws std::invalid_argument for one that is not there, as does the next
+  SimDevice& device(int index);  // throws std::invalid_argument for one that is not there, as does the next
   Stream& stream(StreamName name);
-  Device& device_of(const Stream& stream) { return devices[static_cast<std::size_t>(stream.name.device)]; }
-  Memory& memory(int index);
+  SimDevice& device_of(const Stream& stream) { return devices[static_cast<std::size_t>(stream.name.device)]; }
+  AcceleratorMemory& memory(int index);
 
   void submit(Lock& lock, Stream& stream, Work&& work);
   void wait(Lock& lock, Stream& stream, const RecordingPtr& recording);
@@ -68,14 +68,14 @@ class Machine {
 
   void* allocate(Lock& lock, int index, std::size_t bytes, Stream& stream, const SitePtr& site);
   void empty_cache(Lock& lock);
-  void host_access(const std::vector<Access>& accesses, const SitePtr& site);
+  void host_access(const std::vector<MemoryAccess>& accesses, const SitePtr& site);
   Statistics statistics() const;
 
   std::mutex mutex;
   std::atomic<int> device_count{0};
   std::atomic<bool> any_capture{false};  // in progress
-  Options options;
-  std::array<Device, kMaxDevices> devices;
+  Settings settings;
+  std::array<SimDevice, kMaxDevices> devices;
   Shadow shadow;
   Pinned pinned;
   Findings findings;
@@ -88,9 +88,9 @@ class Machine {
   void refuse_with_captures_of(int index);  // of a call that waits for all streams of a device
   void broke(Stream& stream, std::exception_ptr error, Report&& report);
   std::string name_of_agent(Agent agent) const;
-  void touch(const Access& access, const VectorClock& clock, const Touch& touch);
+  void touch(const MemoryAccess& access, const VectorClock& clock, const Touch& touch);
   void host_saw(const Recording& recording);
-  std::vector<RecordingPtr> record_all(const Device& device) const;
+  std::vector<RecordingPtr> record_all(const SimDevice& device) const;
   void reclaim(Lock& lock, int index);
   void poison(Lock& lock, Stream& stream, void* begin, std::size_t bytes);
 
@@ -103,12 +103,12 @@ class Machine {
 };
 
 // A call of the accelerator: refused after a fork. It holds the lock; objects dropped under it are destroyed outside.
-class Entry {
+class MachineCall {
  public:
-  explicit Entry(Machine& machine);
-  ~Entry();
-  Entry(const Entry&) = delete;
-  Entry& operator=(const Entry&) = delete;
+  explicit MachineCall(Machine& machine);
+  ~MachineCall();
+  MachineCall(const MachineCall&) = delete;
+  MachineCall& operator=(const MachineCall&) = delete;
 
   Lock lock;
 

@@ -6,7 +6,7 @@
 
 namespace sim::runtime {
 
-void* Memory::take(std::size_t bytes, Stream& owner, std::size_t limit) {
+void* AcceleratorMemory::take(std::size_t bytes, Stream& owner, std::size_t limit) {
   const std::size_t size = rounded(bytes);
   std::size_t found = size;
   std::uintptr_t begin = take_free(owner, size, found);
@@ -22,7 +22,7 @@ void* Memory::take(std::size_t bytes, Stream& owner, std::size_t limit) {
 }
 
 // A block is not split: the smallest that fits, if that wastes less than half of it.
-std::uintptr_t Memory::take_free(Stream& owner, std::size_t size, std::size_t& found) {
+std::uintptr_t AcceleratorMemory::take_free(Stream& owner, std::size_t size, std::size_t& found) {
   const auto list = free_.find(&owner);
   if (list == free_.end()) return 0;
   const auto fit = list->second.lower_bound(size);
@@ -34,7 +34,7 @@ std::uintptr_t Memory::take_free(Stream& owner, std::size_t size, std::size_t& f
   return begin;
 }
 
-void Memory::give(const void* pointer, Shadow& shadow) {
+void AcceleratorMemory::give(const void* pointer, Shadow& shadow) {
   const auto at = blocks_.find(reinterpret_cast<std::uintptr_t>(pointer));
   if (at == blocks_.end()) return;
   const Block& block = at->second;
@@ -45,7 +45,7 @@ void Memory::give(const void* pointer, Shadow& shadow) {
   if (!free_if_reached(freed, shadow)) deferred_.push_back(std::move(freed));
 }
 
-void Memory::use(const void* pointer, Stream& stream) {
+void AcceleratorMemory::use(const void* pointer, Stream& stream) {
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
   auto at = blocks_.upper_bound(address);
   if (at == blocks_.begin()) return;
@@ -54,13 +54,13 @@ void Memory::use(const void* pointer, Stream& stream) {
   if (std::find(block.users.begin(), block.users.end(), &stream) == block.users.end()) block.users.push_back(&stream);
 }
 
-void Memory::free_deferred(Shadow& shadow, std::uint64_t changes) {
+void AcceleratorMemory::free_deferred(Shadow& shadow, std::uint64_t changes) {
   if (std::exchange(looked_at_, changes) == changes) return;
   std::erase_if(deferred_, [&](const Deferred& block) { return free_if_reached(block, shadow); });
 }
 
 // The allocator learns that the streams got there; the host, and other streams, do not.
-bool Memory::free_if_reached(const Deferred& block, Shadow& shadow) {
+bool AcceleratorMemory::free_if_reached(const Deferred& block, Shadow& shadow) {
   const auto reached = [](const RecordingPtr& r) { return r->reached(); };
   if (!std::all_of(block.until.begin(), block.until.end(), reached)) return false;
   for (const RecordingPtr& r : block.until) {
@@ -70,13 +70,13 @@ bool Memory::free_if_reached(const Deferred& block, Shadow& shadow) {
   return true;
 }
 
-std::vector<RecordingPtr> Memory::deferred_for() const {
+std::vector<RecordingPtr> AcceleratorMemory::deferred_for() const {
   std::vector<RecordingPtr> all;
   for (const Deferred& block : deferred_) all.insert(all.end(), block.until.begin(), block.until.end());
   return all;
 }
 
-void Memory::release(Shadow& shadow) {
+void AcceleratorMemory::release(Shadow& shadow) {
   std::erase_if(deferred_, [&](const Deferred& block) { return free_if_reached(block, shadow); });
   for (const auto& [owner, list] : free_) {
     for (const auto& [size, begins] : list) {

@@ -16,9 +16,9 @@
 
 namespace sim::runtime {
 
-class Memory {
+class AcceleratorMemory {
  public:
-  explicit Memory(int device) : arena_(Arena::of_device(device)) {}
+  explicit AcceleratorMemory(int device) : arena_(Arena::of_device(device)) {}
 
   void* take(std::size_t bytes, Stream& owner, std::size_t limit);  // null: no room
   void give(const void* pointer, Shadow& shadow);                   // unknown pointers are ignored

@@ -56,7 +56,7 @@ void Pinned::release(Shadow& shadow) {
   arena_->give_pages_back();
 }
 
-void Pinned::note(const Access& access, const Stream& stream, Epoch epoch) {
+void Pinned::note(const MemoryAccess& access, const Stream& stream, ClockEpoch epoch) {
   if (!address_space::is_pinned(reinterpret_cast<const void*>(access.begin))) return;
   for (auto at = first_in(access); at != blocks_.end() && at->first < access.end; ++at) {
     Block& block = blocks_.find(at->first)->second;
@@ -79,14 +79,14 @@ void Pinned::host_saw(const VectorClock& host) {
   }
 }
 
-bool Pinned::in_flight(const Access& access) const {
+bool Pinned::in_flight(const MemoryAccess& access) const {
   for (auto at = first_in(access); at != blocks_.end() && at->first < access.end; ++at) {
     if (!at->second.uses.empty()) return true;
   }
   return false;
 }
 
-Pinned::Blocks::const_iterator Pinned::first_in(const Access& access) const {
+Pinned::Blocks::const_iterator Pinned::first_in(const MemoryAccess& access) const {
   auto at = blocks_.upper_bound(access.begin);
   if (at != blocks_.begin() && std::prev(at)->first + std::prev(at)->second.size > access.begin) --at;
   return at;

@@ -25,9 +25,9 @@ class Pinned {
   void release(Shadow& shadow);
 
   // Work that was just enqueued, and is this epoch of its stream, touches `access`.
-  void note(const Access& access, const Stream& stream, Epoch epoch);
+  void note(const MemoryAccess& access, const Stream& stream, ClockEpoch epoch);
   void host_saw(const VectorClock& host);
-  bool in_flight(const Access& access) const;
+  bool in_flight(const MemoryAccess& access) const;
   bool any_in_flight() const noexcept { return in_flight_.load(std::memory_order_relaxed) != 0; }
 
  private:
@@ -35,7 +35,7 @@ class Pinned {
   struct Use {
     const Stream* stream;
     std::uint64_t position;  // reached when the stream has done so many items
-    Epoch epoch;
+    ClockEpoch epoch;
   };
   struct Block {
     std::size_t size;
@@ -44,7 +44,7 @@ class Pinned {
   };
   using Blocks = std::map<std::uintptr_t, Block>;
 
-  Blocks::const_iterator first_in(const Access& access) const;
+  Blocks::const_iterator first_in(const MemoryAccess& access) const;
   void free_reached();
   void drop_uses(Block& block);
 

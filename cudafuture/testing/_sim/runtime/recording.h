@@ -39,7 +39,7 @@ class Recording {
   runtime::Stream* stream = nullptr;
   std::uint64_t generation = 0;              // counts calls of start()
   std::uint64_t position = 0;                // how many items were enqueued before
-  Epoch epoch;                               // of the stream; a clock that has seen it has seen all of `clock`
+  ClockEpoch epoch;                          // of the stream; a clock that has seen it has seen all of `clock`
   std::shared_ptr<const VectorClock> clock;  // null while the stream has done nothing
   double time = 0;
   runtime::CapturePtr capture;  // of an event that was recorded inside one

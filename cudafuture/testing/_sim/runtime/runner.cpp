@@ -39,7 +39,7 @@ void Runner::settle(Lock& lock) {
   while (running_ > 0) sleep(lock, next_check);
 }
 
-void Runner::start(Schedule schedule, std::uint64_t seed) {
+void Runner::start(WorkSchedule schedule, std::uint64_t seed) {
   for (Stream* stream : listed_) stream->listed = false;
   listed_.clear();
   policy_.start(schedule, seed);
@@ -57,24 +57,24 @@ void Runner::push(Stream& stream, Item&& item) {
 void Runner::drop_queue(Stream& stream) {
   const std::size_t before = dropped_.size();
   stream.drop_queue(dropped_);
-  dropped_tasks +=
-      static_cast<std::uint64_t>(std::count_if(dropped_.begin() + static_cast<std::ptrdiff_t>(before), dropped_.end(),
-                                               [](const Item& item) { return std::holds_alternative<Task>(item); }));
+  dropped_tasks += static_cast<std::uint64_t>(
+      std::count_if(dropped_.begin() + static_cast<std::ptrdiff_t>(before), dropped_.end(),
+                    [](const Item& item) { return std::holds_alternative<StreamTask>(item); }));
   if (stream.is_idle()) unlist(stream);
 }
 
 void Runner::after_call(Lock& lock) {
   if (in_work || listed_.empty()) return;
   switch (policy_.schedule()) {
-    case Schedule::free:
+    case WorkSchedule::free:
       while (step_any(lock)) {
       }
       break;
-    case Schedule::jitter:
+    case WorkSchedule::jitter:
       for (int i = policy_.steps(); i > 0 && step_any(lock); --i) {
       }
       break;
-    case Schedule::lazy:
+    case WorkSchedule::lazy:
       break;
   }
 }
@@ -83,12 +83,12 @@ void Runner::after_query(Lock& lock, const std::vector<RecordingPtr>& asked) {
   if (in_work || listed_.empty()) return;
   const Needs needs = closure(asked);
   switch (policy_.schedule()) {
-    case Schedule::free:
+    case WorkSchedule::free:
       break;
-    case Schedule::jitter:
+    case WorkSchedule::jitter:
       step_towards(lock, needs);
       break;
-    case Schedule::lazy:
+    case WorkSchedule::lazy:
       while (step_towards(lock, needs)) {
       }
       break;
@@ -107,7 +107,7 @@ void Runner::run_until(Lock& lock, const std::vector<RecordingPtr>& wanted) {
   while (!all_reached()) {
     if (!step_towards(lock, needs)) sleep(lock, next_check);
   }
-  if (policy_.schedule() == Schedule::free) after_call(lock);  // what others enqueued behind a stream that was busy
+  if (policy_.schedule() == WorkSchedule::free) after_call(lock);  // what others enqueued behind a stream that was busy
 }
 
 void Runner::wake() noexcept {
@@ -158,7 +158,7 @@ bool Runner::step_towards(Lock& lock, const Needs& needs) {
 }
 
 bool Runner::step_any(Lock& lock) {
-  if (policy_.schedule() == Schedule::free) {
+  if (policy_.schedule() == WorkSchedule::free) {
     const auto first = std::find_if(listed_.begin(), listed_.end(), [](Stream* s) { return s->can_step(); });
     if (first == listed_.end()) return false;
     step(lock, **first);
@@ -173,7 +173,7 @@ bool Runner::step_any(Lock& lock) {
 
 void Runner::step(Lock& lock, Stream& stream) {
   Item item = stream.take();
-  const bool runs = std::holds_alternative<Task>(item) || std::holds_alternative<Fill>(item);
+  const bool runs = std::holds_alternative<StreamTask>(item) || std::holds_alternative<Fill>(item);
   if (runs) run(lock, stream, item);
   stream.finish();
   if (stream.is_idle()) unlist(stream);
@@ -181,7 +181,7 @@ void Runner::step(Lock& lock, Stream& stream) {
 }
 
 void Runner::run(Lock& lock, Stream& stream, Item& item) {
-  if (std::holds_alternative<Task>(item)) ++executed;
+  if (std::holds_alternative<StreamTask>(item)) ++executed;
   ++running_;
   lock.unlock();
   Failure failure;
@@ -200,7 +200,7 @@ Runner::Failure Runner::perform(const Stream& stream, const Item& item) const no
     std::memset(fill->begin, kPoison, fill->bytes);
     return {};
   }
-  const Task& task = std::get<Task>(item);
+  const StreamTask& task = std::get<StreamTask>(item);
   try {
     if (auto* const hook = run_hook_.load(); hook != nullptr) {
       hook(task.run);

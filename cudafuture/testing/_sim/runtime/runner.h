@@ -33,7 +33,7 @@ class Runner {
 
   // Waits for work that runs in other threads, before start() changes anything.
   void settle(Lock& lock);
-  void start(Schedule schedule, std::uint64_t seed);
+  void start(WorkSchedule schedule, std::uint64_t seed);
 
   void push(Stream& stream, Item&& item);
   void drop_queue(Stream& stream);

@@ -7,7 +7,7 @@ constexpr int kMostSteps = 3;
 
 }  // namespace
 
-void Policy::start(Schedule schedule, std::uint64_t seed) noexcept {
+void Policy::start(WorkSchedule schedule, std::uint64_t seed) noexcept {
   schedule_ = schedule;
   state_ = seed;
 }
@@ -15,7 +15,7 @@ void Policy::start(Schedule schedule, std::uint64_t seed) noexcept {
 int Policy::steps() noexcept { return static_cast<int>(random() % (kMostSteps + 1)); }
 
 std::size_t Policy::choose(std::size_t count) noexcept {
-  return schedule_ == Schedule::free || count < 2 ? 0 : static_cast<std::size_t>(random() % count);
+  return schedule_ == WorkSchedule::free || count < 2 ? 0 : static_cast<std::size_t>(random() % count);
 }
 
 // SplitMix64: the same everywhere, and good from the first number on whatever the seed.

@@ -10,8 +10,8 @@ namespace sim::runtime {
 
 class Policy {
  public:
-  void start(Schedule schedule, std::uint64_t seed) noexcept;
-  Schedule schedule() const noexcept { return schedule_; }
+  void start(WorkSchedule schedule, std::uint64_t seed) noexcept;
+  WorkSchedule schedule() const noexcept { return schedule_; }
 
   int steps() noexcept;                            // that a call makes beyond its own needs, under jitter
   std::size_t choose(std::size_t count) noexcept;  // which of so many comes next; the first is the oldest
@@ -19,7 +19,7 @@ class Policy {
  private:
   std::uint64_t random() noexcept;
 
-  Schedule schedule_ = Schedule::free;
+  WorkSchedule schedule_ = WorkSchedule::free;
   std::uint64_t state_ = 0;
 };
 

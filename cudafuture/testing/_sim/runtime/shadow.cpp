@@ -12,7 +12,7 @@ class Conflicts {
   Conflicts(const VectorClock& clock, const Touch& later) : clock_(clock), later_(later) {}
 
   void check(const Touch& earlier, std::uintptr_t begin, std::uintptr_t end) {
-    const Epoch epoch = earlier.epoch;
+    const ClockEpoch epoch = earlier.epoch;
     if (epoch.time == 0 || epoch.agent == later_.epoch.agent || clock_.has_seen(epoch)) return;
     for (Conflict& known : found_) {
       if (known.earlier.epoch != epoch) continue;
@@ -32,7 +32,7 @@ class Conflicts {
 
 }  // namespace
 
-std::vector<Conflict> Shadow::touch(const Access& access, const VectorClock& clock, const Touch& touch) {
+std::vector<Conflict> Shadow::touch(const MemoryAccess& access, const VectorClock& clock, const Touch& touch) {
   if (access.begin >= access.end) return {};
   Touch mine = touch;
   mine.writes = access.writes;
@@ -100,7 +100,7 @@ void Shadow::drop(Cell& cell) {
 
 // Drops the earlier accesses. An access that is ordered after the write is ordered after them too; otherwise the write
 // was reported.
-void Shadow::write(Cells::iterator first, const Access& access, const Touch& touch) {
+void Shadow::write(Cells::iterator first, const MemoryAccess& access, const Touch& touch) {
   auto at = first;
   for (; at != cells_.end() && at->first < access.end; ++at) drop(at->second);
   if (at != first && first->first == access.begin) {
@@ -113,7 +113,7 @@ void Shadow::write(Cells::iterator first, const Access& access, const Touch& tou
   first->second.write = touch;
 }
 
-void Shadow::read(Cells::iterator first, const Access& access, const Touch& touch) {
+void Shadow::read(Cells::iterator first, const MemoryAccess& access, const Touch& touch) {
   std::uintptr_t covered = access.begin;
   auto at = first;
   for (; at != cells_.end() && at->first < access.end; ++at) {

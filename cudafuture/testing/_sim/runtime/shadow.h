@@ -15,7 +15,7 @@
 
 namespace sim {
 
-struct Access {
+struct MemoryAccess {
   std::uintptr_t begin = 0;
   std::uintptr_t end = 0;  // exclusive
   bool writes = false;
@@ -23,7 +23,7 @@ struct Access {
 
 // An access with its agent, its time and its site.
 struct Touch {
-  Epoch epoch;
+  ClockEpoch epoch;
   bool writes = false;
   SitePtr site;
   bool allocates = false;  // the memory was handed out
@@ -39,7 +39,7 @@ struct Conflict {
 class Shadow {
  public:
   // Notes the access and returns its races, at most one for each earlier touch.
-  std::vector<Conflict> touch(const Access& access, const VectorClock& clock, const Touch& touch);
+  std::vector<Conflict> touch(const MemoryAccess& access, const VectorClock& clock, const Touch& touch);
 
   // Forgets the accesses to these bytes that `seen` has seen: an allocator may hand out the memory once an event is
   // reached, and that orders nothing else.
@@ -62,8 +62,8 @@ class Shadow {
   Cells::iterator first_in(std::uintptr_t begin, std::uintptr_t end);
   void drop(Touch& touch);
   void drop(Cell& cell);
-  void write(Cells::iterator first, const Access& access, const Touch& touch);
-  void read(Cells::iterator first, const Access& access, const Touch& touch);
+  void write(Cells::iterator first, const MemoryAccess& access, const Touch& touch);
+  void read(Cells::iterator first, const MemoryAccess& access, const Touch& touch);
   void note_read(Cell& cell, const Touch& touch);
 
   Cells cells_;  // by their first byte; they do not overlap

@@ -27,7 +27,7 @@ void Stream::reset(std::uint64_t generation) {
   capture.reset();
 }
 
-Epoch Stream::tick(const VectorClock& host, std::uint64_t host_version) {
+ClockEpoch Stream::tick(const VectorClock& host, std::uint64_t host_version) {
   if (host_version_ != host_version) {
     clock_.join(host);
     host_version_ = host_version;

@@ -18,7 +18,7 @@
 
 namespace sim::runtime {
 
-struct Task {
+struct StreamTask {
   std::function<void()> run;
   SitePtr site;
 };
@@ -28,7 +28,7 @@ struct Fill {
   void* begin;
   std::size_t bytes;
 };
-using Item = std::variant<Task, Fill, RecordingPtr, GatePtr>;
+using Item = std::variant<StreamTask, Fill, RecordingPtr, GatePtr>;
 
 std::string name_of_device(int device);
 std::string name_of(StreamName stream);
@@ -40,7 +40,7 @@ class Stream {
   void reset(std::uint64_t generation);  // starts afresh, with an empty queue
 
   // ---- happens-before
-  Epoch tick(const VectorClock& host, std::uint64_t host_version);  // a piece of work, submitted by the host now
+  ClockEpoch tick(const VectorClock& host, std::uint64_t host_version);  // a piece of work, submitted by the host now
   void join(const Recording& recording);
   RecordingPtr record();
   const VectorClock& clock() const noexcept { return clock_; }

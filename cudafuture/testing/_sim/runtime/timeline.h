@@ -17,11 +17,11 @@ struct Speeds {
   double launch = 5e-6;   // seconds of each piece of work, besides its bytes
 };
 
-enum class Kind : std::uint8_t { compute, copy_in, copy_out, copy_peer, delay };
+enum class WorkKind : std::uint8_t { compute, copy_in, copy_out, copy_peer, delay };
 
 // Cost of a piece of work in virtual time.
 struct Cost {
-  Kind kind = Kind::compute;
+  WorkKind kind = WorkKind::compute;
   double bytes = 0;
   double seconds = 0;  // in addition to the time of the bytes
 };

@@ -15,23 +15,23 @@ using Agent = std::uint32_t;
 constexpr Agent kHost = 0;  // all host threads together; streams are numbered from 1
 
 // One moment of one agent.
-struct Epoch {
+struct ClockEpoch {
   Agent agent = kHost;
   std::uint64_t time = 0;
-  friend bool operator==(const Epoch&, const Epoch&) = default;
+  friend bool operator==(const ClockEpoch&, const ClockEpoch&) = default;
 };
 
 class VectorClock {
  public:
   std::uint64_t of(Agent agent) const noexcept { return agent < times_.size() ? times_[agent] : 0; }
-  bool has_seen(Epoch epoch) const noexcept { return of(epoch.agent) >= epoch.time; }
+  bool has_seen(ClockEpoch epoch) const noexcept { return of(epoch.agent) >= epoch.time; }
 
-  Epoch tick(Agent agent) {
+  ClockEpoch tick(Agent agent) {
     if (agent >= times_.size()) times_.resize(agent + 1);
     return {agent, ++times_[agent]};
   }
 
-  void see(Epoch epoch) {
+  void see(ClockEpoch epoch) {
     if (epoch.agent >= times_.size()) times_.resize(epoch.agent + 1);
     times_[epoch.agent] = std::max(times_[epoch.agent], epoch.time);
   }

@@ -1,4 +1,4 @@
-#include "ops/task.h"
+#include "ops/operator_task.h"
 
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
@@ -40,7 +40,7 @@ void fill_value(const Facts& facts, const c10::IValue& made, const c10::IValue& 
 
 }  // namespace
 
-Task::Task(const Facts& op, c10::ArrayRef<c10::IValue> arguments, int device) : facts_(op) {
+OperatorTask::OperatorTask(const Facts& op, c10::ArrayRef<c10::IValue> arguments, int device) : facts_(op) {
   stack_.reserve(arguments.size());
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     stack_.push_back(prepared(arguments[i], op.arguments[i].written));
@@ -53,7 +53,7 @@ Task::Task(const Facts& op, c10::ArrayRef<c10::IValue> arguments, int device) : 
   }
 }
 
-c10::IValue Task::prepared(const c10::IValue& value, bool writes) {
+c10::IValue OperatorTask::prepared(const c10::IValue& value, bool writes) {
   if (value.isDevice()) return c10::Device(c10::DeviceType::CPU);
   return map_tensors(value, [&](const at::Tensor& tensor) {
     if (!tensor.is_privateuseone()) {
@@ -67,14 +67,14 @@ c10::IValue Task::prepared(const c10::IValue& value, bool writes) {
   });
 }
 
-void Task::write_new(const c10::IValue& made) {
+void OperatorTask::write_new(const c10::IValue& made) {
   made_.push_back(map_tensors(made, [&](const at::Tensor& tensor) {
     accesses_.write(tensor);
     return aliases_.of(tensor);
   }));
 }
 
-void Task::move_back() {
+void OperatorTask::move_back() {
   for (const Written& written : written_) {
     const at::Tensor& alias = written.alias;
     TORCH_CHECK(alias.numel() == written.numel, facts_.name, " resized a tensor to ", alias.sizes(),
@@ -85,7 +85,7 @@ void Task::move_back() {
   }
 }
 
-void Task::run() {
+void OperatorTask::run() {
   {
     std::optional<SeededHost> seeded;
     if (host_seed_.has_value()) seeded.emplace(*host_seed_);

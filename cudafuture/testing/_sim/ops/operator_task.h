@@ -15,11 +15,11 @@
 
 namespace sim {
 
-class Task {
+class OperatorTask {
  public:
   // `op` says what runs: the operator that was called, or another one with the same arguments. Tensors of the host's
   // are read now, and seeds drawn.
-  Task(const Facts& op, c10::ArrayRef<c10::IValue> arguments, int device);
+  OperatorTask(const Facts& op, c10::ArrayRef<c10::IValue> arguments, int device);
 
   void write_new(const c10::IValue& made);  // what the operator makes goes there: device tensors, one for each return
   void run();                               // once; afterwards:
