@@ -213,18 +213,6 @@ def test_every_source_has_its_header(file: Path) -> None:
     assert header in [ours for _, ours in includes(file)], f"{ids(file)} does not include {header.name}"
 
 
-CLASS = re.compile(r"^(?:class|struct|enum|enum class) (\w+)(?: final)?(?: :[^;]*)? \{", re.MULTILINE)
-
-
-def test_native_classes_have_unique_names() -> None:
-    where: dict[str, list[str]] = {}
-    for file in [*cpp_files(), *rpc_files()]:
-        for name in CLASS.findall(file.read_text(encoding="utf-8")):
-            where.setdefault(name, []).append(ids(file))
-    assert len(where) > 100
-    assert {name: files for name, files in where.items() if len(files) > 1} == {}
-
-
 def test_sources_are_found() -> None:
     assert cpp_files()
     assert sim_files("runtime")
