@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextvars
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Modes", "outside_inference"]
+__all__ = ["Modes", "ThreadContext", "outside_inference"]
+
+T = TypeVar("T")
 
 
 def outside_inference() -> AbstractContextManager[object]:
@@ -42,6 +46,22 @@ class Modes:
             if self._autocast != (before := _Autocast()):
                 scope.enter_context(self._autocast.applied(before))
             yield
+
+
+class ThreadContext:
+    """Modes and contextvars of the thread that created it, for functions that any thread calls, any number of times."""
+
+    def __init__(self) -> None:
+        self._modes = Modes()
+        self._variables = contextvars.copy_context()
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Return ``function(*args)``."""
+        return self._variables.copy().run(self._run, function, *args)  # a copy: a context can be entered only once
+
+    def _run(self, function: Callable[..., T], *args: Any) -> T:
+        with self._modes.applied():
+            return function(*args)
 
 
 class _Autocast:

@@ -1,9 +1,9 @@
 """Pipeline parallelism in one process: stages on devices, micro-batches between them, schedules as tables."""
 
 from cudafuture.graph_breaks import break_graphs
-from cudafuture.pipeline import balance, checkpoint, copy, dependency, microbatch, stream, worker
+from cudafuture.pipeline import balance, checkpoint, minibatch, stream
 from cudafuture.pipeline.analysis import Analysis, Costs
-from cudafuture.pipeline.gpipe import GPipe
+from cudafuture.pipeline.fill_drain import FillDrain, move_stages
 from cudafuture.pipeline.link import Link, LocalLink
 from cudafuture.pipeline.pipeline import Pipeline
 from cudafuture.pipeline.schedule import Cell, Schedule
@@ -14,7 +14,6 @@ __all__ = [
     "Analysis",
     "Cell",
     "Costs",
-    "GPipe",
     "Link",
     "LocalLink",
     "Pipeline",
@@ -27,6 +26,6 @@ __all__ = [
 ]
 
 # Not stash, pop and skippable: they are in modules that a program may compile.
-break_graphs(Analysis, Costs, GPipe, LocalLink, Pipeline, Schedule, Workers)
-for module in (balance, checkpoint, copy, dependency, microbatch, stream, worker):
+break_graphs(Analysis, Costs, FillDrain, LocalLink, Pipeline, Schedule, Workers, move_stages)
+for module in (balance, checkpoint, minibatch, stream):
     break_graphs(*map(vars(module).get, module.__all__))

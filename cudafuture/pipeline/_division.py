@@ -13,7 +13,7 @@ from cudafuture.pipeline._step import Route
 from cudafuture.pipeline.schedule import Schedule
 from cudafuture.pipeline.skip import Skippable, inspect_skip_layout, verify_skippables
 
-__all__ = ["divide", "layers_of", "move", "places_of", "refuse_shared", "route_of", "table_of"]
+__all__ = ["divide", "layers_of", "places_of", "refuse_shared", "route_of", "table_of"]
 
 
 def layers_of(part: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -87,24 +87,6 @@ def refuse_shared(parts: Sequence[nn.Module]) -> None:
                         f"stage {at} and stage {s} share a {kind}, {other} and {name}. Two stages cannot share one, "
                         "even on one device: put its layers into one stage"
                     )
-
-
-def move(parts: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Move each part to its device. Layers of one device still share their tensors, even where torch replaces them."""
-    shared = [
-        (tensors, name, id(tensor))
-        for part in parts
-        for module in part.modules()
-        for tensors in (module._parameters, module._buffers)
-        for name, tensor in tensors.items()
-        if tensor is not None
-    ]
-    for part, device in zip(parts, devices, strict=True):
-        part.to(device)
-    moved: dict[int, torch.Tensor | None] = {}
-    for tensors, name, key in shared:
-        if tensors[name] is not moved.setdefault(key, tensors[name]):
-            tensors[name] = moved[key]  # type: ignore[assignment]
 
 
 def places_of(devices: Sequence[torch.device | str | int] | None, stages: int) -> list[torch.device]:

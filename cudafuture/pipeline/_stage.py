@@ -12,19 +12,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree
 
 from cudafuture._tensors import version_of
+from cudafuture.pipeline._dependency import phony
 from cudafuture.pipeline._sharing import distinct, refuse_overlap, with_each
 from cudafuture.pipeline._split_backward import WeightPart, input_gradient
 from cudafuture.pipeline.checkpoint import RandomState, checkpointing, drawing, recomputing
-from cudafuture.pipeline.dependency import phony
 from cudafuture.pipeline.skip import SkipTracker, use_skip_tracker
 
-__all__ = ["Message", "Skip", "Stage"]
+__all__ = ["Skip", "Stage", "StageMessage"]
 
 Skip = tuple[Any, str]
 """A namespace and a name: see ``skippable``."""
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """Value of any nesting that is sent between two stages."""
 
     leaves: list[Any]
@@ -36,7 +36,7 @@ class Message(NamedTuple):
     """For each leaf, whether the sender needs its gradient."""
 
     @classmethod
-    def of(cls, value: Any, needs_gradient: Callable[[torch.Tensor], bool]) -> Message:
+    def of(cls, value: Any, needs_gradient: Callable[[torch.Tensor], bool]) -> StageMessage:
         """Return a value split into leaves; its tensors are detached."""
         every, structure = _pytree.tree_flatten(value)
         leaves, indices = distinct(every)
@@ -59,8 +59,8 @@ class Message(NamedTuple):
 class Sent(NamedTuple):
     """Results of a forward cell: the input of the next stage, and the skips."""
 
-    message: Message
-    stashed: dict[Skip, Message]
+    message: StageMessage
+    stashed: dict[Skip, StageMessage]
     """Of one leaf each, which may be None."""
 
 
@@ -85,8 +85,8 @@ class _Start(torch.autograd.Function):
 class _Saved:
     """State of a micro-batch in a stage, from its forward cell to its last cell."""
 
-    received: Message
-    popped: dict[Skip, Message]
+    received: StageMessage
+    popped: dict[Skip, StageMessage]
     target: Any
     weight: float
     start: torch.Tensor = field(default_factory=lambda: phony(torch.device("cpu"), requires_grad=True))
@@ -127,8 +127,8 @@ class Stage:
     def forward(
         self,
         microbatch: int,
-        received: Message,
-        popped: dict[Skip, Message],
+        received: StageMessage,
+        popped: dict[Skip, StageMessage],
         target: Any,
         weight: float,
         is_checkpointed: bool,
@@ -156,7 +156,7 @@ class Stage:
             self.losses[microbatch] = loss.detach()
         return sent
 
-    def infer(self, received: Message, popped: dict[Skip, Message]) -> Sent:
+    def infer(self, received: StageMessage, popped: dict[Skip, StageMessage]) -> Sent:
         """Run the module for a micro-batch without a loss and without a graph; keep nothing."""
         with torch.no_grad():
             saved = _Saved(received, popped, None, 1.0)
@@ -243,7 +243,7 @@ class Stage:
         given.refuse_overlap(f"stage {self.index}")
         has_graph = torch.is_grad_enabled()
         needs_gradient = self._needs_gradient(saved, has_graph)
-        message = Message.of(value, needs_gradient)
+        message = StageMessage.of(value, needs_gradient)
         if has_graph:
             leaves = distinct(_pytree.tree_leaves(value))[0]
             roots: dict[Any, Any] = {"loss": loss} if loss is not None else dict(enumerate(leaves))
@@ -251,7 +251,7 @@ class Stage:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     saved.roots[key] = get_gradient_edge(tensor)
         sent = {leaf.untyped_storage()._cdata for leaf in message.leaves if isinstance(leaf, torch.Tensor)}
-        stashed = {skip: _apart(Message.of(x, needs_gradient), sent) for skip, x in given.stashed.items()}
+        stashed = {skip: _apart(StageMessage.of(x, needs_gradient), sent) for skip, x in given.stashed.items()}
         return Sent(message, stashed), loss
 
     def _needs_gradient(self, saved: _Saved, has_graph: bool) -> Callable[[torch.Tensor], bool]:
@@ -344,7 +344,7 @@ def _given(
     return [saved.roots[key] for key in keys], [gradients[key] for key in keys]
 
 
-def _apart(message: Message, others: set[int]) -> Message:
+def _apart(message: StageMessage, others: set[int]) -> StageMessage:
     """Return the message with its own memory: the next stage may change its input in place."""
     leaf = message.leaves[0]
     if leaf is None or leaf.untyped_storage()._cdata not in others:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from cudafuture.pipeline._stage import Message, Skip, Stage
+from cudafuture.pipeline._stage import Skip, Stage, StageMessage
 from cudafuture.pipeline.link import Link, LinkClosedError
 from cudafuture.pipeline.schedule import Cell, Schedule
 
@@ -79,12 +79,12 @@ class Step:
         self._has_target = False
         self._lock = threading.Lock()  # guards the fields below
         self.errors: list[tuple[Cell | None, BaseException]] = []
-        self.outputs: dict[int, Message] = {}
+        self.outputs: dict[int, StageMessage] = {}
         self.peak_activations = [0] * len(schedule.rows)
         self._ended: set[Cell] = set()
         self._running: dict[int, Cell] = {}  # by row
 
-    def feed(self, inputs: Sequence[Message], targets: Sequence[Message]) -> None:
+    def feed(self, inputs: Sequence[StageMessage], targets: Sequence[StageMessage]) -> None:
         """Send the micro-batches to the first stage, and their targets to the last."""
         last = len(self._stages) - 1
         self._has_target = bool(targets)
@@ -199,19 +199,19 @@ class Step:
                 gradients[skip] = self._receive(("skip gradient", skip, m)).leaves[0]
         received = stage.input_gradient(m, gradients) if is_input_only else stage.backward(m, gradients)
         for skip in self._route.popped.get(s, ()):
-            message = Message.of(received.get(skip), lambda _: False)
+            message = StageMessage.of(received.get(skip), lambda _: False)
             self._send(("skip gradient", skip, m), message, self._route.stashed_by[skip])
         if s > 0:
             count = max((i + 1 for i in received if isinstance(i, int)), default=0)
             leaves = [received.get(i) for i in range(count)]
-            self._send(("B", s - 1, m), Message.of(leaves, lambda _: False), s - 1)
+            self._send(("B", s - 1, m), StageMessage.of(leaves, lambda _: False), s - 1)
 
     # ---- messages
 
-    def _send(self, key: tuple[Any, ...], message: Message, to: int) -> None:
+    def _send(self, key: tuple[Any, ...], message: StageMessage, to: int) -> None:
         device = self._stages[to].device
         self._link.send(key, message.leaves, device, tuple(message[1:]))
 
-    def _receive(self, key: tuple[Any, ...]) -> Message:
+    def _receive(self, key: tuple[Any, ...]) -> StageMessage:
         leaves, header = self._link.receive(key)
-        return Message(leaves, *header)
+        return StageMessage(leaves, *header)

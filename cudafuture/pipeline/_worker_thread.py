@@ -18,9 +18,9 @@ import torch
 from cudafuture import _C
 from cudafuture._C import CUDAFuture, relax_library_thread
 from cudafuture.errors import CUDAFutureError, InvalidStateError
-from cudafuture.pipeline.stream import Device, current_stream, is_cuda, use_device, use_stream
+from cudafuture.pipeline.stream import DeviceLike, current_stream, use_device, use_stream
 
-__all__ = ["Deadlines", "Task", "WorkerThread", "is_inside", "table"]
+__all__ = ["Deadlines", "WorkerTask", "WorkerThread", "is_inside", "table"]
 
 _log = logging.getLogger("cudafuture.pipeline.workers")
 
@@ -39,7 +39,7 @@ def is_inside(deadlines: Deadlines) -> bool:
     return _here.deadlines is deadlines
 
 
-class Task:
+class WorkerTask:
     """Submitted function. It is also the executor that receives its own job, a callable with the caller's settings."""
 
     __slots__ = (
@@ -100,9 +100,9 @@ class Task:
 class WorkerThread:
     """Daemon thread that runs the tasks of one device, of which at most `limit` wait; 0: no limit."""
 
-    def __init__(self, device: Device, limit: int, name: str, deadlines: Deadlines) -> None:
+    def __init__(self, device: DeviceLike, limit: int, name: str, deadlines: Deadlines) -> None:
         with use_device(device):  # raises here, not in the thread, for a device that does not exist
-            self.is_accelerator = is_cuda(current_stream(device))
+            self.is_accelerator = isinstance(current_stream(device), torch.Stream)
         self.device = device
         self.deadlines = deadlines
         self.thread = threading.Thread(target=self._run, name=f"{name}-{device}", daemon=True)
@@ -112,9 +112,9 @@ class WorkerThread:
         self._changed = threading.Condition(self._lock)
         self._sleepers = 0  # threads that wait for `_changed`
         # A heap, by priority and then arrival. Each change is one call, so Ctrl-C or a collection cannot tear it.
-        self._waiting: list[tuple[int, int, Task]] = []
+        self._waiting: list[tuple[int, int, WorkerTask]] = []
         self._order = itertools.count()
-        self._current: Task | None = None
+        self._current: WorkerTask | None = None
         self._nested = 0  # tasks that run inside the current one
         self._is_closed = False
         self._has_ended = False
@@ -129,7 +129,7 @@ class WorkerThread:
         if self._wake_ups.empty():
             self._wake_ups.put(None)
 
-    def put(self, task: Task, priority: int) -> None:
+    def put(self, task: WorkerTask, priority: int) -> None:
         """Queue the task; run it at once inside a task of this worker. Block while too many tasks wait."""
         is_own = _here.worker is self and _here.is_in_task
         with self._lock:
@@ -149,7 +149,7 @@ class WorkerThread:
             self._nested -= 1
             self._counts[task.outcome] += 1
 
-    def withdraw(self, task: Task) -> None:
+    def withdraw(self, task: WorkerTask) -> None:
         """Remove a task whose submission failed or was interrupted. One that has begun continues."""
         self.deadlines.remove(task)
         task.future.cancel()
@@ -244,7 +244,7 @@ class WorkerThread:
         for _, _, task in done:
             task.drop()
 
-    def _remove(self, entries: list[tuple[int, int, Task]]) -> None:
+    def _remove(self, entries: list[tuple[int, int, WorkerTask]]) -> None:
         try:
             for entry in entries:
                 self.deadlines.remove(entry[2])
@@ -264,7 +264,7 @@ class WorkerThread:
         if self._sleepers:
             self._changed.notify_all()
 
-    def _drop(self, task: Task) -> None:
+    def _drop(self, task: WorkerTask) -> None:
         self.deadlines.remove(task)
         task.drop()
 
@@ -286,7 +286,7 @@ class WorkerThread:
         except BaseException as error:
             self._die(error)
 
-    def _next_task(self, ended: Task | None) -> Task | None:
+    def _next_task(self, ended: WorkerTask | None) -> WorkerTask | None:
         """End a task, then begin and return the next one, or None."""
         now = time.perf_counter()
         if ended is not None:
@@ -333,10 +333,10 @@ class Deadlines:
         self._wake_ups: SimpleQueue[None] = SimpleQueue()
         self._is_closed = False
         self._lock = threading.RLock()  # guards the fields below; taken after that of a worker
-        self._tasks: dict[Task, tuple[float, float, CUDAFuture[Any], Device]] = {}
+        self._tasks: dict[WorkerTask, tuple[float, float, CUDAFuture[Any], DeviceLike]] = {}
         self._next = float("inf")  # when the thread checks again
 
-    def add(self, task: Task, timeout: float, device: Device) -> None:
+    def add(self, task: WorkerTask, timeout: float, device: DeviceLike) -> None:
         """Fail the task's future unless the task is removed within `timeout` seconds."""
         with self._lock:
             task.has_deadline = True
@@ -348,7 +348,7 @@ class Deadlines:
             elif at < self._next:
                 self._wake_ups.put(None)
 
-    def remove(self, task: Task) -> None:
+    def remove(self, task: WorkerTask) -> None:
         """Remove a task that has ended."""
         if not task.has_deadline:
             return

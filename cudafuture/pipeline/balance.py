@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cudafuture.pipeline.microbatch import Batch, TensorOrTensors
+from cudafuture.pipeline.minibatch import TensorOrTensors, map_tensors
 from cudafuture.pipeline.skip import SkipTracker, use_skip_tracker
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_cost"]
@@ -110,10 +110,10 @@ def balance_by_time(
     began = time.perf_counter()
     while True:
 
-        def measure(i: int, layer: nn.Module, inputs: Batch) -> Batch:
+        def measure(i: int, layer: nn.Module, inputs: TensorOrTensors) -> TensorOrTensors:
             _synchronize(where)
             before = time.perf_counter()
-            outputs = inputs.call(layer)
+            outputs: TensorOrTensors = layer(inputs)
             _backward(outputs)
             _synchronize(where)
             times[i].append(time.perf_counter() - before)
@@ -153,12 +153,12 @@ def balance_by_size(
     """
     where = _device(device)
     _check_number(partitions, module)
-    rows = Batch(input)[0].size(0)
+    rows = _tensors_of(input)[0].size(0)
     few = min(rows, 2)  # not one: a BatchNorm has no variance for it
-    sample = input[:few] if isinstance(input, Tensor) else tuple(tensor[:few] for tensor in input)
+    sample = map_tensors(input, lambda tensor: tensor[:few])
     sizes: list[float] = []
 
-    def measure(i: int, layer: nn.Module, inputs: Batch) -> Batch:
+    def measure(i: int, layer: nn.Module, inputs: TensorOrTensors) -> TensorOrTensors:
         parameters = _bytes_of(layer.parameters())
         outputs, kept = _memory_of(layer, inputs)
         sizes.append(kept * rows / few / chunks + parameters * param_scale)
@@ -168,7 +168,7 @@ def balance_by_size(
     return balance_cost(sizes, partitions)
 
 
-def _memory_of(layer: nn.Module, inputs: Batch) -> tuple[Batch, int]:
+def _memory_of(layer: nn.Module, inputs: TensorOrTensors) -> tuple[TensorOrTensors, int]:
     """Return the layer's output, and the bytes that the forward pass adds: saved tensors, and the output."""
     saved: list[Tensor] = []
 
@@ -177,9 +177,13 @@ def _memory_of(layer: nn.Module, inputs: Batch) -> tuple[Batch, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = inputs.call(layer)
-    there = {_storage(tensor) for tensor in (*inputs, *layer.parameters(), *layer.buffers())}
-    return outputs, _bytes_of((*saved, *outputs), without=there)
+        outputs = layer(inputs)
+    there = {_storage(tensor) for tensor in (*_tensors_of(inputs), *layer.parameters(), *layer.buffers())}
+    return outputs, _bytes_of((*saved, *_tensors_of(outputs)), without=there)
+
+
+def _tensors_of(value: TensorOrTensors) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else value
 
 
 def _storage(tensor: Tensor) -> int:
@@ -196,16 +200,15 @@ def _run_layers(
     module: nn.Sequential,
     sample: TensorOrTensors,
     device: torch.device,
-    measure: Callable[[int, nn.Module, Batch], Batch],
+    measure: Callable[[int, nn.Module, TensorOrTensors], TensorOrTensors],
 ) -> None:
     """Call `measure` with each layer in training mode on the device, and its input: the output of the previous one."""
-    batch = Batch(sample)
-    batch[:] = tuple(x.detach().to(device).requires_grad_(x.requires_grad) for x in batch)
+    value = map_tensors(sample, lambda x: x.detach().to(device).requires_grad_(x.requires_grad))
     with use_skip_tracker(_Detached()), torch.enable_grad():
         for i, layer in enumerate(_layers_on(module, device)):
             # Not a leaf: a layer that works in place would refuse it.
-            batch[:] = tuple(x.detach().requires_grad_(x.requires_grad).clone() for x in batch)
-            batch = measure(i, layer, batch)
+            value = map_tensors(value, lambda x: x.detach().requires_grad_(x.requires_grad).clone())
+            value = measure(i, layer, value)
 
 
 def _layers_on(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
@@ -221,8 +224,8 @@ class _Detached(SkipTracker):
         super().save(batch, ns, name, detached)
 
 
-def _backward(outputs: Batch) -> None:
-    roots = tuple(tensor for tensor in outputs if tensor.requires_grad)
+def _backward(outputs: TensorOrTensors) -> None:
+    roots = tuple(tensor for tensor in _tensors_of(outputs) if tensor.requires_grad)
     if roots:
         torch.autograd.backward(roots, tuple(torch.ones_like(root) for root in roots))
 

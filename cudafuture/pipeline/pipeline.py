@@ -16,18 +16,23 @@ from torch import nn
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
-from cudafuture.pipeline._division import divide, layers_of, move, places_of, refuse_shared, route_of, table_of
-from cudafuture.pipeline._fill_drain import fill_drain, stages_of
-from cudafuture.pipeline._minibatch import join, passing_changes, rows_of, split, split_target
-from cudafuture.pipeline._sharing import with_each
-from cudafuture.pipeline._stage import Message, Stage
+from cudafuture.pipeline._division import divide, layers_of, places_of, refuse_shared, route_of, table_of
+from cudafuture.pipeline._stage import Stage, StageMessage
 from cudafuture.pipeline._step import Step
 from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from cudafuture.pipeline.checkpoint import is_checkpointing, is_recomputing
+from cudafuture.pipeline.fill_drain import FillDrain, move_stages
 from cudafuture.pipeline.link import Link, LocalLink
-from cudafuture.pipeline.microbatch import Batch, check, gather
+from cudafuture.pipeline.minibatch import (
+    expect_tensors,
+    join,
+    map_tensors,
+    passing_changes,
+    rows_of,
+    split,
+    split_target,
+)
 from cudafuture.pipeline.schedule import Schedule
-from cudafuture.pipeline.skip import inspect_skip_layout
 from cudafuture.pipeline.workers import Workers
 
 __all__ = ["Pipeline"]
@@ -109,12 +114,12 @@ class Pipeline(nn.Module):
         self.stages = tuple(parts)
         """The parts of the model, each on its device."""
         self.stage_devices = tuple(self._device_of(s) for s in range(len(parts)))
-        move(self.stages, self.stage_devices)
+        move_stages(self.stages, self.stage_devices)
         self._stages = [
             Stage(s, part, self.stage_devices[s], loss if s == last else None) for s, part in enumerate(self.stages)
         ]
         self._route = route_of(parts)
-        self._drained = stages_of(self.stages, self.stage_devices, inspect_skip_layout(parts))
+        self._fill_drain = FillDrain(self.stages, self.stage_devices)
         self._batch_norms = [layer for layer in self.modules() if isinstance(layer, DeferredBatchNorm)]
         self._workers = [Workers([device], name="cudafuture-pipeline") for device in self.devices]
         # Held for the length of a step. A thread that Ctrl-C kept from releasing it can take it again; the cells, which
@@ -242,7 +247,7 @@ class Pipeline(nn.Module):
 
     def _run(self, step: Step, parts: list[Any], targets: list[Any], timeout: float | None) -> None:
         """Run the rows on their devices' threads."""
-        inputs, wanted = ([Message.of(part, lambda _: False) for part in each] for each in (parts, targets))
+        inputs, wanted = ([StageMessage.of(part, lambda _: False) for part in each] for each in (parts, targets))
         step.feed(inputs, wanted)
         deadline = None if timeout is None else time.monotonic() + timeout
         futures = self._rows = []
@@ -303,15 +308,13 @@ class Pipeline(nn.Module):
         """
         if not torch.is_grad_enabled():
             return self._infer(batch)
-        check(batch)
+        expect_tensors(batch)
         count = min(self.microbatches, rows_of(batch))
         for layer in self._batch_norms:
             layer.set_chunks(count)
-        first = self.stage_devices[0]
-        moved = batch.to(first) if isinstance(batch, torch.Tensor) else tuple(with_each(batch, lambda x: x.to(first)))
-        batches = [Batch(part, m) for m, part in enumerate(split(moved, count))]
+        moved = map_tensors(batch, lambda tensor: tensor.to(self.stage_devices[0]))
         checkpointed = {"never": 0, "always": count, "except_last": count - 1}[self._checkpoint]
-        return gather(fill_drain(moved, batches, self._drained, checkpointed))
+        return self._fill_drain.run(moved, split(moved, count), checkpointed)
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Return an iterator over the layers."""

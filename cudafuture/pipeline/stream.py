@@ -1,8 +1,4 @@
-"""Streams of any accelerator, and a stand-in for the CPU, so that code for pipelines has no branches for the CPU.
-
-The names are those of torchgpipe's and fairscale's stream modules. There, "cuda" means CUDA; here, ``is_cuda`` and
-``as_cuda`` mean any accelerator that torch has streams for.
-"""
+"""Streams of any accelerator, and a stand-in for the CPU, so that code for pipelines has no branches for the CPU."""
 
 from __future__ import annotations
 
@@ -19,12 +15,9 @@ from cudafuture.streams import own_stream, use_streams
 
 __all__ = [
     "CPUStreamType",
-    "Device",
-    "as_cuda",
+    "DeviceLike",
     "current_stream",
-    "default_stream",
     "get_device",
-    "is_cuda",
     "new_stream",
     "normalize_device",
     "record_stream",
@@ -50,7 +43,7 @@ AbstractStream: TypeAlias = torch.Stream | CPUStreamType
 """A stream of an accelerator, or ``CPUStream``."""
 
 
-class Device(Protocol):
+class DeviceLike(Protocol):
     """``torch.device``, or an object with its attributes. A type that torch does not know has no streams."""
 
     @property
@@ -62,7 +55,7 @@ class Device(Protocol):
         """The number among its kind; None: the current one."""
 
 
-def _accelerator(device: Device) -> torch.device | None:
+def _accelerator(device: DeviceLike) -> torch.device | None:
     """Return the device as a torch.device, or None if it has no streams."""
     if device.type in _WITHOUT_STREAMS:
         return None
@@ -74,7 +67,7 @@ def _accelerator(device: Device) -> torch.device | None:
         return None
 
 
-def normalize_device(device: Device) -> Device:
+def normalize_device(device: DeviceLike) -> DeviceLike:
     """Return the device with its number, by default that of the current one. The CPU has no number.
 
     >>> normalize_device(torch.device("cpu", 0))
@@ -86,7 +79,7 @@ def normalize_device(device: Device) -> Device:
     return accelerator if accelerator.index is not None else _C.current_streams([accelerator])[0].device
 
 
-def new_stream(device: Device) -> AbstractStream:
+def new_stream(device: DeviceLike) -> AbstractStream:
     """Return a stream that no other caller gets while the returned object lives; ``CPUStream`` for the CPU.
 
     >>> new_stream(torch.device("cpu"))
@@ -96,7 +89,7 @@ def new_stream(device: Device) -> AbstractStream:
     return CPUStream if accelerator is None else own_stream(accelerator)
 
 
-def current_stream(device: Device) -> AbstractStream:
+def current_stream(device: DeviceLike) -> AbstractStream:
     """Return the calling thread's current stream of the device; ``CPUStream`` for the CPU.
 
     >>> current_stream(torch.device("cpu"))
@@ -106,23 +99,7 @@ def current_stream(device: Device) -> AbstractStream:
     return CPUStream if accelerator is None else _C.current_streams([accelerator])[0]
 
 
-def default_stream(device: Device) -> AbstractStream:
-    """Return the device's default stream; ``CPUStream`` for the CPU.
-
-    >>> default_stream(torch.device("cpu"))
-    CPUStream
-    """
-    accelerator = _accelerator(device)
-    if accelerator is None:
-        return CPUStream
-    default: Any = getattr(torch.get_device_module(accelerator), "default_stream", None)
-    if default is not None:
-        return cast(torch.Stream, default(accelerator))
-    now = _C.current_streams([accelerator])[0]  # has the device's number and torch's number of its type
-    return torch.Stream(stream_id=0, device_index=now.device_index, device_type=now.device_type)
-
-
-def use_device(device: Device) -> AbstractContextManager[object]:
+def use_device(device: DeviceLike) -> AbstractContextManager[object]:
     """Return a context manager that makes the device current in this thread; for the CPU it has no effect.
 
     >>> with use_device(torch.device("cpu")):
@@ -205,21 +182,3 @@ def _view_of_memory(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     view = tensor.conj() if tensor.is_conj() else tensor
     return torch._neg_view(view) if view.is_neg() else view
-
-
-def is_cuda(stream: AbstractStream | None) -> bool:
-    """Return whether the stream is one of an accelerator, of any type.
-
-    >>> is_cuda(CPUStream)
-    False
-    """
-    return isinstance(stream, torch.Stream)
-
-
-def as_cuda(stream: AbstractStream) -> torch.Stream:
-    """Return the stream unchanged, for a type checker: the caller knows that it is an accelerator's.
-
-    >>> as_cuda(CPUStream)
-    CPUStream
-    """
-    return cast(torch.Stream, stream)

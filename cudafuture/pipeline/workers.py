@@ -24,8 +24,8 @@ import torch
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
-from cudafuture.pipeline._worker_thread import Deadlines, Task, WorkerThread, is_inside, table
-from cudafuture.pipeline.stream import AbstractStream, Device, current_stream, normalize_device
+from cudafuture.pipeline._worker_thread import Deadlines, WorkerTask, WorkerThread, is_inside, table
+from cudafuture.pipeline.stream import AbstractStream, DeviceLike, current_stream, normalize_device
 
 __all__ = ["Workers", "WorkersStatistics"]
 
@@ -48,7 +48,7 @@ class WorkersStatistics:
     """Tasks that never began: cancelled, or overdue before they could begin."""
     waiting: int
     running: int
-    busy: Mapping[Device, float]
+    busy: Mapping[DeviceLike, float]
     """Seconds that each device's thread ran tasks that have ended."""
 
 
@@ -74,7 +74,7 @@ class Workers:
     tensor([2., 2.])
     """
 
-    def __init__(self, devices: Iterable[Device | str | int], *, queue: int = 0, name: str = "worker") -> None:
+    def __init__(self, devices: Iterable[DeviceLike | str | int], *, queue: int = 0, name: str = "worker") -> None:
         if queue < 0:
             raise ValueError(f"queue is the most tasks that wait for a device, or 0 for any number, not {queue}")
         self._workers: dict[object, WorkerThread] = {}  # by the device, and by its name
@@ -91,18 +91,18 @@ class Workers:
             raise
         if not self._workers:
             raise ValueError("Workers need at least one device")
-        self._devices = tuple(cast(Device, device) for device in self._workers)
+        self._devices = tuple(cast(DeviceLike, device) for device in self._workers)
         self._workers.update({str(device): self._workers[device] for device in self._devices})
         _all.add(self)
 
     @property
-    def devices(self) -> tuple[Device, ...]:
+    def devices(self) -> tuple[DeviceLike, ...]:
         """The devices, each with its number and once."""
         return self._devices
 
     def submit(
         self,
-        device: Device | str | int,
+        device: DeviceLike | str | int,
         compute: Callable[[], T],
         finalize: Callable[[T], object] | None = None,
         stream: AbstractStream | None = None,
@@ -155,7 +155,7 @@ class Workers:
             if not isinstance(priority, int) or isinstance(priority, bool):
                 raise TypeError(f"priority is an int, not {priority!r}")
             priority = int(priority)
-        task = Task(
+        task = WorkerTask(
             compute,
             finalize,
             cast(torch.Stream, stream) if worker.is_accelerator else None,
@@ -281,7 +281,7 @@ class Workers:
     def _each(self) -> list[WorkerThread]:
         return list(dict.fromkeys(self._workers.values()))
 
-    def _find(self, given: Device | str | int) -> WorkerThread:
+    def _find(self, given: DeviceLike | str | int) -> WorkerThread:
         worker = self._workers.get(device := _device_of(given))
         if worker is None:
             raise ValueError(f"no worker for {device}: there are {', '.join(str(own) for own in self._devices)}")
@@ -292,7 +292,7 @@ class Workers:
             raise InvalidStateError(f"{call} of Workers inside one of their tasks would wait for that task: a deadlock")
 
 
-def _device_of(given: Device | str | int) -> Device:
+def _device_of(given: DeviceLike | str | int) -> DeviceLike:
     return normalize_device(torch.device(given) if isinstance(given, (str, int)) else given)
 
 

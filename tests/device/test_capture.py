@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, as_completed, copy, own_stream, prefetch, submit, wait
+from cudafuture.compat.torchgpipe.microbatch import Batch
+from cudafuture.compat.torchgpipe.worker import Task, spawn_workers
 from cudafuture.errors import InvalidStateError
 from cudafuture.io import File
-from cudafuture.pipeline.microbatch import Batch
-from cudafuture.pipeline.worker import Task, spawn_workers
 from cudafuture.pipeline.workers import Workers
 from support.harness import Device
 from support.patience import PATIENCE

@@ -30,6 +30,7 @@ TRACED = (
     "cudafuture.graph_breaks.",
     "cudafuture.ownership.",
     "cudafuture.pipeline.batchnorm.",
+    "cudafuture.compat.torchgpipe.skip.",
     "cudafuture.pipeline.skip.",
     "cudafuture.testing.",
 )

@@ -14,9 +14,10 @@ from torch import nn
 from cudafuture import copy, distributed, gather, prefetch, submit
 from cudafuture.compat.deepspeed import OptimizerSwapper
 from cudafuture.compat.tensornvme import AsyncFileWriter, DiskOffloader
+from cudafuture.compat.torchgpipe import GPipe
 from cudafuture.data import TgzImages
 from cudafuture.io import BufferPool, File
-from cudafuture.pipeline import GPipe, Pipeline
+from cudafuture.pipeline import Pipeline
 from cudafuture.store import DiskStore, ShardedStore, Store
 from cudafuture.swap import offload
 from data.archives import images, numbers, write_archive

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from cudafuture.pipeline import GPipe, Pipeline
+from cudafuture.compat.torchgpipe import GPipe
+from cudafuture.pipeline import Pipeline
 from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from cudafuture.pipeline.checkpoint import RandomState, recomputing
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cudafuture.pipeline import GPipe, Pipeline
+from cudafuture.compat.torchgpipe import GPipe
+from cudafuture.pipeline import Pipeline
 from cudafuture.pipeline._division import divide, layers_of, refuse_shared, route_of
-from cudafuture.pipeline._minibatch import split, split_target
+from cudafuture.pipeline.minibatch import split, split_target
 from cudafuture.pipeline.skip import skippable, stash
 
 # ---- a layer in several places

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cudafuture.pipeline import GPipe, Pipeline
+from cudafuture.compat.torchgpipe import GPipe
+from cudafuture.pipeline import Pipeline
 
 MODES = ["never", "always", "except_last"]
 Make = Callable[[nn.Sequential, int, str], nn.Module]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cudafuture.compat.torchgpipe.skip import SkipTracker
 from cudafuture.pipeline.skip import (
     Namespace,
     SkipLayout,
-    SkipTracker,
     current_skip_tracker,
     inspect_skip_layout,
     pop,

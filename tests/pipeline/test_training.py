@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from cudafuture.pipeline import GPipe, Pipeline
+from cudafuture.compat.torchgpipe import GPipe
+from cudafuture.pipeline import Pipeline
 from cudafuture.testing import World
 
 

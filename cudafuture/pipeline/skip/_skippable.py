@@ -7,7 +7,6 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from cudafuture.pipeline.microbatch import Batch
 from cudafuture.pipeline.skip._tracker import Key, Namespace, current_skip_tracker
 
 __all__ = ["Skippable", "pop", "skippable", "stash"]
@@ -141,7 +140,7 @@ class Skippable(nn.Module):
         RuntimeError: Identity pops 'skip', which has not been stashed
         """
         tracker = current_skip_tracker()
-        batch = _batch_of(input)
+        batch = tracker.batch_of(input)
         popped: dict[str, Tensor | None] = {}
         for ns, name in self.poppable():
             try:
@@ -165,7 +164,7 @@ class Skippable(nn.Module):
             if names:
                 listed = ", ".join(map(repr, sorted(names)))
                 raise RuntimeError(f"{self.module_cls.__name__} declares that it {verb} {listed} but did not")
-        batch = _batch_of(output)
+        batch = tracker.batch_of(output)
         for ns, name in self.stashable():
             tracker.save(batch, ns, name, stashed[name])
         return output if batch is None else batch.tensor_or_tensors
@@ -174,13 +173,6 @@ class Skippable(nn.Module):
         if name not in declared:
             known = ", ".join(map(repr, sorted(declared))) or "none"
             raise RuntimeError(f"{self.module_cls.__name__} did not declare that it {verb} {name!r}; declared: {known}")
-
-
-def _batch_of(value: Any) -> Batch | None:
-    """Return the micro-batch, or None if it is neither a tensor nor a tuple of tensors."""
-    if isinstance(value, Tensor) or (type(value) is tuple and value and all(isinstance(x, Tensor) for x in value)):
-        return Batch(value)
-    return None
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:

@@ -8,10 +8,9 @@ from abc import ABCMeta
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import total_ordering
+from typing import Any
 
 from torch import Tensor
-
-from cudafuture.pipeline.microbatch import Batch
 
 __all__ = ["Namespace", "SkipTracker", "current_skip_tracker", "use_skip_tracker"]
 
@@ -52,9 +51,8 @@ Key = tuple[Namespace | None, str]
 class SkipTracker:
     """Store of the tensors that have been stashed and not yet popped, for one micro-batch.
 
-    A pipeline subclasses it, and makes it current with ``use_skip_tracker`` while a stage runs. `batch` is the
-    micro-batch of the module: its argument in ``load``, its result in ``save``; None if that is not a tensor or a tuple
-    of tensors.
+    A pipeline subclasses it, and makes it current with ``use_skip_tracker`` while a stage runs. `batch` is the result
+    of ``batch_of`` for the module's argument in ``load``, and for its result in ``save``.
 
     >>> import torch
     >>> tracker = SkipTracker()
@@ -66,14 +64,21 @@ class SkipTracker:
     def __init__(self) -> None:
         self.tensors: dict[Key, Tensor | None] = {}
 
-    def save(self, batch: Batch | None, ns: Namespace | None, name: str, tensor: Tensor | None) -> None:
+    def batch_of(self, value: Any) -> Any:
+        """Return an object whose `tensor_or_tensors` replaces the argument or result of a module; None: nothing does.
+
+        >>> SkipTracker().batch_of(torch.ones(2))
+        """
+        return None
+
+    def save(self, batch: Any, ns: Namespace | None, name: str, tensor: Tensor | None) -> None:
         """Keep a stashed tensor.
 
         >>> SkipTracker().save(None, None, "skip", None)
         """
         self.tensors[ns, name] = tensor
 
-    def load(self, batch: Batch | None, ns: Namespace | None, name: str) -> Tensor | None:
+    def load(self, batch: Any, ns: Namespace | None, name: str) -> Tensor | None:
         """Return a stashed tensor and remove it.
 
         Raises:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
-from cudafuture.pipeline.dependency import alias
+from cudafuture.pipeline._dependency import alias
 from cudafuture.pipeline.stream import AbstractStream, get_device, record_stream, use_stream, wait_stream
 
 __all__ = ["Handover", "copy", "depart", "wait"]

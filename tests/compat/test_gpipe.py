@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cudafuture.pipeline.batchnorm import DeferredBatchNorm
-from cudafuture.pipeline.checkpoint import is_checkpointing, is_recomputing
-from cudafuture.pipeline.gpipe import BalanceError, GPipe
-from cudafuture.pipeline.skip import Namespace, pop, skippable, stash
+from cudafuture.compat.torchgpipe.batchnorm import DeferredBatchNorm
+from cudafuture.compat.torchgpipe.checkpoint import is_checkpointing, is_recomputing
+from cudafuture.compat.torchgpipe.gpipe import BalanceError, GPipe
+from cudafuture.compat.torchgpipe.skip import Namespace, pop, skippable, stash
 from cudafuture.testing import sim
 
 MODES = ["always", "except_last", "never"]
@@ -632,7 +632,7 @@ def test_state_names_match_torchgpipe() -> None:
     ],
 )
 def test_names_and_arguments_match_peers(module: str, name: str, arguments: str) -> None:
-    found = getattr(importlib.import_module(f"cudafuture.pipeline.{module}"), name)
+    found = getattr(importlib.import_module(f"cudafuture.compat.torchgpipe.{module}"), name)
     assert list(inspect.signature(found).parameters) == arguments.split()
 
 

@@ -9,13 +9,12 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from cudafuture.pipeline._division import move
-from cudafuture.pipeline._fill_drain import Stage, fill_drain, stages_of
-from cudafuture.pipeline._sharing import with_each
+from cudafuture.compat.torchgpipe.microbatch import check, scatter
 from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from cudafuture.pipeline.checkpoint import is_recomputing
-from cudafuture.pipeline.microbatch import TensorOrTensors, check, gather, scatter
-from cudafuture.pipeline.skip import inspect_skip_layout, verify_skippables
+from cudafuture.pipeline.fill_drain import FillDrain, move_stages
+from cudafuture.pipeline.minibatch import TensorOrTensors, map_tensors
+from cudafuture.pipeline.skip import verify_skippables
 from cudafuture.pipeline.stream import normalize_device
 
 __all__ = ["BalanceError", "GPipe"]
@@ -27,7 +26,7 @@ _MODES = ("always", "except_last", "never")
 class BalanceError(ValueError):
     """Error of a balance that does not fit the model: pass the number of layers of each partition.
 
-    ``cudafuture.pipeline.balance`` measures a model and returns its balance.
+    ``cudafuture.compat.torchgpipe.balance`` measures a model and returns its balance.
     """
 
 
@@ -105,13 +104,13 @@ class GPipe(nn.Module):
         if deferred_batch_norm:
             module = convert_deferred_batch_norm(module, self.chunks)
         self.partitions = _split(module, self.balance)
-        move(list(self.partitions), self.devices)
+        move_stages(list(self.partitions), self.devices)
         self.training = module.training
         self._deferred = [layer for layer in self.modules() if isinstance(layer, DeferredBatchNorm)]
-        self._stages: list[Stage] | None = None  # created by the first call; they have streams, so they are not copied
+        self._engine: FillDrain | None = None  # created by the first call; it has streams, so it is not copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stages": None}
+        return {**self.__dict__, "_engine": None}
 
     def __len__(self) -> int:
         """Return the number of layers."""
@@ -180,13 +179,15 @@ class GPipe(nn.Module):
             return input
         if isinstance(input, tuple) and not input:
             raise ValueError("a mini-batch needs at least one tensor; the tuple is empty")
-        there = self.devices[0]
-        moved = input.to(there) if isinstance(input, torch.Tensor) else tuple(with_each(input, lambda x: x.to(there)))
-        batches = scatter(moved, self.chunks)
+        moved = map_tensors(input, lambda tensor: tensor.to(self.devices[0]))
+        parts = [batch.value for batch in scatter(moved, self.chunks)]
         if self.training and not is_recomputing():
             for norm in self._deferred:
-                norm.set_chunks(len(batches))
-        return gather(fill_drain(moved, batches, self._ready_stages(), self._checkpointed(len(batches))))
+                norm.set_chunks(len(parts))
+        if self._engine is None:
+            self._engine = FillDrain(list(self.partitions), self.devices)
+        self._engine.stages = list(self.partitions)
+        return self._engine.run(moved, parts, self._checkpointed(len(parts)))
 
     def _checkpointed(self, batches: int) -> int:
         """Return the number of checkpointed micro-batches."""
@@ -196,14 +197,6 @@ class GPipe(nn.Module):
             raise ValueError(f"checkpoint must be one of {', '.join(map(repr, _MODES))}, not {self.checkpoint!r}")
         numbers = {"always": batches, "except_last": batches - 1, "never": 0}
         return numbers[self.checkpoint] if self.training else 0
-
-    def _ready_stages(self) -> list[Stage]:
-        if self._stages is None:
-            partitions = list(self._sequences())
-            self._stages = stages_of(partitions, self.devices, inspect_skip_layout(partitions))
-        for stage, partition in zip(self._stages, self.partitions, strict=True):
-            stage.module = partition
-        return self._stages
 
 
 def _check_layers(module: nn.Module) -> None:
@@ -236,7 +229,8 @@ def _checked_balance(given: Iterable[int], layers: int) -> list[int]:
 
 
 def _with_advice(problem: str) -> str:
-    return f"{problem}. cudafuture.pipeline.balance.balance_by_time(partitions, module, sample) returns one that fits."
+    module = "cudafuture.compat.torchgpipe.balance"
+    return f"{problem}. {module}.balance_by_time(partitions, module, sample) returns one that fits."
 
 
 def _devices(given: Iterable[_Device] | None) -> list[torch.device]:

@@ -1,4 +1,4 @@
-"""Engine of ``GPipe``: micro-batches through stages, as one autograd graph whose backward pass is the reverse.
+"""Engine of GPipe's order: micro-batches through stages, as one autograd graph whose backward pass is the reverse.
 
 In clock cycle k the worker of each stage j enqueues micro-batch k - j. These are the points where it orders streams, or
 the backward pass, shown for a micro-batch i between two stages on two devices. ``S`` is the stream that was current
@@ -33,9 +33,10 @@ Idea: torchgpipe (Kim et al., 2020).
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -47,24 +48,102 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from cudafuture.pipeline._minibatch import passing_changes
+from cudafuture._modes import ThreadContext
+from cudafuture.pipeline._copy import Handover, copy, depart, wait
+from cudafuture.pipeline._dependency import fork, join, phony
 from cudafuture.pipeline._sharing import distinct, refuse_overlap, versions_of
 from cudafuture.pipeline.checkpoint import RandomState, checkpointing, is_checkpointing, is_recomputing, recomputing
-from cudafuture.pipeline.copy import Handover, copy, depart, wait
-from cudafuture.pipeline.dependency import fork, join, phony
-from cudafuture.pipeline.microbatch import Batch, TensorOrTensors, check
-from cudafuture.pipeline.skip import Namespace, SkipLayout, SkipTracker, use_skip_tracker
+from cudafuture.pipeline.minibatch import TensorOrTensors, concatenate, expect_tensors, passing_changes
+from cudafuture.pipeline.skip import Namespace, SkipTracker, inspect_skip_layout, use_skip_tracker
 from cudafuture.pipeline.stream import AbstractStream, current_stream, new_stream, use_stream
-from cudafuture.pipeline.worker import ExcInfo, InQueue, OutQueue, Task, spawn_workers
+from cudafuture.pipeline.workers import Workers
 
-__all__ = ["Stage", "clock_cycles", "fill_drain", "stages_of"]
+__all__ = ["FillDrain", "move_stages"]
 
 _Key = tuple[Namespace | None, str]
 
 
+class FillDrain:
+    """Forward passes of micro-batches through stages. ``backward()`` of a loss of the output drains them.
+
+    Args:
+        stages: modules, each on its device.
+        devices: of the stages.
+
+    Attributes:
+        stages: as given. They may be replaced between two calls of ``run``.
+
+    >>> engine = FillDrain([torch.nn.ReLU(), torch.nn.Flatten()], [torch.device("cpu")] * 2)
+    >>> x = torch.tensor([[-1.0], [2.0]])
+    >>> engine.run(x, x.split(1))
+    tensor([[0.],
+            [2.]])
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+        self.stages = stages
+        self._partitions: list[_Partition] = []
+        layout = inspect_skip_layout(stages)
+        routes = layout.by_ns_name
+        for j, (stage, device) in enumerate(zip(stages, devices, strict=True)):
+            pops = [(source, (ns, name)) for source, ns, name in layout.copy_policy(j)]
+            stashes = [key for key, (source, _) in routes.items() if source == j and layout.requires_copy(*key)]
+            targets = [devices[routes[key][1]] for key in stashes] + list(devices[j + 1 : j + 2])
+            sends = any(target != device for target in targets)
+            self._partitions.append(_Partition(stage, device, pops, stashes, sends))
+
+    def run(
+        self, minibatch: TensorOrTensors, microbatches: Sequence[TensorOrTensors], checkpointed: int = 0
+    ) -> TensorOrTensors:
+        """Return the output of a mini-batch, on the device of the last stage.
+
+        Args:
+            minibatch: on the device of the first stage.
+            microbatches: its parts, as ``minibatch.split`` returns them.
+            checkpointed: the number of micro-batches, from the first, that backward recomputes. Default 0.
+
+        Raises:
+            TypeError: a stage returned another value than a tensor or a tuple of tensors.
+
+        >>> model = torch.nn.Linear(1, 1)
+        >>> x = torch.ones(4, 1)
+        >>> FillDrain([model], [x.device]).run(x, x.split(2), checkpointed=1).sum().backward()
+        >>> model.weight.grad
+        tensor([[4.]])
+        """
+        for partition, stage in zip(self._partitions, self.stages, strict=True):
+            partition.module = stage
+        with passing_changes(minibatch, microbatches):
+            return concatenate(_ForwardPass(microbatches, self._partitions, checkpointed).run())
+
+
+def move_stages(stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Move each stage to its device. Layers of one device still share their tensors, even where torch replaces them.
+
+    >>> model = nn.Linear(1, 1)
+    >>> move_stages([model], [torch.device("meta")])
+    >>> model.weight.device
+    device(type='meta')
+    """
+    shared = [
+        (tensors, name, id(tensor))
+        for stage in stages
+        for module in stage.modules()
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
+    for stage, device in zip(stages, devices, strict=True):
+        stage.to(device)
+    moved: dict[int, torch.Tensor | None] = {}
+    for tensors, name, key in shared:
+        if tensors[name] is not moved.setdefault(key, tensors[name]):
+            tensors[name] = moved[key]  # type: ignore[assignment]
+
+
 @dataclass
-class Stage:
-    """Partition of a model, with the streams of its ends of the edges."""
+class _Partition:
+    """Stage of a model, with the streams of its ends of the edges."""
 
     module: nn.Module
     device: torch.device
@@ -84,19 +163,7 @@ class Stage:
         self.in_stream, self.out_stream, self.gate = (new_stream(self.device) for _ in range(3))
 
 
-def stages_of(partitions: Sequence[nn.Module], devices: Sequence[torch.device], layout: SkipLayout) -> list[Stage]:
-    """Return the stages of a partitioned model."""
-    routes = layout.by_ns_name
-    stages = []
-    for j, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
-        pops = [(source, (ns, name)) for source, ns, name in layout.copy_policy(j)]
-        stashes = [key for key, (source, _) in routes.items() if source == j and layout.requires_copy(*key)]
-        targets = [devices[routes[key][1]] for key in stashes] + list(devices[j + 1 : j + 2])
-        stages.append(Stage(partition, device, pops, stashes, any(target != device for target in targets)))
-    return stages
-
-
-def clock_cycles(batches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
+def _clock_cycles(batches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
     """Yield the cells (micro-batch, stage) of each clock cycle."""
     for clock in range(batches + stages - 1):
         yield [(clock - j, j) for j in range(stages) if 0 <= clock - j < batches]
@@ -105,33 +172,34 @@ def clock_cycles(batches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
 class _Shape(NamedTuple):
     """Structure of a parcel without its tensors."""
 
-    number: int
-    is_atomic: bool
-    size: int  # tensors of the batch, each counted once
-    indices: list[int]  # of the items of the batch, among these tensors
+    is_tuple: bool
+    size: int  # tensors of the micro-batch, each counted once
+    indices: list[int]  # of the items of the micro-batch, among these tensors
     skips: dict[_Key, bool]
 
     def parcel(self, tensors: Sequence[Tensor]) -> _Parcel:
-        value = tensors[0] if self.is_atomic else tuple(tensors[i] for i in self.indices)
+        value = tuple(tensors[i] for i in self.indices) if self.is_tuple else tensors[0]
         rest = iter(tensors[self.size :])
-        skips = {key: next(rest) if is_there else None for key, is_there in self.skips.items()}
-        return _Parcel(Batch(value, self.number), skips)
+        return _Parcel(value, {key: next(rest) if is_there else None for key, is_there in self.skips.items()})
 
 
 @dataclass
 class _Parcel:
     """Micro-batch between two stages, with the skip tensors that one of them pops or stashes."""
 
-    batch: Batch
+    value: TensorOrTensors
     skips: dict[_Key, Tensor | None]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*distinct(tuple(self.batch))[0], *(tensor for tensor in self.skips.values() if tensor is not None))
+        return (*distinct(self._items())[0], *(tensor for tensor in self.skips.values() if tensor is not None))
 
     def shape(self) -> _Shape:
         skips = {key: tensor is not None for key, tensor in self.skips.items()}
-        found, indices = distinct(tuple(self.batch))
-        return _Shape(self.batch.index, self.batch.atomic, len(found), indices, skips)
+        found, indices = distinct(self._items())
+        return _Shape(isinstance(self.value, tuple), len(found), indices, skips)
+
+    def _items(self) -> tuple[Tensor, ...]:
+        return self.value if isinstance(self.value, tuple) else (self.value,)
 
 
 class _Errors:
@@ -157,23 +225,25 @@ class _Errors:
             raise
 
 
-class _Cell:
+class _CellRun:
     """Stage j for micro-batch i: its computation, and its state until backward."""
 
-    def __init__(self, stage: Stage, name: str, shape: _Shape, errors: _Errors) -> None:
+    def __init__(self, stage: _Partition, stream: AbstractStream, name: str, shape: _Shape, errors: _Errors) -> None:
         self.stage = stage
+        self.stream = stream
         self.name = name
         self.shape = shape  # of the input
         self.errors = errors
         self.has_changed: list[bool] = []  # for each tensor of the input, whether the last run changed it in place
         # Of a checkpointed cell:
         self.sent_shape: _Shape | None = None
+        self.context: ThreadContext | None = None  # of the forward pass
         self.random: RandomState | None = None  # the states of the generators
-        self.saved: tuple[Tensor, ...] = ()  # inputs, for recompute()
         self.recomputed: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None  # outputs and leaves
 
     def run_with_checkpoint(self, tensors: Sequence[Tensor], after: Tensor) -> _Parcel:
         """Run the stage, and keep only its input; backward passes through `after` behind its own functions."""
+        self.context = ThreadContext()
         outputs = _Checkpoint.apply(after, self, *tensors)  # type: ignore[no-untyped-call]
         assert self.sent_shape is not None
         return self.sent_shape.parcel(outputs)
@@ -183,14 +253,14 @@ class _Cell:
         tracker = SkipTracker()
         tracker.tensors.update(received.skips)
         with use_skip_tracker(tracker):
-            value = self.stage.module(received.batch.value)
+            value = self.stage.module(received.value)
         self.has_changed = list(map(ne, before, versions_of(given)))
         if torch.is_grad_enabled():
             refuse_overlap(given, self.has_changed, self.name)
-        check(value)
+        expect_tensors(value)
         if isinstance(value, tuple) and not value:
             raise ValueError(f"{self.name} returned no tensor: an empty tuple")
-        return _Parcel(Batch(value, received.batch.index), {key: tracker.tensors[key] for key in self.stage.stashes})
+        return _Parcel(value, {key: tracker.tensors[key] for key in self.stage.stashes})
 
     def run_checkpointed(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the stage without a graph, and keep its input as it was before."""
@@ -212,16 +282,13 @@ class _Cell:
         self.sent_shape = sent.shape()
         return sent.tensors()
 
-    def recompute(self) -> Batch:
-        """Run the stage again, with a graph; autograd calls this."""
-        saved, self.saved = self.saved, ()
+    def recompute(self, saved: tuple[Tensor, ...]) -> None:
+        """Run the stage again, with a graph; autograd calls this in the context of the forward pass."""
         assert self.random is not None
         leaves = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved)
-        with torch.enable_grad(), recomputing(self.random):
+        with use_stream(self.stream), torch.enable_grad(), recomputing(self.random):
             given = [leaf.clone() if self.stage.changes_input else leaf for leaf in leaves]
-            sent = self.run(given)
-        self.recomputed = sent.tensors(), leaves
-        return sent.batch
+            self.recomputed = self.run(given).tensors(), leaves
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
         """Run the backward pass of the recomputed stage, and return the gradients of the inputs."""
@@ -237,7 +304,7 @@ class _Checkpoint(torch.autograd.Function):
     """Stage whose forward pass keeps nothing. Its backward pass is that of the result of ``_Recompute``."""
 
     @staticmethod
-    def forward(ctx: Any, after: Tensor, cell: _Cell, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, after: Tensor, cell: _CellRun, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.cell = cell
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in cell.run_checkpointed(inputs))
@@ -253,8 +320,8 @@ class _Recompute(torch.autograd.Function):
     """Phony whose backward pass runs a stage again."""
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, cell: _Cell, again: Task, *inputs: Tensor) -> Tensor:
-        ctx.cell, ctx.again = cell, again
+    def forward(ctx: Any, carrier: Tensor, cell: _CellRun, *inputs: Tensor) -> Tensor:
+        ctx.cell = cell
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         return carrier.detach()
@@ -262,15 +329,15 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         with ctx.cell.errors.kept(f"the recomputation of {ctx.cell.name}"):
-            saved = ctx.cell.saved = ctx.saved_tensors
-            ctx.again.compute()  # with the forward pass's autocast
-        return (None,) * (3 + len(saved))
+            saved = ctx.saved_tensors
+            ctx.cell.context.run(ctx.cell.recompute, saved)
+        return (None,) * (2 + len(saved))
 
 
-class _Step:
+class _ForwardPass:
     """Forward pass of one mini-batch."""
 
-    def __init__(self, batches: Sequence[Batch], stages: Sequence[Stage], checkpointed: int) -> None:
+    def __init__(self, batches: Sequence[TensorOrTensors], stages: Sequence[_Partition], checkpointed: int) -> None:
         self.batches = list(batches)
         self.stages = stages
         self.checkpointed = checkpointed  # micro-batches
@@ -280,29 +347,37 @@ class _Step:
         self.carriers: list[Tensor | None] = [None] * len(stages)  # phonies of the forks [6] of the last micro-batch
         self.errors = _Errors()
 
-    def run(self) -> list[Batch]:
-        # The generators and flags of an outer checkpoint belong to this thread: no other thread may run its parts.
-        is_inner = is_checkpointing() or is_recomputing()
-        with nullcontext() if is_inner else spawn_workers([stage.device for stage in self.stages]) as queues:
-            for cycle in clock_cycles(len(self.batches), len(self.stages)):
-                self._run_cycle(cycle, queues)
+    def run(self) -> list[TensorOrTensors]:
+        cycles = _clock_cycles(len(self.batches), len(self.stages))
+        if is_checkpointing() or is_recomputing():
+            # The generators and flags of an outer checkpoint belong to this thread: no other thread may run its parts.
+            for i, j in itertools.chain.from_iterable(cycles):
+                with use_stream(self.streams[j]):
+                    self._run_cell(i, j)
+            return self.batches
+        with Workers([stage.device for stage in self.stages], name="cudafuture-stage") as workers:
+            for cycle in cycles:
+                self._run_cycle(cycle, workers)
         return self.batches
 
-    def _run_cycle(self, cycle: list[tuple[int, int]], queues: tuple[list[InQueue], list[OutQueue]] | None) -> None:
-        tasks = [Task(self.streams[j], compute=partial(self._run_cell, i, j), finalize=None) for i, j in cycle]
-        if queues is None:
-            for task in tasks:
-                task.compute()
-            return
-        in_queues, out_queues = queues
-        for (_, j), task in zip(cycle, tasks, strict=True):
-            in_queues[j].put(task)
+    def _run_cycle(self, cycle: list[tuple[int, int]], workers: Workers) -> None:
+        failed: dict[int, BaseException] = {}  # by stage
+        cells = [
+            workers.submit(self.stages[j].device, partial(self._try_cell, i, j, failed), stream=self.streams[j])
+            for i, j in cycle
+        ]
+        for cell in cells:
+            cell.wait(non_blocking=True)
         for i, j in cycle:
-            ok, payload = out_queues[j].get()
-            if not ok:
-                self.errors.add(cast("ExcInfo", payload)[1], _name(i, j))
-            del payload
+            if j in failed:
+                self.errors.add(failed.pop(j), _name(i, j))
         self._raise_first()
+
+    def _try_cell(self, i: int, j: int, failed: dict[int, BaseException]) -> None:
+        try:
+            self._run_cell(i, j)
+        except BaseException as error:  # in the future it would get a note with the name of this method
+            failed[j] = error
 
     def _raise_first(self) -> None:
         error, self.errors.first = self.errors.first, None
@@ -312,8 +387,8 @@ class _Step:
         finally:
             del error  # its traceback has this frame
 
-    def _run_cell(self, i: int, j: int) -> Batch:
-        """Run stage j for micro-batch i; its worker calls this, while the stage's stream is current."""
+    def _run_cell(self, i: int, j: int) -> None:
+        """Run stage j for micro-batch i, while the stage's stream is current."""
         stage = self.stages[j]
         sources = {key: source for source, key in stage.pops}
         parcel = _Parcel(self.batches[i], {key: self.skips[i].pop(key) for key in sources})
@@ -321,7 +396,7 @@ class _Step:
         if j > 0:
             origins = [j - 1] * shape.size + [sources[key] for key, is_there in shape.skips.items() if is_there]
             tensors = self._copied(tensors, origins, i, j)
-        cell = _Cell(stage, _name(i, j), shape, self.errors)
+        cell = _CellRun(stage, self.streams[j], _name(i, j), shape, self.errors)
         carrier = self.carriers[j]
         if is_checkpointed := self._is_checkpointed(i, stage, tensors):
             tensors = [tensor.clone() if tensor.is_inference() else tensor for tensor in tensors]  # backward saves them
@@ -335,8 +410,7 @@ class _Step:
         outputs = self._finished(i, j, sent.tensors(), (cell, tensors) if is_checkpointed else None, carrier)
         parcel = sent.shape().parcel(outputs)
         self.skips[i].update(parcel.skips)
-        self.batches[i] = parcel.batch
-        return parcel.batch
+        self.batches[i] = parcel.value
 
     def _copied(self, tensors: list[Tensor], origins: list[int], i: int, j: int) -> list[Tensor]:
         """Return tensors of micro-batch i on the device of stage j; `origins` are the stages that produced them."""
@@ -354,7 +428,7 @@ class _Step:
                 tensors[n] = tensor
         return tensors
 
-    def _is_checkpointed(self, i: int, stage: Stage, inputs: Sequence[Tensor]) -> bool:
+    def _is_checkpointed(self, i: int, stage: _Partition, inputs: Sequence[Tensor]) -> bool:
         has_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if i >= self.checkpointed or not has_graph or is_checkpointing() or is_recomputing():
             return False
@@ -365,7 +439,7 @@ class _Step:
         i: int,
         j: int,
         outputs: tuple[Tensor, ...],
-        checkpointed: tuple[_Cell, Sequence[Tensor]] | None,
+        checkpointed: tuple[_CellRun, Sequence[Tensor]] | None,
         carrier: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Return the outputs of a stage for the next stages; `checkpointed` is its cell and input if it is."""
@@ -378,8 +452,7 @@ class _Step:
                 cell, inputs = checkpointed
                 outputs, trigger = fork(outputs)
                 with use_stream(stream):
-                    again = Task(stream, compute=cell.recompute, finalize=None)
-                    trigger = _Recompute.apply(trigger, cell, again, *inputs)  # type: ignore[no-untyped-call] # [4]
+                    trigger = _Recompute.apply(trigger, cell, *inputs)  # type: ignore[no-untyped-call] # [4]
                 outputs = join(outputs, trigger)
             if carrier is not None:
                 outputs = join(outputs, carrier)  # [6]
@@ -389,11 +462,3 @@ class _Step:
 
 def _name(i: int, j: int) -> str:
     return f"partition {j}, micro-batch {i}"
-
-
-def fill_drain(
-    minibatch: TensorOrTensors, batches: Sequence[Batch], stages: Sequence[Stage], checkpointed: int
-) -> list[Batch]:
-    """Return the outputs of the micro-batches of a mini-batch, the first `checkpointed` of them with checkpoints."""
-    with passing_changes(minibatch, [batch.value for batch in batches]):
-        return _Step(batches, stages, checkpointed).run()

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from cudafuture.pipeline import worker as worker_module
-from cudafuture.pipeline.microbatch import Batch, check, gather, scatter
-from cudafuture.pipeline.stream import (
+from cudafuture.compat.torchgpipe import worker as worker_module
+from cudafuture.compat.torchgpipe.microbatch import Batch, check, gather, scatter
+from cudafuture.compat.torchgpipe.stream import (
     AbstractStream,
     CPUStream,
     CPUStreamType,
@@ -25,13 +25,12 @@ from cudafuture.pipeline.stream import (
     get_device,
     is_cuda,
     new_stream,
-    normalize_device,
     record_stream,
     use_device,
     use_stream,
     wait_stream,
 )
-from cudafuture.pipeline.worker import (
+from cudafuture.compat.torchgpipe.worker import (
     ExcInfo,
     InQueue,
     OutQueue,
@@ -41,6 +40,7 @@ from cudafuture.pipeline.worker import (
     spawn_workers,
     worker,
 )
+from cudafuture.pipeline.stream import normalize_device
 
 CPU = torch.device("cpu")
 

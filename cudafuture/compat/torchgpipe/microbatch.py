@@ -6,18 +6,15 @@ The names are those of torchgpipe's and fairscale's microbatch modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, cast, overload
+from typing import TypeAlias, cast, overload
 
-import torch
 from torch import Tensor
 
-from cudafuture.pipeline._minibatch import split_rows
-from cudafuture.pipeline._sharing import with_each
+from cudafuture.pipeline.minibatch import TensorOrTensors, concatenate, expect_tensors, map_tensors, split_rows
 
 __all__ = ["Batch", "check", "gather", "scatter"]
 
 Tensors: TypeAlias = tuple[Tensor, ...]
-TensorOrTensors: TypeAlias = Tensor | Tensors
 Function: TypeAlias = Callable[[TensorOrTensors], TensorOrTensors]
 
 
@@ -129,11 +126,7 @@ def check(input: object) -> None:
         ...
     TypeError: expected Tensor, but got list
     """
-    if isinstance(input, tuple):
-        for part in input:
-            check(part)
-    elif not isinstance(input, Tensor):
-        raise TypeError(f"expected Tensor, but got {type(input).__name__}")
+    expect_tensors(input)
 
 
 def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
@@ -145,20 +138,13 @@ def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
     >>> [batch.tensor.tolist() for batch in scatter(torch.arange(5), 2)]
     [[0, 1, 2], [3, 4]]
     """
-    values: Sequence[Any]
-    if isinstance(input, Tensor):
-        values = _chunks(input, chunks)
-    else:
-        parts = with_each(input, lambda tensor: _chunks(tensor, chunks))
+    parts = map_tensors(input, lambda tensor: split_rows(tensor, [len(part) for part in tensor.detach().chunk(chunks)]))
+    if isinstance(input, tuple):
         if len({len(part) for part in parts}) > 1:
             rows = [len(tensor) for tensor in input]
             raise ValueError(f"the tensors of a mini-batch need the same number of rows, not {rows}")
-        values = list(zip(*parts, strict=True))
-    return [Batch(value, i) for i, value in enumerate(values)]
-
-
-def _chunks(tensor: Tensor, chunks: int) -> Sequence[Tensor]:
-    return split_rows(tensor, [len(part) for part in tensor.detach().chunk(chunks)])
+        parts = zip(*parts, strict=True)
+    return [Batch(value, i) for i, value in enumerate(parts)]
 
 
 def gather(outputs: Sequence[Batch]) -> TensorOrTensors:
@@ -167,6 +153,4 @@ def gather(outputs: Sequence[Batch]) -> TensorOrTensors:
     >>> gather([Batch(torch.tensor([1, 2])), Batch(torch.tensor([3]))])
     tensor([1, 2, 3])
     """
-    if outputs[0].atomic:
-        return torch.cat([batch.tensor for batch in outputs])
-    return tuple(torch.cat(column) for column in zip(*(batch.tensors for batch in outputs), strict=True))
+    return concatenate([batch.value for batch in outputs])

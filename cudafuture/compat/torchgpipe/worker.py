@@ -7,7 +7,6 @@ the same with futures.
 
 from __future__ import annotations
 
-import contextvars
 import sys
 import threading
 import weakref
@@ -18,9 +17,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from cudafuture import _C
-from cudafuture._modes import Modes
-from cudafuture.pipeline.microbatch import Batch
-from cudafuture.pipeline.stream import AbstractStream, Device, normalize_device, use_device, use_stream
+from cudafuture._modes import ThreadContext
+from cudafuture.compat.torchgpipe.microbatch import Batch
+from cudafuture.pipeline.stream import AbstractStream, DeviceLike, normalize_device, use_device, use_stream
 
 __all__ = ["Task", "create_workers", "join_workers", "spawn_workers", "worker"]
 
@@ -65,7 +64,7 @@ class Task:
         self.stream = stream
         self._compute = compute
         self._finalize = finalize
-        self._settings = _Settings()
+        self._context = ThreadContext()
 
     def compute(self) -> Batch:
         """Return the batch.
@@ -73,7 +72,8 @@ class Task:
         >>> Task(None, compute=lambda: Batch(torch.ones(1)), finalize=None).compute().tensor
         tensor([1.])
         """
-        return self._settings.run(self.stream, self._compute)
+        batch: Batch = self._context.run(self._run, self._compute)
+        return batch
 
     def finalize(self, batch: Batch) -> None:
         """Finish the batch that ``compute`` returned.
@@ -82,27 +82,14 @@ class Task:
         Batch[atomic=True](tensor([1., 1.]))
         """
         if self._finalize is not None:
-            self._settings.run(self.stream, self._finalize, batch)
+            self._context.run(self._run, self._finalize, batch)
 
-
-class _Settings:
-    """Calling thread's grad mode, inference mode, autocast and contextvars, for running functions with them."""
-
-    def __init__(self) -> None:
-        self._modes = Modes()
-        self._variables = contextvars.copy_context()
-
-    def run(self, stream: AbstractStream | None, function: Callable[..., T], *args: Any) -> T:
-        """Return ``function(*args)``."""
-        # A copy each time: a context can be entered only once at a time, and both parts may run at once when nested.
-        return self._variables.copy().run(self._run, stream, function, *args)
-
-    def _run(self, stream: AbstractStream | None, function: Callable[..., T], *args: Any) -> T:
-        with self._modes.applied(), use_stream(stream):
+    def _run(self, function: Callable[..., T], *args: Any) -> T:
+        with use_stream(self.stream):
             return function(*args)
 
 
-def worker(in_queue: InQueue, out_queue: OutQueue, device: Device, grad_mode: bool | None = None) -> None:
+def worker(in_queue: InQueue, out_queue: OutQueue, device: DeviceLike, grad_mode: bool | None = None) -> None:
     """Run the tasks of the in-queue until None arrives: the body of a worker thread.
 
     Args:
@@ -134,7 +121,7 @@ def _outcome(task: Task) -> tuple[bool, tuple[Task, Batch] | ExcInfo]:
         return False, cast(ExcInfo, sys.exc_info())
 
 
-def create_workers(devices: Iterable[Device]) -> tuple[list[InQueue], list[OutQueue]]:
+def create_workers(devices: Iterable[DeviceLike]) -> tuple[list[InQueue], list[OutQueue]]:
     """Start a daemon thread for each device; return an in-queue and an out-queue for each request, in order.
 
     Args:
@@ -148,7 +135,7 @@ def create_workers(devices: Iterable[Device]) -> tuple[list[InQueue], list[OutQu
     True
     >>> join_workers(in_queues, out_queues)
     """
-    queues: dict[Device, tuple[InQueue, OutQueue]] = {}
+    queues: dict[DeviceLike, tuple[InQueue, OutQueue]] = {}
     requests: list[tuple[InQueue, OutQueue]] = []
     try:
         for given in devices:
@@ -162,7 +149,7 @@ def create_workers(devices: Iterable[Device]) -> tuple[list[InQueue], list[OutQu
     return [in_queue for in_queue, _ in requests], [out_queue for _, out_queue in requests]
 
 
-def _start_worker(device: Device) -> tuple[InQueue, OutQueue]:
+def _start_worker(device: DeviceLike) -> tuple[InQueue, OutQueue]:
     with use_device(device):  # raises here, not in the thread, for a device that does not exist
         in_queue, out_queue = InQueue(), OutQueue()
     name = f"cudafuture-worker-{device.type}" + ("" if device.index is None else f":{device.index}")
@@ -194,12 +181,12 @@ def join_workers(in_queues: Iterable[InQueue], out_queues: Iterable[OutQueue]) -
 
 
 @contextmanager
-def spawn_workers(devices: Iterable[Device]) -> Iterator[tuple[list[InQueue], list[OutQueue]]]:
+def spawn_workers(devices: Iterable[DeviceLike]) -> Iterator[tuple[list[InQueue], list[OutQueue]]]:
     """Pass the queues of ``create_workers`` to a block, and join the threads after it.
 
     >>> import torch
-    >>> from cudafuture.pipeline.microbatch import Batch
-    >>> from cudafuture.pipeline.worker import Task, spawn_workers
+    >>> from cudafuture.compat.torchgpipe.microbatch import Batch
+    >>> from cudafuture.compat.torchgpipe.worker import Task, spawn_workers
     >>> with spawn_workers([torch.device("cpu")]) as (in_queues, out_queues):
     ...     in_queues[0].put(Task(None, compute=lambda: Batch(torch.ones(1)), finalize=None))
     ...     ok, (task, batch) = out_queues[0].get()
