@@ -8,17 +8,21 @@ import importlib
 import inspect
 import io
 import itertools
+import re
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from cudafuture.compat import torchgpipe
 from cudafuture.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from cudafuture.compat.torchgpipe.checkpoint import is_checkpointing, is_recomputing
 from cudafuture.compat.torchgpipe.gpipe import BalanceError, GPipe
@@ -634,6 +638,24 @@ def test_state_names_match_torchgpipe() -> None:
 def test_names_and_arguments_match_peers(module: str, name: str, arguments: str) -> None:
     found = getattr(importlib.import_module(f"cudafuture.compat.torchgpipe.{module}"), name)
     assert list(inspect.signature(found).parameters) == arguments.split()
+
+
+def test_page_lists_names_of_each_module() -> None:
+    page = Path(__file__).parents[2] / "docs" / "coming-from-torchgpipe.md"
+    rows = re.findall(r"^\| `([\w.]+)` \| (`.*`) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    found = {module.rpartition(".")[2]: set(re.findall(r"`(\w+)`", names)) for module, names in rows}
+    package = torchgpipe.__name__
+    modules = [
+        torchgpipe,
+        *(importlib.import_module(f"{package}.{each.name}") for each in iter_modules(torchgpipe.__path__)),
+    ]
+    names = {
+        module.__name__.rpartition(".")[2]: {
+            n for n in module.__all__ if not isinstance(getattr(module, n), ModuleType)
+        }
+        for module in modules
+    }
+    assert {module: listed for module, listed in found.items() if module in names} == names
 
 
 def test_model_copies_and_pickles_after_step() -> None:
