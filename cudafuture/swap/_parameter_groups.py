@@ -11,7 +11,6 @@ from cudafuture._arguments import expect_tensor
 
 __all__ = ["Group", "GroupIndex", "UpdateOrder", "name_of", "parameters_of"]
 
-
 Group = dict[str, Any]
 
 
