@@ -201,6 +201,9 @@ class Computation:
                     if state.is_chunked:
                         versions.append(1 - state.version)
                         computed.append(self._compute_one_of_several(batch[0]))
+                        if batch[0].chunk.is_last:
+                            for tensors in computed:  # nothing undoes the update any more
+                                tensors.pop(UNDO, None)
                     else:
                         versions += [loaded.chunk.state.version for loaded in batch]
                         self._compute(batch, computed)

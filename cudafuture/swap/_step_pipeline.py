@@ -23,7 +23,7 @@ from cudafuture.io import Buffer
 from cudafuture.store import DiskStore, Store
 from cudafuture.swap._errors import clear_tracebacks, error_of, interrupts_deferred
 from cudafuture.swap._gradients import FIRST, Gradients, StoredGradient
-from cudafuture.swap._parameter_state import UNDO, Chunk, ParameterState, StoredTensor
+from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor
 from cudafuture.swap._unit import Unit, UnitBuffers, UnitWrite, by_parameter, copies, cut
 
 __all__ = ["StepPipeline"]
@@ -262,10 +262,6 @@ class StepPipeline:
             the future of the write, or None if there is nothing to write.
         """
         self._limit_writes()
-        updated = {chunk.state for chunk in unit.chunks if chunk.is_last}  # nothing undoes their update any more
-        for chunk, named in zip(unit.chunks, tensors, strict=True):
-            if chunk.state in updated:
-                named.pop(UNDO, None)
         keys: dict[str, torch.Tensor] = {}
         for chunk, named, version in zip(unit.chunks, tensors, versions, strict=True):
             for name, tensor in named.items():
