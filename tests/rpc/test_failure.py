@@ -138,7 +138,7 @@ def test_exit_exceptions_end_only_own_process(error: BaseException) -> None:
 def test_worker_and_traceback_are_noted() -> None:
     got = send_and_return(ValueError("expected"))
     assert got.worker == "w1"
-    assert "in raised" in got.remote_traceback
+    assert "in raise_and_catch" in got.remote_traceback
     assert got.__notes__ == [f"raised on worker 'w1':\n{got.remote_traceback.rstrip()}"]
 
 
