@@ -9,7 +9,6 @@ from torch import Tensor
 from cudafuture.compat.torchgpipe.microbatch import Batch
 from cudafuture.pipeline import skip
 from cudafuture.pipeline.skip import (
-    Namespace,
     SkipLayout,
     Skippable,
     current_skip_tracker,
@@ -19,6 +18,9 @@ from cudafuture.pipeline.skip import (
     stash,
     use_skip_tracker,
     verify_skippables,
+)
+from cudafuture.pipeline.skip import (
+    SkipNamespace as Namespace,
 )
 
 __all__ = [

@@ -5,11 +5,11 @@ Idea and names: torchgpipe (Kim et al., torchgpipe: On-the-fly Pipeline Parallel
 
 from cudafuture.pipeline.skip._layout import SkipLayout, inspect_skip_layout, verify_skippables
 from cudafuture.pipeline.skip._skippable import Skippable, pop, skippable, stash
-from cudafuture.pipeline.skip._tracker import Namespace, SkipTracker, current_skip_tracker, use_skip_tracker
+from cudafuture.pipeline.skip._tracker import SkipNamespace, SkipTracker, current_skip_tracker, use_skip_tracker
 
 __all__ = [
-    "Namespace",
     "SkipLayout",
+    "SkipNamespace",
     "SkipTracker",
     "Skippable",
     "current_skip_tracker",

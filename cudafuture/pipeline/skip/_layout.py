@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from cudafuture.pipeline.skip._skippable import Skippable
-from cudafuture.pipeline.skip._tracker import Key, Namespace
+from cudafuture.pipeline.skip._tracker import Key, SkipNamespace
 
 __all__ = ["SkipLayout", "inspect_skip_layout", "verify_skippables"]
 
@@ -37,13 +37,15 @@ def verify_skippables(module: nn.Sequential) -> None:
             if key[1] not in both:
                 if key in stashed:
                     mistakes.append(
-                        f"{layer!r} stashes {key[1]!r} again: isolate() each pair in a Namespace of its own"
+                        f"{layer!r} stashes {key[1]!r} again: isolate() each pair in a SkipNamespace of its own"
                     )
                 stashed.setdefault(key, layer)
         for key in child.poppable():
             if key[1] not in both:
                 if key in popped:
-                    mistakes.append(f"{layer!r} pops {key[1]!r} again: isolate() each pair in a Namespace of its own")
+                    mistakes.append(
+                        f"{layer!r} pops {key[1]!r} again: isolate() each pair in a SkipNamespace of its own"
+                    )
                 elif key not in stashed:
                     mistakes.append(f"{layer!r} pops {key[1]!r}, which no module before it stashes")
                 else:
@@ -68,11 +70,11 @@ class SkipLayout:
 
     def __init__(self, partitions: int, routes: dict[Key, tuple[int, int]]) -> None:
         self.by_ns_name = routes
-        self.by_partition: list[list[tuple[int, Namespace | None, str]]] = [[] for _ in range(partitions)]
+        self.by_partition: list[list[tuple[int, SkipNamespace | None, str]]] = [[] for _ in range(partitions)]
         for (ns, name), (stashed_in, popped_in) in sorted(routes.items(), key=lambda route: route[1]):
             self.by_partition[popped_in].append((stashed_in, ns, name))
 
-    def copy_policy(self, partition: int) -> Iterator[tuple[int, Namespace | None, str]]:
+    def copy_policy(self, partition: int) -> Iterator[tuple[int, SkipNamespace | None, str]]:
         """Return an iterator over the skips to copy to a partition, ordered by the partition that stashes them.
 
         >>> list(SkipLayout(2, {(None, "far"): (0, 1), (None, "near"): (1, 1)}).copy_policy(1))
@@ -80,7 +82,7 @@ class SkipLayout:
         """
         return (route for route in self.by_partition[partition] if route[0] != partition)
 
-    def requires_copy(self, ns: Namespace | None, name: str) -> bool:
+    def requires_copy(self, ns: SkipNamespace | None, name: str) -> bool:
         """Return whether another partition pops the skip than the one that stashes it.
 
         >>> SkipLayout(2, {(None, "far"): (0, 1)}).requires_copy(None, "far")

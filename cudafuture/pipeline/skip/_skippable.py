@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from cudafuture.pipeline.skip._tracker import Key, Namespace, current_skip_tracker
+from cudafuture.pipeline.skip._tracker import Key, SkipNamespace, current_skip_tracker
 
 __all__ = ["Skippable", "pop", "skippable", "stash"]
 
@@ -51,7 +51,7 @@ class Skippable(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.module = self.module_cls(*args, **kwargs)
-        self.namespaces: dict[str, Namespace | None] = {}
+        self.namespaces: dict[str, SkipNamespace | None] = {}
 
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
@@ -80,14 +80,14 @@ class Skippable(nn.Module):
         """
         return map(self.namespaced, sorted(self.poppable_names))
 
-    def isolate(self: _Skippable, ns: Namespace, *, only: Iterable[str] | None = None) -> _Skippable:
+    def isolate(self: _Skippable, ns: SkipNamespace, *, only: Iterable[str] | None = None) -> _Skippable:
         """Move skip names of the module into a namespace, and return the module.
 
         Args:
             ns: the namespace. Two pairs of modules that use the same name need separate namespaces.
             only: the names; default all that the module declares.
 
-        >>> ns = Namespace()
+        >>> ns = SkipNamespace()
         >>> layer = skippable(stash=["a", "b"])(nn.Identity)().isolate(ns, only=["a"])
         >>> [namespace is ns for namespace, name in layer.stashable()]
         [True, False]

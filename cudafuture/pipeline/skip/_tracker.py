@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Namespace", "SkipTracker", "current_skip_tracker", "use_skip_tracker"]
+__all__ = ["SkipNamespace", "SkipTracker", "current_skip_tracker", "use_skip_tracker"]
 
 
 @total_ordering
-class Namespace(metaclass=ABCMeta):  # noqa: B024 - a type that None can be registered with
+class SkipNamespace(metaclass=ABCMeta):  # noqa: B024 - a type that None can be registered with
     """Namespace of skip names, for ``isolate``. A copy of one is equal to it. ``None`` is the default namespace.
 
-    >>> Namespace() == Namespace()
+    >>> SkipNamespace() == SkipNamespace()
     False
-    >>> isinstance(None, Namespace)
+    >>> isinstance(None, SkipNamespace)
     True
     """
 
@@ -31,21 +31,21 @@ class Namespace(metaclass=ABCMeta):  # noqa: B024 - a type that None can be regi
         self.id = uuid.uuid4()  # not the address, so that a deep copy of a model keeps its skips
 
     def __repr__(self) -> str:
-        return f"<Namespace {self.id}>"
+        return f"<SkipNamespace {self.id}>"
 
     def __hash__(self) -> int:
         return hash(self.id)
 
     def __eq__(self, other: object) -> bool:
-        return self.id == other.id if type(other) is Namespace else NotImplemented
+        return self.id == other.id if type(other) is SkipNamespace else NotImplemented
 
     def __lt__(self, other: object) -> bool:
-        return self.id < other.id if type(other) is Namespace else NotImplemented
+        return self.id < other.id if type(other) is SkipNamespace else NotImplemented
 
 
-Namespace.register(type(None))
+SkipNamespace.register(type(None))
 
-Key = tuple[Namespace | None, str]
+Key = tuple[SkipNamespace | None, str]
 
 
 class SkipTracker:
@@ -71,14 +71,14 @@ class SkipTracker:
         """
         return None
 
-    def save(self, batch: Any, ns: Namespace | None, name: str, tensor: Tensor | None) -> None:
+    def save(self, batch: Any, ns: SkipNamespace | None, name: str, tensor: Tensor | None) -> None:
         """Keep a stashed tensor.
 
         >>> SkipTracker().save(None, None, "skip", None)
         """
         self.tensors[ns, name] = tensor
 
-    def load(self, batch: Any, ns: Namespace | None, name: str) -> Tensor | None:
+    def load(self, batch: Any, ns: SkipNamespace | None, name: str) -> Tensor | None:
         """Return a stashed tensor and remove it.
 
         Raises:
