@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from cudafuture.compat.torchgpipe.skip import SkipTracker
 from cudafuture.pipeline.skip import (
-    Namespace,
     SkipLayout,
+    SkipNamespace,
     current_skip_tracker,
     inspect_skip_layout,
     pop,
@@ -83,7 +83,7 @@ def test_module_uses_names_in_any_order() -> None:
 
 
 def test_namespaces_separate_equal_names() -> None:
-    one, two = Namespace(), Namespace()
+    one, two = SkipNamespace(), SkipNamespace()
     model = nn.Sequential(Stash().isolate(one), Stash().isolate(two), Pop().isolate(two), Pop().isolate(one))  # type: ignore[operator]
     verify_skippables(model)
     assert model(torch.ones(1)).item() == 4 + 2 + 1
@@ -91,18 +91,18 @@ def test_namespaces_separate_equal_names() -> None:
 
 
 def test_isolate_moves_only_given_names() -> None:
-    ns = Namespace()
+    ns = SkipNamespace()
     layer = skippable(stash=["a"], pop=["b"])(nn.Identity)().isolate(ns, only=["b"])
     assert list(layer.stashable()) == [(None, "a")]
     assert list(layer.poppable()) == [(ns, "b")]
 
 
 def test_namespaces_equal_only_their_copies() -> None:
-    one, two = Namespace(), Namespace()
+    one, two = SkipNamespace(), SkipNamespace()
     assert one != two
     assert copy.deepcopy(one) == one
     assert (one < two) != (two < one)
-    assert isinstance(None, Namespace)
+    assert isinstance(None, SkipNamespace)
     assert one != "one"
 
 
@@ -170,7 +170,7 @@ def test_one_error_lists_all_mistakes() -> None:
 
 
 def test_layout_knows_target_of_skip() -> None:
-    ns = Namespace()
+    ns = SkipNamespace()
     partitions = [
         nn.Sequential(Stash(), Stash().isolate(ns)),  # type: ignore[operator]
         nn.Sequential(nn.ReLU(), Pop().isolate(ns)),  # type: ignore[operator]

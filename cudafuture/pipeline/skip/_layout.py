@@ -37,15 +37,13 @@ def verify_skippables(module: nn.Sequential) -> None:
             if key[1] not in both:
                 if key in stashed:
                     mistakes.append(
-                        f"{layer!r} stashes {key[1]!r} again: isolate() each pair in a SkipNamespace of its own"
+                        f"{layer!r} stashes {key[1]!r} again: isolate() each pair in a namespace of its own"
                     )
                 stashed.setdefault(key, layer)
         for key in child.poppable():
             if key[1] not in both:
                 if key in popped:
-                    mistakes.append(
-                        f"{layer!r} pops {key[1]!r} again: isolate() each pair in a SkipNamespace of its own"
-                    )
+                    mistakes.append(f"{layer!r} pops {key[1]!r} again: isolate() each pair in a namespace of its own")
                 elif key not in stashed:
                     mistakes.append(f"{layer!r} pops {key[1]!r}, which no module before it stashes")
                 else:
