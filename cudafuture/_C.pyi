@@ -225,7 +225,7 @@ def sync_edges() -> list[str]: ...
 def cut_sync_edge(name: str | None) -> None: ...
 def has_sync_edge(name: str) -> bool: ...
 
-class StorageFaults:
+class EngineFaults:
     """What an engine makes up instead of asking the kernel, for tests: rates between 0 and 1."""
 
     def __init__(
@@ -242,7 +242,7 @@ class StorageFaults:
         at: Mapping[int, int] = ...,
     ) -> None: ...
 
-class StorageFile:
+class NativeFile:
     """A file that is open; `cudafuture.io.File` is what to use."""
 
     @property
@@ -256,7 +256,7 @@ class StorageFile:
     def sync(self) -> None: ...
     def close(self) -> None: ...
 
-class StorageEngine:
+class NativeEngine:
     """A native engine; `cudafuture.io.Engine` is what to use."""
 
     @property
@@ -266,7 +266,7 @@ class StorageEngine:
     def statistics(self) -> dict[str, int]: ...
     def transfer(
         self,
-        file: StorageFile,
+        file: NativeFile,
         reads: bool,
         tensors: list[torch.Tensor],
         offset: int,
@@ -276,14 +276,14 @@ class StorageEngine:
     def release_held(self) -> None: ...
     def close(self) -> None: ...
 
-def start_storage_engine(
+def start_engine(
     backend: str,
     queue_depth: int,
     block_size: int,
     threads: int,
     max_pending: int,
-    faults: StorageFaults | None = None,
-) -> StorageEngine: ...
+    faults: EngineFaults | None = None,
+) -> NativeEngine: ...
 
 class BufferLoan:
     """The memory of one buffer; `cudafuture.io.Buffer` is what to use."""
@@ -307,7 +307,7 @@ class BufferPool:
 def make_buffer_loan() -> BufferLoan: ...
 def make_buffer_pool(arena: torch.Tensor, is_pinned: bool) -> BufferPool: ...
 def aligned_bytes(size: int) -> torch.Tensor: ...
-def open_storage_file(path: str, mode: str, direct: bool | None) -> StorageFile: ...
+def open_file(path: str, mode: str, direct: bool | None) -> NativeFile: ...
 
 class Checksum:
     """A native digest; `cudafuture.io.Digest` is what to use."""
@@ -398,7 +398,7 @@ class Store:
     def close(self) -> None: ...
 
 def open_store(
-    engine: StorageEngine,
+    engine: NativeEngine,
     folder: str,
     direct: bool | None,
     checksum: bool,

@@ -90,8 +90,8 @@ class Engine:
             raise ValueError(
                 f"queue_depth={queue_depth} blocks of {block_size} bytes are more than {_MOST_MEMORY} bytes"
             )
-        faults = None if _faults is None else _C.StorageFaults(**_faults)
-        self._native = _C.start_storage_engine(backend, queue_depth, block_size, threads, max_pending or 0, faults)
+        faults = None if _faults is None else _C.EngineFaults(**_faults)
+        self._native = _C.start_engine(backend, queue_depth, block_size, threads, max_pending or 0, faults)
         self._queue_depth, self._block_size = queue_depth, block_size
         if backend == "auto" and self.backend != "io_uring":
             _log_once(f"files are read and written by threads; {self._native.why_not_io_uring}")

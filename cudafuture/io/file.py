@@ -73,7 +73,7 @@ class File:
         self._path = path_text(path)
         self._mode = mode
         self._engine = engine_or_default(engine)
-        self._native = _C.open_storage_file(self._path, mode, None if direct == "auto" else direct)
+        self._native = _C.open_file(self._path, mode, None if direct == "auto" else direct)
         if direct == "auto" and not self.is_direct:
             self._log_no_direct()
 

@@ -51,7 +51,7 @@ class EphemeralHome:
     """Folder of one ephemeral store inside `dir`, which another store removes after its process has died."""
 
     def __init__(self, dir: str) -> None:
-        with _storage_errors(dir):
+        with _disk_errors(dir):
             _make(Path(dir))
             with _locked(Path(dir, ".stores")):
                 _sweep(Path(dir))
@@ -80,7 +80,7 @@ class DurableHome:
     def __init__(self, dir: str, *, read_only: bool = False) -> None:
         self.path, self.read_only = dir, read_only
         self.lock: int | None
-        with _storage_errors(dir):
+        with _disk_errors(dir):
             if read_only:
                 self.lock = _read_lock(dir)
                 return
@@ -277,7 +277,7 @@ def _open_locked(path: Path, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def _storage_errors(dir: str) -> Iterator[None]:
+def _disk_errors(dir: str) -> Iterator[None]:
     try:
         yield
     except StorageError:

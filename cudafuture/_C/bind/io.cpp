@@ -98,13 +98,13 @@ std::shared_ptr<File> open_file(const std::string& path, const std::string& mode
 }  // namespace
 
 void bind_storage(nb::module_& m) {
-  nb::class_<io::FaultRates>(m, "StorageFaults")
+  nb::class_<io::FaultRates>(m, "EngineFaults")
       .def(nb::init<std::uint64_t, double, double, double, double, double, double, bool,
                     std::unordered_map<std::uint64_t, int>>(),
            nb::kw_only(), nb::arg("seed") = 0, nb::arg("io_error") = 0, nb::arg("no_space") = 0, nb::arg("again") = 0,
            nb::arg("interrupted") = 0, nb::arg("cut_short") = 0, nb::arg("late") = 0, nb::arg("held") = false,
            nb::arg("at") = std::unordered_map<std::uint64_t, int>());
-  nb::class_<File>(m, "StorageFile")
+  nb::class_<File>(m, "NativeFile")
       .def_prop_ro("is_direct", &File::is_direct)
       .def_prop_ro("unit", &File::unit)
       .def_prop_ro("size", &File::size)
@@ -112,7 +112,7 @@ void bind_storage(nb::module_& m) {
       .def("truncate", &File::truncate, nb::arg("size"), nb::call_guard<nb::gil_scoped_release>())
       .def("sync", &File::sync, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &File::close);
-  nb::class_<EngineHandle>(m, "StorageEngine")
+  nb::class_<EngineHandle>(m, "NativeEngine")
       .def_prop_ro("backend", [](const EngineHandle& self) { return self.engine->backend_name(); })
       .def_prop_ro("why_not_io_uring", [](const EngineHandle& self) { return self.engine->why_not_io_uring(); })
       .def("statistics", engine_statistics)
@@ -124,12 +124,12 @@ void bind_storage(nb::module_& m) {
         self.engine->close();
         wait_until_done([&](Engine::Clock::time_point deadline) { return self.engine->join_until(deadline); });
       });
-  m.def("start_storage_engine", start_engine, nb::arg("backend"), nb::arg("queue_depth"), nb::arg("block_size"),
+  m.def("start_engine", start_engine, nb::arg("backend"), nb::arg("queue_depth"), nb::arg("block_size"),
         nb::arg("threads"), nb::arg("max_pending"), nb::arg("faults") = nb::none());
   m.def(
       "aligned_bytes", [](std::size_t size) { return nb::steal(THPVariable_Wrap(io::make_aligned_bytes(size))); },
       nb::arg("size"));
-  m.def("open_storage_file", open_file, nb::arg("path"), nb::arg("mode"), nb::arg("direct").none());
+  m.def("open_file", open_file, nb::arg("path"), nb::arg("mode"), nb::arg("direct").none());
 }
 
 }  // namespace cudafuture::bind

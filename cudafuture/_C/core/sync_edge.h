@@ -64,15 +64,15 @@ enum class SyncEdge : std::uint8_t {
   guard_destroy,
   guard_to_torch,
 
-  // in storage
-  storage_source_wait,    // a write begins when the work that its caller had enqueued has finished
-  storage_source_copied,  // a buffer goes to the disk when the device has filled it
-  storage_target_wait,
-  storage_target_record_stream,
-  storage_target_copied,  // a buffer is reused when the device has read it
-  storage_read_record,
-  storage_failure_record,
-  storage_buffer_record,  // a pool lends memory again when the devices have finished with it
+  // in io
+  io_source_wait,    // a write begins when the work that its caller had enqueued has finished
+  io_source_copied,  // a buffer goes to the disk when the device has filled it
+  io_target_wait,
+  io_target_record_stream,
+  io_target_copied,  // a buffer is reused when the device has read it
+  io_read_record,
+  io_failure_record,
+  io_buffer_record,  // a pool lends memory again when the devices have finished with it
 
   // the tensors of a batch
   batch_slab_wait,      // a copy begins when the memory's owner has finished with it

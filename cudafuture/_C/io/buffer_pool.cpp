@@ -29,7 +29,7 @@ std::uint64_t pages(std::uint64_t size) noexcept { return (size + kPage - 1) / k
 EventSet pending_work() noexcept {
   std::vector<EventSet> sets;
   std::vector<const EventSet*> pending;
-  if (!stands(SyncEdge::storage_buffer_record)) return {};
+  if (!stands(SyncEdge::io_buffer_record)) return {};
   try {
     for (const c10::Device device : all_devices_with_streams()) {
       if (!has_context(device)) continue;

@@ -35,7 +35,7 @@ DeviceSide::DeviceSide(c10::ArrayRef<c10::Device> devices, Direction direction, 
         "a file or a store cannot be read or written inside a stream capture: captured work runs when the graph "
         "is replayed, and the disk would not be ordered with it. Do it before or after the capture");
   }
-  if (direction_ == Direction::read && stands(SyncEdge::storage_target_wait)) {
+  if (direction_ == Direction::read && stands(SyncEdge::io_target_wait)) {
     for (const c10::Stream& stream : streams_) events.block(stream);
   }
   earlier_->complete(Value(), std::move(events));
@@ -45,7 +45,7 @@ at::Tensor DeviceSide::bytes_of(const at::Tensor& tensor) {
   const at::AutoDispatchBelowADInplaceOrView plain;
   if (direction_ == Direction::read) {
     targets_.push_back(tensor);
-    if (stands(SyncEdge::storage_target_record_stream)) {
+    if (stands(SyncEdge::io_target_record_stream)) {
       const c10::impl::VirtualGuardImpl guard(tensor.device().type());
       for (const c10::Stream& stream : streams_) {
         if (stream.device() == tensor.device()) guard.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
@@ -115,7 +115,7 @@ EventSet DeviceSide::end_read(std::exception_ptr& failure) const noexcept {
       failure = std::current_exception();
     }
   }
-  if (!stands(failure == nullptr ? SyncEdge::storage_read_record : SyncEdge::storage_failure_record)) return {};
+  if (!stands(failure == nullptr ? SyncEdge::io_read_record : SyncEdge::io_failure_record)) return {};
   return EventSet::record_possible(devices_, streams_, failure);
 }
 

@@ -29,7 +29,7 @@ bool Operation::begin() noexcept {
 }
 
 bool Operation::waits_for_source() const noexcept {
-  if (request_.device == nullptr || request_.direction == Direction::read || !stands(SyncEdge::storage_source_wait)) {
+  if (request_.device == nullptr || request_.direction == Direction::read || !stands(SyncEdge::io_source_wait)) {
     return false;
   }
   return !request_.device->earlier()->device_work_finished();
@@ -67,7 +67,7 @@ Operation::Outcome Operation::fill_buffer(Block& block) noexcept {
       return failed_at(block, block.at, std::current_exception());
     }
     ++using_memory_;
-    return stands(SyncEdge::storage_source_copied) ? Outcome::device : copied(block);
+    return stands(SyncEdge::io_source_copied) ? Outcome::device : copied(block);
   }
   if (!block.is_staged && (request_.checksum == nullptr || check_later(block))) return Outcome::kernel;
   if (block.is_staged) ++using_memory_;
@@ -241,7 +241,7 @@ Operation::Outcome Operation::release(Block& block, Outcome outcome) noexcept {
 Operation::Outcome Operation::empty_buffer(Block& block) noexcept {
   try {
     block.copied = request_.device->scatter(request_.memory, block);
-    return stands(SyncEdge::storage_target_copied) ? Outcome::device : Outcome::ended;
+    return stands(SyncEdge::io_target_copied) ? Outcome::device : Outcome::ended;
   } catch (...) {
     note_failure(block.at, std::current_exception());
     return Outcome::ended;

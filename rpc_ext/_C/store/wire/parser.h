@@ -1,4 +1,4 @@
-// Parser of the messages between a client and a store service; see wire.h for their format.
+// Parser of the messages between a client and a store service; see message.h for their format.
 //
 // It checks each number against its limits before it uses it, and throws std::invalid_argument where a message makes no
 // sense.
