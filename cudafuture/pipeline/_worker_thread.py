@@ -43,17 +43,20 @@ class WorkerTask:
     """Submitted function. It is also the executor that receives its own job, a callable with the caller's settings."""
 
     __slots__ = (
-        *("began", "compute", "finalize", "future", "has_deadline", "job", "name", "outcome", "refusal", "since"),
-        "stream",
+        *("began", "compute", "finalize", "future", "has_deadline", "job", "name", "outcome", "records", "refusal"),
+        *("since", "stream"),
     )
 
     future: CUDAFuture[Any]
 
-    def __init__(self, compute: Callable[[], Any], finalize: Any, stream: torch.Stream | None, name: str) -> None:
+    def __init__(
+        self, compute: Callable[[], Any], finalize: Any, stream: torch.Stream | None, name: str, records: bool = True
+    ) -> None:
         self.compute = compute
         self.finalize = finalize  # called with the value; or None
         self.stream = stream
         self.name = name
+        self.records = records  # the future has an event of the stream
         self.job: Callable[[], object] = int  # does nothing, until `submit`
         self.since = time.perf_counter()
         self.began = 0.0
@@ -82,7 +85,7 @@ class WorkerTask:
         self.outcome, _here.is_in_task = "completed", outer
         if not self.future.done():
             with contextlib.suppress(InvalidStateError):  # its deadline completed it first
-                self.future.set_result(value, stream=self.stream)
+                self.future.set_result(value, stream=self.stream if self.records else None)
 
     def _call(self) -> Any:
         value = self.compute()

@@ -334,6 +334,12 @@ class _Recompute(torch.autograd.Function):
         return (None,) * (2 + len(saved))
 
 
+class _StageWorkers(Workers):
+    """Workers whose tasks are ordered by the copies between their streams alone."""
+
+    _records = False
+
+
 class _ForwardPass:
     """Forward pass of one mini-batch."""
 
@@ -353,9 +359,9 @@ class _ForwardPass:
             # The generators and flags of an outer checkpoint belong to this thread: no other thread may run its parts.
             for i, j in itertools.chain.from_iterable(cycles):
                 with use_stream(self.streams[j]):
-                    self._run_cell(i, j)
+                    ThreadContext().run(self._run_cell, i, j)
             return self.batches
-        with Workers([stage.device for stage in self.stages], name="cudafuture-stage") as workers:
+        with _StageWorkers([stage.device for stage in self.stages], name="cudafuture-stage") as workers:
             for cycle in cycles:
                 self._run_cycle(cycle, workers)
         return self.batches
@@ -363,11 +369,14 @@ class _ForwardPass:
     def _run_cycle(self, cycle: list[tuple[int, int]], workers: Workers) -> None:
         failed: dict[int, BaseException] = {}  # by stage
         cells = [
-            workers.submit(self.stages[j].device, partial(self._try_cell, i, j, failed), stream=self.streams[j])
+            workers.submit(
+                self.stages[j].device, partial(self._try_cell, i, j, failed), stream=self.streams[j], name=_name(i, j)
+            )
             for i, j in cycle
         ]
+        workers.wait()
         for cell in cells:
-            cell.wait(non_blocking=True)
+            cell.value()  # raises the error of a thread that died
         for i, j in cycle:
             if j in failed:
                 self.errors.add(failed.pop(j), _name(i, j))

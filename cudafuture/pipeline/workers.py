@@ -74,6 +74,8 @@ class Workers:
     tensor([2., 2.])
     """
 
+    _records = True  # an event on the stream of each task
+
     def __init__(self, devices: Iterable[DeviceLike | str | int], *, queue: int = 0, name: str = "worker") -> None:
         if queue < 0:
             raise ValueError(f"queue is the most tasks that wait for a device, or 0 for any number, not {queue}")
@@ -160,6 +162,7 @@ class Workers:
             finalize,
             cast(torch.Stream, stream) if worker.is_accelerator else None,
             name or getattr(compute, "__qualname__", None) or type(compute).__qualname__,
+            self._records,
         )
         run: Any = task.run
         executor: Any = task

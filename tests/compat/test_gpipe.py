@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import copy
 import gc
 import importlib
@@ -862,3 +864,48 @@ def test_step_is_freed_with_output() -> None:
             assert [ref() for ref in seen if ref() is not None] == []
     finally:
         gc.enable()
+
+
+@pytest.mark.sim(devices=2)
+def test_cells_record_only_events_of_copies() -> None:
+    model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], ["sim:0", "sim:1"], chunks=8)
+    model.eval()
+    x = torch.ones(16, 2, device="sim:0")
+    with torch.no_grad():
+        model(x)
+        sim.synchronize()
+        before = sim.statistics()
+        model(x)
+    # A copy records one on its source, when the tensor may be read, and one on its target, when it may be used.
+    assert sim.statistics().recorded - before.recorded == 2 * 2 * 8
+
+
+def test_model_in_coroutine_does_not_warn() -> None:
+    async def call() -> Tensor:
+        return GPipe(nn.Sequential(nn.Linear(2, 2)), [1], ["cpu"], chunks=2)(torch.ones(4, 2))
+
+    assert asyncio.run(call()).shape == (4, 2)  # warnings are errors
+
+
+def test_inner_cells_have_contextvars_of_their_own() -> None:
+    variable = contextvars.ContextVar("variable", default=0)
+    seen = []
+
+    class Count(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(variable.get())
+            variable.set(variable.get() + 1)
+            return x
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = GPipe(nn.Sequential(Count()), [1], ["cpu"], chunks=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner: Tensor = self.inner(x)
+            return inner
+
+    outer = GPipe(nn.Sequential(Outer()), [1], ["cpu"], chunks=1, checkpoint="always")
+    outer(torch.ones(4, 2, requires_grad=True)).sum().backward()
+    assert seen == [0, 0, 0, 0]
