@@ -1,4 +1,4 @@
-"""Why an engine has one ring, and one thread that submits to it: what other arrangements would be worth, by fio.
+"""Arrangements of rings and threads in an engine, compared by fio: one ring and one thread that submits win.
 
     python benchmarks/rings.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
 

@@ -31,7 +31,7 @@ WITH_WORDS = [
     *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))),
 ]
 
-OPENERS = re.compile(r"\s*(What|Who|Whoever|Whose|How|Where|Which|Whether|When|Say whether)\b")
+OPENERS = re.compile(r"\s*(What|Who|Whoever|Whose|Why|How|Where|Which|Whether|When|Say whether)\b")
 
 # Words that hide the subject, or that the field does not use. A line break, also in a comment, may divide them.
 GAP = r"\s+(?:(?:#|//)\s*)?"
