@@ -55,6 +55,11 @@ WORDS = re.compile(
     re.IGNORECASE,
 )
 
+# "an" before a consonant, as a renamed class leaves it. The names of the other letters begin with a vowel: an RPC.
+ARTICLES = re.compile(
+    rf"\b[Aa]n{GAP}[^\w\s]*(?:[BCDGJKPQTVWYZbcdgjkpqtvwyz]|[FHLMNRSXfhlmnrsx][aeiou](?<!ho)(?<!he)|[Ss][ht])\w*"
+)
+
 # The verbs with which a function's docstring may begin. Add a verb if it is an imperative of the field.
 VERBS = frozenset(
     re.findall(
@@ -136,6 +141,11 @@ def test_texts_name_the_subject(file: Path) -> None:
     assert not found, f"name the subject (the caller, the store), or use the verb of the field: {found}"
 
 
+@pytest.mark.parametrize("file", WITH_WORDS, ids=ids)
+def test_article_fits_the_next_word(file: Path) -> None:
+    assert [found[0] for found in ARTICLES.finditer(file.read_text(encoding="utf-8"))] == []
+
+
 # ---- each rule can fail
 
 
@@ -184,3 +194,16 @@ def test_a_docstring_that_is_no_imperative_is_found(text: str) -> None:
 def test_a_word_that_hides_the_subject_is_found(text: str) -> None:
     assert find_words(text)
     assert not find_words("The caller waits: engine.let_go()")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_wrong"),
+    [
+        ("use an [DiskStore](stores.md)", True),
+        ("as in an\n    # store", True),
+        ("an ``Sharded", True),
+        ("an engine, an RPC, an `ncclComm_t`, an hour", False),
+    ],
+)
+def test_an_article_that_does_not_fit_is_found(text: str, is_wrong: bool) -> None:
+    assert bool(ARTICLES.search(text)) == is_wrong
