@@ -29,7 +29,7 @@ Callback = Callable[[], object]
 
 
 class DiskOffloader:
-    """DiskStore that keeps tensors on disk and frees their memory until they are read again: TensorNVMe's API.
+    """Tensors on disk whose memory is freed until they are read again: TensorNVMe's API.
 
     A written tensor has no memory: its storage has size 0, for all its views. Reading restores the memory and the
     values once; after that it must be written again. The stored data belongs to the memory, not to the tensor object:
