@@ -1,9 +1,8 @@
 """Pipeline parallelism in one process: stages on devices, micro-batches between them, schedules as tables."""
 
 from cudafuture.graph_breaks import break_graphs
-from cudafuture.pipeline import balance, checkpoint, minibatch, stream
+from cudafuture.pipeline import balance, checkpoint, stream
 from cudafuture.pipeline.analysis import Analysis, Costs
-from cudafuture.pipeline.fill_drain import FillDrain, move_stages
 from cudafuture.pipeline.link import Link, LocalLink
 from cudafuture.pipeline.pipeline import Pipeline
 from cudafuture.pipeline.schedule import Cell, Schedule
@@ -26,6 +25,5 @@ __all__ = [
 ]
 
 # Not stash, pop and skippable: they are in modules that a program may compile.
-break_graphs(Analysis, Costs, FillDrain, LocalLink, Pipeline, Schedule, Workers, move_stages)
-for module in (balance, checkpoint, minibatch, stream):
-    break_graphs(*map(vars(module).get, module.__all__))
+break_graphs(Analysis, Costs, LocalLink, Pipeline, Schedule, Workers)
+break_graphs(*(vars(module)[name] for module in (balance, checkpoint, stream) for name in module.__all__))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cudafuture.pipeline.minibatch import TensorOrTensors, map_tensors
+from cudafuture.pipeline._minibatch import TensorOrTensors, map_tensors
 from cudafuture.pipeline.skip import SkipTracker, use_skip_tracker
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_cost"]

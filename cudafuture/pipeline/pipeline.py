@@ -17,13 +17,8 @@ from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.pipeline._division import divide, layers_of, places_of, refuse_shared, route_of, table_of
-from cudafuture.pipeline._stage import Stage, StageMessage
-from cudafuture.pipeline._step import Step
-from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
-from cudafuture.pipeline.checkpoint import is_checkpointing, is_recomputing
-from cudafuture.pipeline.fill_drain import FillDrain, move_stages
-from cudafuture.pipeline.link import Link, LocalLink
-from cudafuture.pipeline.minibatch import (
+from cudafuture.pipeline._fill_drain import FillDrain, move_stages
+from cudafuture.pipeline._minibatch import (
     expect_tensors,
     join,
     map_tensors,
@@ -32,6 +27,11 @@ from cudafuture.pipeline.minibatch import (
     split,
     split_target,
 )
+from cudafuture.pipeline._stage import Stage, StageMessage
+from cudafuture.pipeline._step import Step
+from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from cudafuture.pipeline.checkpoint import is_checkpointing, is_recomputing
+from cudafuture.pipeline.link import Link, LocalLink
 from cudafuture.pipeline.schedule import Schedule
 from cudafuture.pipeline.workers import Workers
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cudafuture.compat.torchgpipe import GPipe
 from cudafuture.pipeline import Pipeline
 from cudafuture.pipeline._division import divide, layers_of, refuse_shared, route_of
-from cudafuture.pipeline.minibatch import split, split_target
+from cudafuture.pipeline._minibatch import split, split_target
 from cudafuture.pipeline.skip import skippable, stash
 
 # ---- a layer in several places

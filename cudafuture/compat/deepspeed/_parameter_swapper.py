@@ -15,20 +15,12 @@ from cudafuture.combine import gather
 from cudafuture.compat.deepspeed._swap_order import SwapOrder
 from cudafuture.errors import InvalidStateError, SwapError
 from cudafuture.store import Store
-from cudafuture.swap import (
-    Chunk,
-    ParameterState,
-    StepPipeline,
-    StoredGradient,
-    StoredTensor,
-    Unit,
-    UnitBuffers,
-    Update,
-    clear_tracebacks,
-    copied,
-    layout_of,
-    places,
-)
+from cudafuture.swap._errors import clear_tracebacks
+from cudafuture.swap._gradients import StoredGradient
+from cudafuture.swap._parameter_state import Chunk, ParameterState, StoredTensor, copied
+from cudafuture.swap._step_pipeline import StepPipeline
+from cudafuture.swap._unit import Unit, UnitBuffers, layout_of, places
+from cudafuture.swap._update import Update
 
 __all__ = ["ParameterSwapper"]
 

@@ -17,7 +17,8 @@ from cudafuture.combine import wait_all
 from cudafuture.io import File
 from cudafuture.io.engine import PAGE
 from cudafuture.store import Store
-from cudafuture.swap import StoredTensor, places
+from cudafuture.swap._parameter_state import StoredTensor
+from cudafuture.swap._unit import places
 
 __all__ = ["Partition", "assemble", "partitions_of", "staged"]
 

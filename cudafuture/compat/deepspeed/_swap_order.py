@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cudafuture.swap import ParameterState
+from cudafuture.swap._parameter_state import ParameterState
 
 __all__ = ["SwapOrder"]
 

@@ -20,7 +20,9 @@ from cudafuture.compat.deepspeed.timers import StageTimers, Timers
 from cudafuture.errors import InvalidStateError
 from cudafuture.io import empty
 from cudafuture.store import Store
-from cudafuture.swap import Checkpoints, OptimizerNamespace, places
+from cudafuture.swap._checkpoints import Checkpoints
+from cudafuture.swap._namespace import OptimizerNamespace
+from cudafuture.swap._unit import places
 from cudafuture.swap.statistics import SwapStatistics
 
 __all__ = ["OptimizerSwapper"]

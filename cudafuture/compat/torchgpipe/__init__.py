@@ -20,5 +20,4 @@ __all__ = [
 
 # Not batchnorm and skip: their layers are in modules that a program may compile.
 break_graphs(GPipe)
-for module in (balance, checkpoint, microbatch, stream, worker):
-    break_graphs(*map(vars(module).get, module.__all__))
+break_graphs(*(vars(m)[name] for m in (balance, checkpoint, microbatch, stream, worker) for name in m.__all__))

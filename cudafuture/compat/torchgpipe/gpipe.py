@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from cudafuture.compat.torchgpipe.microbatch import check, scatter
+from cudafuture.pipeline._fill_drain import FillDrain, move_stages
+from cudafuture.pipeline._minibatch import TensorOrTensors, map_tensors
 from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from cudafuture.pipeline.checkpoint import is_recomputing
-from cudafuture.pipeline.fill_drain import FillDrain, move_stages
-from cudafuture.pipeline.minibatch import TensorOrTensors, map_tensors
 from cudafuture.pipeline.skip import verify_skippables
 from cudafuture.pipeline.stream import normalize_device
 

@@ -10,7 +10,7 @@ from typing import TypeAlias, cast, overload
 
 from torch import Tensor
 
-from cudafuture.pipeline.minibatch import TensorOrTensors, concatenate, expect_tensors, map_tensors, split_rows
+from cudafuture.pipeline._minibatch import TensorOrTensors, concatenate, expect_tensors, map_tensors, split_rows
 
 __all__ = ["Batch", "check", "gather", "scatter"]
 

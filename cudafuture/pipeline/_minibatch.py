@@ -121,7 +121,7 @@ def split_rows(tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Ten
 def passing_changes(minibatch: Any, parts: Sequence[Any]) -> Iterator[None]:
     """Count in-place changes of the parts as changes of their mini-batch, and give it their history, at the end.
 
-    >>> from cudafuture.pipeline.minibatch import passing_changes, split
+    >>> from cudafuture.pipeline._minibatch import passing_changes, split
     >>> x = torch.zeros(4)
     >>> parts = split(x, 2)
     >>> with passing_changes(x, parts):

@@ -51,9 +51,9 @@ from torch.autograd.graph import increment_version
 from cudafuture._modes import ThreadContext
 from cudafuture.pipeline._copy import Handover, copy, depart, wait
 from cudafuture.pipeline._dependency import fork, join, phony
+from cudafuture.pipeline._minibatch import TensorOrTensors, concatenate, expect_tensors, passing_changes
 from cudafuture.pipeline._sharing import distinct, refuse_overlap, versions_of
 from cudafuture.pipeline.checkpoint import RandomState, checkpointing, is_checkpointing, is_recomputing, recomputing
-from cudafuture.pipeline.minibatch import TensorOrTensors, concatenate, expect_tensors, passing_changes
 from cudafuture.pipeline.skip import SkipNamespace, SkipTracker, inspect_skip_layout, use_skip_tracker
 from cudafuture.pipeline.stream import AbstractStream, current_stream, new_stream, use_stream
 from cudafuture.pipeline.workers import Workers
