@@ -50,7 +50,8 @@ def test_writer_stores_checkpoint_with_header(backend: str | None, raw: bool, pa
     state = {f"layer{i}": torch.randn(100, i + 1) for i in range(20)}
     ends = torch.tensor([tensor.nbytes for tensor in state.values()]).cumsum(0).tolist()
     header = json.dumps(dict(zip(state, ends, strict=True))).encode()
-    writer = AsyncFileWriter(str(path), n_entries=4, backend=backend, n_tasks=2 + len(state))
+    writer = AsyncFileWriter(str(path), 4, backend, 2 + len(state))  # the positions of TensorNVMe
+    assert writer.comm_stream is None
     assert writer.write(len(header).to_bytes(8, "little")) == 8
     assert writer.write(header) == len(header)
     writer.register_h2d(len(state))

@@ -49,8 +49,8 @@ class AsyncFileWriter:
         n_entries: limit of pending writes; the next write waits for the oldest. The default is 16.
         backend: ``"uring"``, ``"aio"`` or ``"pthread"``; see ``get_backends()``. The default is the engine of the
             process.
-        comm_stream: copies tensors of its device to the host. The default is a stream of the pool.
         n_tasks: has no effect, like ``register_tasks``.
+        comm_stream: copies tensors of its device to the host. The default is a stream of the pool.
         engine: writes instead of the backend's engine.
 
     Raises:
@@ -64,8 +64,8 @@ class AsyncFileWriter:
         path: str | os.PathLike[str] | io.IOBase,
         n_entries: int = 16,
         backend: str | None = None,
-        comm_stream: torch.Stream | None = None,
         n_tasks: int = 0,
+        comm_stream: torch.Stream | None = None,
         *,
         engine: Engine | None = None,
     ) -> None:
