@@ -26,7 +26,7 @@ GPU_TORCH=2.11
 GPU_PYTHON=3.12
 
 # The short form of the tests takes three minutes on two idle cores; the time limits of the steps only end a hang.
-LIBRARY="future collectives rpc storage prefetch package examples/test_offload_activations.py" # with one process
+LIBRARY="future collectives rpc store prefetch package examples/test_offload_activations.py" # with one process
 COLLECTIVES="test_collectives.py test_process_group.py test_objects.py test_point_to_point.py test_ddp_hook.py"
 RPC="test_calls.py test_values.py test_torch_parity.py" # rpc_ext depends most on torch's internals
 CUDA="test_wait.py test_then.py test_events.py"

@@ -131,6 +131,15 @@ def test_dry_run_prints_without_running(tmp_path: Path) -> None:
     assert not matrix.folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("variable", "folder"),
+    [("LIBRARY", "tests"), ("COLLECTIVES", "tests/collectives"), ("RPC", "tests/rpc"), ("CUDA", "tests/device")],
+)
+def test_each_chosen_test_exists(variable: str, folder: str) -> None:
+    names = re.findall(rf'^{variable}="([^"]+)"', SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)[0].split()
+    assert [name for name in names if not (ROOT / folder / name).exists()] == []
+
+
 def test_help_names_every_option(tmp_path: Path) -> None:
     matrix = Matrix(tmp_path, "--help")
     assert matrix.run.returncode == 0
