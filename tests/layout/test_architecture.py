@@ -25,13 +25,8 @@ def drawn_rooms() -> list[set[str]]:
 def public_rooms() -> list[set[str]]:
     """Return the public rooms of each layer, and the native module, from the bottom up."""
     rows = [{name for name in row if name == "_C" or not name.startswith("_")} for row in CUDAFUTURE]
-    there = [{name for name in row if name == "_C" or is_there(name)} for row in rows]
     calls = {"rpc_ext" if name != "store" else "rpc_ext.store" for row in RPC_EXT for name in row}
-    return [row for row in there if row] + [{name} for name in sorted(calls)]
-
-
-def is_there(room: str) -> bool:
-    return (PACKAGE / room).is_dir() or (PACKAGE / room).with_suffix(".py").is_file()
+    return [row for row in rows if row] + [{name} for name in sorted(calls)]
 
 
 def file_of(name: str) -> Path | None:
