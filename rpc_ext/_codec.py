@@ -109,7 +109,7 @@ class DirectCall:
                 self.size += len(arg)
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     """A pickler that replaces tensors by indexes, and RRefs by torch's serialized form."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -178,7 +178,7 @@ class _Pickler(pickle.Pickler):
 
 def _expect_picklable(tensor: torch.Tensor, devices: DeviceMap) -> None:
     """Raise TensorError if a tensor cannot be pickled: for example a fake or an opaque one, or one in a transform."""
-    pickler = _Pickler(io.BytesIO())
+    pickler = _TensorPickler(io.BytesIO())
     pickler.devices = devices
     try:
         pickler.dump(tensor)
@@ -199,7 +199,7 @@ def encode(kind: int, value: object, devices: DeviceMap = NO_DEVICES) -> Encoded
     """
     pickler, _state.pickler = _state.pickler, None  # not available to __reduce__ of a value, which may make a call
     if pickler is None:
-        pickler = _Pickler(io.BytesIO())
+        pickler = _TensorPickler(io.BytesIO())
     pickled = pickler.dumped(value, devices)
     tensors, targets = pickler.tensors, pickler.targets if pickler.staged else None
     if pickler.rrefs:
@@ -243,7 +243,7 @@ class _CodecState(threading.local):
     tensors: Sequence[torch.Tensor] = ()  # of the payload that this thread is decoding
     rrefs: Sequence[Any] = ()  # of that payload, serialized by torch
     owners: set[str] | None = None  # in decode_with_owners: the owners of unconfirmed RRefs
-    pickler: _Pickler | None = None  # of this thread, while it is not in use
+    pickler: _TensorPickler | None = None  # of this thread, while it is not in use
 
 
 _state = _CodecState()

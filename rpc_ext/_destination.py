@@ -16,7 +16,7 @@ from rpc_ext._statistics import DestinationStatistics
 __all__ = ["Destination"]
 
 
-class _Waiter(NamedTuple):
+class _QueuedCall(NamedTuple):
     size: int
     admitted: CUDAFuture[None]  # completed under the lock
 
@@ -33,7 +33,7 @@ class Destination(_C.Destination):
         self.devices = devices
         self.batches: set[Any] = set()  # open batches
         self._lock = threading.Lock()  # guards what follows, and `waiting` and `is_awaited`; a leaf
-        self._waiters: collections.deque[_Waiter] = collections.deque()
+        self._waiters: collections.deque[_QueuedCall] = collections.deque()
         self._idle: CUDAFuture[None] | None = None  # completes when no call is in flight
 
     # ---- admission
@@ -45,7 +45,7 @@ class Destination(_C.Destination):
             TimeoutError: there was no room for `timeout` seconds (0: no limit).
             InvalidStateError: RPC was shut down.
         """
-        waiter = _Waiter(size, CUDAFuture())
+        waiter = _QueuedCall(size, CUDAFuture())
         is_done = False
         try:
             with self._lock:
@@ -89,12 +89,12 @@ class Destination(_C.Destination):
     def _ended(self) -> InvalidStateError:
         return InvalidStateError(f"RPC was shut down while a call to worker '{self.name}' waited for room")
 
-    def _withdraw(self, waiter: _Waiter) -> None:
+    def _withdraw(self, waiter: _QueuedCall) -> None:
         """Remove a waiter, or release the room that it has been given."""
         if not self._leave_queue(waiter) and waiter.admitted.done() and waiter.admitted.exception() is None:
             self.give_back(waiter.size)
 
-    def _leave_queue(self, waiter: _Waiter) -> bool:
+    def _leave_queue(self, waiter: _QueuedCall) -> bool:
         """Remove a waiter; return False if it is not in the queue: it has been admitted or refused."""
         with self._lock:
             if waiter not in self._waiters:

@@ -70,14 +70,14 @@ def is_async(fn: Any) -> bool:
     return getattr(fn, "_rpc_ext_async_execution", False) or hasattr(fn, "_wrapped_async_rpc_function")
 
 
-class _Threads(threading.local):
+class _ThreadState(threading.local):
     server: Server | None = None  # server of the call that this thread runs
 
 
-_threads = _Threads()
+_thread_state = _ThreadState()
 
 
-class _End:
+class _ReplyCounter:
     """A callback that counts the reply to a call. Its destructor counts a call whose future was dropped.
 
     It takes no lock, because garbage collection may drop it anywhere.
@@ -141,7 +141,7 @@ class Server:
 
     def serve(self, payload: bytes, tensors: list[torch.Tensor], reply: _C.Reply) -> None:
         """Handle a message and reply. Called by a thread of the agent. Raises nothing."""
-        outer, _threads.server = _threads.server, self
+        outer, _thread_state.server = _thread_state.server, self
         try:
             kind = kind_of(payload)
             if kind == PayloadKind.CHANNEL:
@@ -154,7 +154,7 @@ class Server:
         except BaseException as e:
             answer = self._failed(e)
         finally:
-            _threads.server = outer
+            _thread_state.server = outer
         if isinstance(answer, CUDAFuture):
             answer.then(lambda done: reply.send(*self._of_future(done)))
         else:
@@ -207,7 +207,7 @@ class Server:
         else:
             answer = self._packed(outcome, caller)
         if isinstance(answer, CUDAFuture):
-            answer.add_done_callback(_End(self._open, number), executor=inline)
+            answer.add_done_callback(_ReplyCounter(self._open, number), executor=inline)
         else:
             self._open.discard(number)
         return answer
@@ -256,11 +256,11 @@ class Server:
 
     @contextlib.contextmanager
     def _in_this_thread(self) -> Iterator[None]:
-        outer, _threads.server = _threads.server, self
+        outer, _thread_state.server = _thread_state.server, self
         try:
             yield
         finally:
-            _threads.server = outer
+            _thread_state.server = outer
 
     def _run_when_confirmed(self, payload: bytes, tensors: list[torch.Tensor]) -> Outcome:
         """Run a call with RRefs as arguments after their owners have confirmed them, possibly later."""
@@ -375,7 +375,7 @@ def _fail(future: CUDAFuture[Any]) -> None:
 
 def is_serving() -> bool:
     """Return whether this thread runs a function for another worker."""
-    return _threads.server is not None
+    return _thread_state.server is not None
 
 
 def expect_free_thread(what: str) -> contextlib.AbstractContextManager[None]:
@@ -384,5 +384,5 @@ def expect_free_thread(what: str) -> contextlib.AbstractContextManager[None]:
     Raises:
         InvalidStateError: this is an RPC worker thread, and no other one would be left to deliver the reply.
     """
-    server = _threads.server
+    server = _thread_state.server
     return contextlib.nullcontext() if server is None else server.blocking(what)

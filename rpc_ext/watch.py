@@ -50,11 +50,11 @@ def watch(worker: Worker, *, patience: float = 60.0) -> CUDAFuture[None]:
     session = current()
     name = session.destination(worker).name
     future: CUDAFuture[None] = CUDAFuture(name=f"watch {name}", executor=executors.callback_thread)
-    _timer.schedule(_Watch(session, name, patience, future), time.perf_counter())
+    _timer.schedule(_WorkerWatch(session, name, patience, future), time.perf_counter())
     return future
 
 
-class _Watch:
+class _WorkerWatch:
     """The watch of one worker, with at most one call in flight."""
 
     def __init__(self, session: Session, worker: str, patience: float, future: CUDAFuture[None]) -> None:

@@ -82,7 +82,7 @@ class FillDrain:
 
     def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
         self.stages = stages
-        self._partitions: list[_Partition] = []
+        self._partitions: list[_FillDrainStage] = []
         layout = inspect_skip_layout(stages)
         routes = layout.by_ns_name
         for j, (stage, device) in enumerate(zip(stages, devices, strict=True)):
@@ -90,7 +90,7 @@ class FillDrain:
             stashes = [key for key, (source, _) in routes.items() if source == j and layout.requires_copy(*key)]
             targets = [devices[routes[key][1]] for key in stashes] + list(devices[j + 1 : j + 2])
             sends = any(target != device for target in targets)
-            self._partitions.append(_Partition(stage, device, pops, stashes, sends))
+            self._partitions.append(_FillDrainStage(stage, device, pops, stashes, sends))
 
     def run(
         self, minibatch: TensorOrTensors, microbatches: Sequence[TensorOrTensors], checkpointed: int = 0
@@ -142,7 +142,7 @@ def move_stages(stages: Sequence[nn.Module], devices: Sequence[torch.device]) ->
 
 
 @dataclass
-class _Partition:
+class _FillDrainStage:
     """Stage of a model, with the streams of its ends of the edges."""
 
     module: nn.Module
@@ -169,7 +169,7 @@ def _clock_cycles(batches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
         yield [(clock - j, j) for j in range(stages) if 0 <= clock - j < batches]
 
 
-class _Shape(NamedTuple):
+class _ParcelStructure(NamedTuple):
     """Structure of a parcel without its tensors."""
 
     is_tuple: bool
@@ -193,10 +193,10 @@ class _Parcel:
     def tensors(self) -> tuple[Tensor, ...]:
         return (*distinct(self._items())[0], *(tensor for tensor in self.skips.values() if tensor is not None))
 
-    def shape(self) -> _Shape:
+    def shape(self) -> _ParcelStructure:
         skips = {key: tensor is not None for key, tensor in self.skips.items()}
         found, indices = distinct(self._items())
-        return _Shape(isinstance(self.value, tuple), len(found), indices, skips)
+        return _ParcelStructure(isinstance(self.value, tuple), len(found), indices, skips)
 
     def _items(self) -> tuple[Tensor, ...]:
         return self.value if isinstance(self.value, tuple) else (self.value,)
@@ -228,7 +228,9 @@ class _Errors:
 class _CellRun:
     """Stage j for micro-batch i: its computation, and its state until backward."""
 
-    def __init__(self, stage: _Partition, stream: AbstractStream, name: str, shape: _Shape, errors: _Errors) -> None:
+    def __init__(
+        self, stage: _FillDrainStage, stream: AbstractStream, name: str, shape: _ParcelStructure, errors: _Errors
+    ) -> None:
         self.stage = stage
         self.stream = stream
         self.name = name
@@ -236,7 +238,7 @@ class _CellRun:
         self.errors = errors
         self.has_changed: list[bool] = []  # for each tensor of the input, whether the last run changed it in place
         # Of a checkpointed cell:
-        self.sent_shape: _Shape | None = None
+        self.sent_shape: _ParcelStructure | None = None
         self.context: ThreadContext | None = None  # of the forward pass
         self.random: RandomState | None = None  # the states of the generators
         self.recomputed: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None  # outputs and leaves
@@ -343,7 +345,9 @@ class _StageWorkers(Workers):
 class _ForwardPass:
     """Forward pass of one mini-batch."""
 
-    def __init__(self, batches: Sequence[TensorOrTensors], stages: Sequence[_Partition], checkpointed: int) -> None:
+    def __init__(
+        self, batches: Sequence[TensorOrTensors], stages: Sequence[_FillDrainStage], checkpointed: int
+    ) -> None:
         self.batches = list(batches)
         self.stages = stages
         self.checkpointed = checkpointed  # micro-batches
@@ -437,7 +441,7 @@ class _ForwardPass:
                 tensors[n] = tensor
         return tensors
 
-    def _is_checkpointed(self, i: int, stage: _Partition, inputs: Sequence[Tensor]) -> bool:
+    def _is_checkpointed(self, i: int, stage: _FillDrainStage, inputs: Sequence[Tensor]) -> bool:
         has_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if i >= self.checkpointed or not has_graph or is_checkpointing() or is_recomputing():
             return False

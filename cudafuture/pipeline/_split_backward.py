@@ -23,7 +23,7 @@ def input_gradient(roots: list[GradientEdge], gradients: list[torch.Tensor | Non
 
     `start` is a leaf that the received tensors depend on; None is accumulated in it.
     """
-    graph = _Graph(roots, torch.autograd.graph.get_gradient_edge(start).node)
+    graph = _AutogradGraph(roots, torch.autograd.graph.get_gradient_edge(start).node)
     part = WeightPart(roots, gradients, graph)
     if graph.leads_to_start:
         # Inputs of this pass, not hooks: these gradients are those before the hooks of tensors, which run again.
@@ -38,7 +38,7 @@ def input_gradient(roots: list[GradientEdge], gradients: list[torch.Tensor | Non
 class WeightPart:
     """Part of a backward pass that computes the gradients of a stage's parameters."""
 
-    def __init__(self, roots: list[GradientEdge], gradients: list[torch.Tensor | None], graph: _Graph) -> None:
+    def __init__(self, roots: list[GradientEdge], gradients: list[torch.Tensor | None], graph: _AutogradGraph) -> None:
         self._roots, self._gradients, self._graph = roots, gradients, graph
         self._came_in: dict[Node, list[tuple[GradientEdge, torch.Tensor]]] = {}
 
@@ -60,7 +60,7 @@ class WeightPart:
         self._roots.clear()
 
 
-class _Graph:
+class _AutogradGraph:
     """Graph behind some roots: the nodes that lead to the start, and the parameters to which these lead directly."""
 
     def __init__(self, roots: list[GradientEdge], start: Node) -> None:

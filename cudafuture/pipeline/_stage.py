@@ -64,7 +64,7 @@ class Sent(NamedTuple):
     """Of one leaf each, which may be None."""
 
 
-class _Start(torch.autograd.Function):
+class _StageStart(torch.autograd.Function):
     """Start of a stage's graph. In backward it keeps the gradient of a received tensor."""
 
     @staticmethod
@@ -319,7 +319,7 @@ class _Given(SkipTracker):
         given = self._lend(leaf, "input")
         if not needs_gradient or not torch.is_grad_enabled():
             return given
-        return _Start.apply(self._saved.start, self._saved.gradients, key, given)  # type: ignore[no-untyped-call]
+        return _StageStart.apply(self._saved.start, self._saved.gradients, key, given)  # type: ignore[no-untyped-call]
 
     def _lend(self, leaf: Any, what: str) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -61,7 +61,7 @@ class Reader:
         options: PrefetchOptions,
         snapshot: Callable[[], Any] | None,
         consumer: torch.Stream | None,
-        pending: deque[_Place],
+        pending: deque[_BatchSlot],
         number: int,
         modes: Modes,
     ) -> None:
@@ -278,7 +278,7 @@ class Reader:
             except BaseException as error:
                 _C.fail(batch.future, without_frame(error))
         failed = batch.future.done() and not batch.is_end
-        self.pending.append(_Place(batch.taken))
+        self.pending.append(_BatchSlot(batch.taken))
         with self._lock:
             if self.is_closed:
                 batch.future.add_done_callback(retrieve_error, executor=inline)
@@ -344,7 +344,7 @@ class Reader:
             self.is_blocked = False
 
 
-class _Place:
+class _BatchSlot:
     """Slot of one batch that may be read ahead."""
 
     def __init__(self, taken: CUDAFuture[None]) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from cudafuture import CUDAFuture, executors, gather, wait_all
 from cudafuture.compat.tensornvme import DiskOffloader
-from cudafuture.compat.tensornvme._completions import Operation
-from cudafuture.compat.tensornvme._tensor_store import Read
+from cudafuture.compat.tensornvme._completions import PendingOperation
+from cudafuture.compat.tensornvme._tensor_store import PendingRead
 from cudafuture.io import Engine
 from support.engines import equal, held_engine, in_a_thread, numbered, size
 from support.patience import PATIENCE
@@ -103,7 +103,7 @@ def test_full_offloader_waits_for_oldest(idle_engine: Engine, tmp_path: Path, mo
     assert [size(tensor) for tensor in tensors] == [4000] * 3
     end = offloader._completions.end
 
-    def end_when_released(operation: Operation) -> None:
+    def end_when_released(operation: PendingOperation) -> None:
         idle_engine._native.release_held()
         end(operation)
 
@@ -312,7 +312,7 @@ def test_another_thread_may_run_callback(offloader: DiskOffloader, monkeypatch: 
     end, here = offloader._completions.end, threading.get_ident()
     order: list[str] = []
 
-    def end_later(operation: Operation) -> None:
+    def end_later(operation: PendingOperation) -> None:
         if threading.get_ident() != here:
             operation.ended = ended
             waiting.set()
@@ -376,7 +376,7 @@ def test_value_error_fails_future(offloader: DiskOffloader, monkeypatch: pytest.
     def refuse(_: object) -> None:
         raise error
 
-    monkeypatch.setattr(Read, "value", refuse)
+    monkeypatch.setattr(PendingRead, "value", refuse)
     future = offloader.async_read(x, (lambda: calls.append(1)) if called else None)
     assert future.exception(timeout=PATIENCE) is error
     with pytest.raises(MemoryError, match="no memory for a value"):

@@ -1,7 +1,8 @@
-"""Outside compat, no two classes have the same name, except a C++ class and the Python class that is its face.
+"""No two classes have the same name, except a C++ class and the Python class that is its face.
 
 Counted are the classes of Python modules and functions, and those in C++ namespaces. A class inside another class is
-named with its owner, and a forward declaration is none.
+named with its owner, and a forward declaration is none. Underscores at the beginning are no part of a name. The classes
+that a public module of compat lists in ``__all__`` have the names of another library, and are not counted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from layout.tree import ROOT, cpp_files, fakecuda_files, python_files, rpc_files, sim_files
+from layout.tree import ROOT, cpp_files, fakecuda_files, python_files, read_all, rpc_files, sim_files
 
 # C++ folders, and the Python folder that has their faces. The most specific one counts.
 FACES = {
@@ -35,10 +36,11 @@ NOT_CODE = re.compile(
     re.DOTALL | re.MULTILINE | re.VERBOSE,
 )
 NAMESPACE = re.compile(r"(?:inline\s+)?namespace\b[\w:\s]*|extern\s*")
+ARGUMENTS = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 CLASS = re.compile(
-    r"""(?:^|[\s>])(?:class|struct|union|enum|enum\s+class)
-        \s+(?:alignas\([^)]*\)\s*|\[\[[^]]*\]\]\s*)*
-        (\w+)(?:\s+final)?(?:\s*:[^:].*)?$
+    rf"""(?:^|[\s>])(?:class|struct|union|enum)\s+
+        (?:\w+\s+|\w+\s*{ARGUMENTS}\s*|\[\[[^]]*\]\]\s*)*?    # macros and attributes
+        (?!(?:class|const|noexcept|override)\b)(\w+)(?:\s+final)?(?:\s*:[^:].*)?$
     """,
     re.DOTALL | re.VERBOSE,
 )
@@ -82,7 +84,7 @@ def shared_names(classes: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """Return the files of each name that several classes have, from the name and the file of each class."""
     where: dict[str, list[str]] = {}
     for name, file in classes:
-        where.setdefault(name, []).append(file)
+        where.setdefault(name.lstrip("_"), []).append(file)
     return {name: files for name, files in where.items() if len(files) > 1 and not is_face(files)}
 
 
@@ -92,12 +94,22 @@ def is_face(files: list[str]) -> bool:
 
 
 def classes_of(file: Path) -> list[tuple[str, str]]:
+    text = file.read_text(encoding="utf-8")
+    where = file.relative_to(ROOT)
+    exempt = names_of_others(where, text)
     names = python_classes if file.suffix == ".py" else cpp_classes
-    return [(name, file.relative_to(ROOT).as_posix()) for name in names(file.read_text(encoding="utf-8"))]
+    return [(name, where.as_posix()) for name in names(text) if name not in exempt]
+
+
+def names_of_others(file: Path, text: str) -> list[str]:
+    """Return the names that a public module of compat lists, which another library has chosen."""
+    if "compat" not in file.parts or re.match("_(?!_)", file.name):
+        return []
+    return read_all(ast.parse(text)) or []
 
 
 def test_each_class_has_its_own_name() -> None:
-    python = [f for f in python_files("cudafuture", "rpc_ext") if "compat" not in f.parts]
+    python = python_files("cudafuture", "rpc_ext")
     native = [*cpp_files(), *sim_files(), *fakecuda_files(), *rpc_files()]
     found = {kind: [c for f in files for c in classes_of(f)] for kind, files in (("py", python), ("cpp", native))}
     assert len(found["py"]) > 200
@@ -124,6 +136,19 @@ def test_shared_name_is_found_unless_a_face(first: str, second: str, is_allowed:
     assert found == ({} if is_allowed else {"Same": [first, second]})
 
 
+def test_underscore_makes_no_other_name() -> None:
+    assert shared_names([("_File", "rpc_ext/a.py"), ("File", "rpc_ext/b.py")]) == {
+        "File": ["rpc_ext/a.py", "rpc_ext/b.py"]
+    }
+
+
+def test_compat_is_exempt_for_the_names_of_public_modules() -> None:
+    text = '__all__ = ["Batch"]\nclass Batch: ...\nclass Other: ...'
+    assert names_of_others(Path("cudafuture/compat/library/batch.py"), text) == ["Batch"]
+    assert names_of_others(Path("cudafuture/compat/library/_batch.py"), text) == []
+    assert names_of_others(Path("cudafuture/pipeline/batch.py"), text) == []
+
+
 def test_third_class_of_a_name_is_found() -> None:
     files = ["cudafuture/io/file.py", "cudafuture/_C/io/file.h", "cudafuture/_C/io/engine.cpp"]
     assert shared_names([("File", f) for f in files]) == {"File": files}
@@ -142,9 +167,13 @@ def test_cpp_classes_are_those_in_namespaces() -> None:
         void function(Forward& of) { struct Variable {} variable; }
         }
         extern "C" { struct Plain {}; }
+        class EXPORT Exported : public Base {};
+        struct __attribute__((visibility("default"))) [[nodiscard]] Attributed final {};
+        struct stat status() const {}
         class After {};
     """
-    assert list(cpp_classes(text)) == ["Template", "Kind", "Local", "Plain", "After"]
+    names = ["Template", "Kind", "Local", "Plain", "Exported", "Attributed", "After"]
+    assert list(cpp_classes(text)) == names
 
 
 def test_python_classes_are_those_in_no_class() -> None:

@@ -16,8 +16,8 @@ from layout.tree import (
     RPC,
     RPC_NATIVE,
     SIM,
-    declared_all,
     python_files,
+    read_all,
     source_files,
 )
 
@@ -63,7 +63,7 @@ def isort_key(name: str) -> tuple[int, str]:
 @pytest.mark.parametrize("file", PUBLIC, ids=ids)
 def test_public_modules_define_all(file: Path) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    names = declared_all(tree)
+    names = read_all(tree)
     assert names is not None, "a public module has an __all__"
     assert names == sorted(set(names), key=isort_key), "__all__ is sorted and names a thing once"
     missing = set(names) - bound_names(tree.body)

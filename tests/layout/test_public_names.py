@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from layout.tree import PACKAGE, ROOT, declared_all, is_module, module_name, python_files, rpc_files
+from layout.tree import PACKAGE, ROOT, is_module, module_name, python_files, read_all, rpc_files
 
 
 def is_public(module: str, name: str | None = None) -> bool:
@@ -20,7 +20,7 @@ def is_public(module: str, name: str | None = None) -> bool:
     file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
     if any(re.match("_(?!_)", part) for part in parts) or not file.is_file():
         return False
-    listed = declared_all(ast.parse(file.read_text(encoding="utf-8"))) or []
+    listed = read_all(ast.parse(file.read_text(encoding="utf-8"))) or []
     return name is None or name in listed or name.startswith("__")
 
 

@@ -103,7 +103,7 @@ def _from(node: ast.ImportFrom, package: str) -> Iterator[str]:
         yield inside if is_module(inside) else base
 
 
-def declared_all(tree: ast.Module) -> list[str] | None:
+def read_all(tree: ast.Module) -> list[str] | None:
     """Return ``__all__`` as it is written, or None where there is none."""
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

@@ -21,12 +21,12 @@ from cudafuture.compat.tensornvme._tensor_memory import TensorMemory
 from cudafuture.executors import inline
 from cudafuture.streams import pool_stream, use_streams
 
-__all__ = ["DEEPEST", "Completions", "Operation", "raise_first"]
+__all__ = ["DEEPEST", "Completions", "PendingOperation", "raise_first"]
 
 DEEPEST = 32
 
 
-class Operation:
+class PendingOperation:
     """One read or write, from its submission to the end of its callback.
 
     Args:
@@ -75,12 +75,12 @@ class Completions:
     def __init__(self, most: int, lock: threading.Lock) -> None:
         self._most = most
         self._lock = lock
-        self._pending: dict[Operation, None] = {}  # in the order in which they were submitted
-        self._called: dict[Operation, None] = {}  # their callbacks are running
+        self._pending: dict[PendingOperation, None] = {}  # in the order in which they were submitted
+        self._called: dict[PendingOperation, None] = {}  # their callbacks are running
         self.failed: list[tuple[bool, Exception]] = []
         self._local = threading.local()
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: PendingOperation) -> None:
         """Begin an operation when there is room, and when no pending operation uses the same storage."""
         while True:
             with self._lock:
@@ -92,7 +92,7 @@ class Completions:
             self.end(other)
         operation.transfer.add_done_callback(lambda _: self.settle(operation), executor=inline)
 
-    def _in_the_way(self, operation: Operation) -> Operation | None:
+    def _in_the_way(self, operation: PendingOperation) -> PendingOperation | None:
         storages = {id(m.storage) for m in operation.memory}
         mine = self._next(lambda other: any(id(m.storage) in storages for m in other.memory))
         if mine is not None:
@@ -100,7 +100,7 @@ class Completions:
         on_disk = [other for other in self._pending if not other.settled]
         return on_disk[0] if len(on_disk) >= self._most else None
 
-    def _next(self, wanted: Callable[[Operation], bool]) -> Operation | None:
+    def _next(self, wanted: Callable[[PendingOperation], bool]) -> PendingOperation | None:
         """Return the first matching operation that this thread can still advance."""
         deepest = self._depth >= DEEPEST
         return next((op for op in self._pending if wanted(op) and not (deepest and op.settled)), None)
@@ -109,7 +109,7 @@ class Completions:
     def _depth(self) -> int:
         return getattr(self._local, "depth", 0)
 
-    def settle(self, operation: Operation) -> None:
+    def settle(self, operation: PendingOperation) -> None:
         """Finish an operation whose transfer has ended; only the first call does so."""
         with operation.settle_lock:
             if operation.settled:
@@ -130,17 +130,17 @@ class Completions:
                 with self._lock:
                     self._fail(operation, late)
 
-    def _fail(self, operation: Operation, error: Exception) -> None:
+    def _fail(self, operation: PendingOperation, error: Exception) -> None:
         operation.error = error
         self._forget(operation)
         if not operation.reported:
             self.failed.append((operation.reads, error))
 
-    def _forget(self, operation: Operation) -> None:
+    def _forget(self, operation: PendingOperation) -> None:
         self._pending.pop(operation, None)
         operation.ended.set()
 
-    def end(self, operation: Operation) -> None:
+    def end(self, operation: PendingOperation) -> None:
         """Wait for an operation, and call its callback, unless another thread does."""
         late: Exception | None = None
         try:
@@ -157,7 +157,7 @@ class Completions:
             self._called[operation] = None
         self._call_back(operation)
 
-    def _call_back(self, operation: Operation) -> None:
+    def _call_back(self, operation: PendingOperation) -> None:
         self._local.depth = self._depth + 1
         try:
             if operation.callback is not None:
@@ -168,7 +168,7 @@ class Completions:
                 del self._called[operation]
             operation.ended.set()
 
-    def collect(self, last: Operation) -> None:
+    def collect(self, last: PendingOperation) -> None:
         """End the operations that are done; if `last` has a callback, return when that has run.
 
         Another thread may run it.
@@ -206,7 +206,7 @@ class Completions:
             called.ended.wait()
         return called is not None
 
-    def _end_next(self, wanted: Callable[[Operation], bool]) -> bool:
+    def _end_next(self, wanted: Callable[[PendingOperation], bool]) -> bool:
         with self._lock:
             operation = self._next(wanted)
         if operation is not None:
@@ -220,7 +220,7 @@ class Completions:
         return [error for _, error in taken]
 
 
-def _complete(operation: Operation) -> Exception | None:
+def _complete(operation: PendingOperation) -> Exception | None:
     """Complete the future of a settled operation. Its callbacks run elsewhere, since the future has an executor.
 
     Return the error with which the future fails although the transfer succeeded, or None.

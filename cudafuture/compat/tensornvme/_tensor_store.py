@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from cudafuture._C import CUDAFuture
-from cudafuture.compat.tensornvme._completions import Operation
+from cudafuture.compat.tensornvme._completions import PendingOperation
 from cudafuture.compat.tensornvme._tensor_memory import Place, TensorMemory
 from cudafuture.errors import CUDAFutureError, TensorError
 from cudafuture.store.disk_store import DiskStore
 
-__all__ = ["Read", "TensorStore", "Write"]
+__all__ = ["PendingRead", "PendingWrite", "TensorStore"]
 
 _logger = logging.getLogger("cudafuture.compat.tensornvme")
 
@@ -77,7 +77,7 @@ class TensorStore:
             _logger.warning("deleting replaced tensors failed, so they still take room on disk: %s", e)
 
 
-class _OfTensors(Operation):
+class _OfTensors(PendingOperation):
     def __init__(
         self,
         store: TensorStore,
@@ -91,7 +91,7 @@ class _OfTensors(Operation):
         self.name = isinstance(value, list), tuple(m.place for m in self.memory)
 
 
-class Write(_OfTensors):
+class PendingWrite(_OfTensors):
     """Write of tensors to disk."""
 
     reads = False
@@ -136,7 +136,7 @@ class Write(_OfTensors):
         return self.written
 
 
-class Read(_OfTensors):
+class PendingRead(_OfTensors):
     """Read of tensors back into memory."""
 
     reads = True

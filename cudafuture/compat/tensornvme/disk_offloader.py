@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from cudafuture._C import CUDAFuture
-from cudafuture.compat.tensornvme._completions import Completions, Operation
-from cudafuture.compat.tensornvme._tensor_store import Read, TensorStore, Write
+from cudafuture.compat.tensornvme._completions import Completions, PendingOperation
+from cudafuture.compat.tensornvme._tensor_store import PendingRead, PendingWrite, TensorStore
 from cudafuture.compat.tensornvme.backends import engine_of
 from cudafuture.errors import InvalidStateError
 from cudafuture.executors import callback_thread, inline
@@ -99,7 +99,7 @@ class DiskOffloader:
         >>> x.untyped_storage().size()
         0
         """
-        self._run(Write(self._store, tensor, reported=True))
+        self._run(PendingWrite(self._store, tensor, reported=True))
 
     def sync_read(self, tensor: torch.Tensor) -> None:
         """Restore the memory and the values of a tensor, and delete the stored data.
@@ -116,7 +116,7 @@ class DiskOffloader:
         >>> x
         tensor([0, 1, 2])
         """
-        self._run(Read(self._store, tensor, reported=True))
+        self._run(PendingRead(self._store, tensor, reported=True))
 
     def sync_writev(self, tensors: Iterable[torch.Tensor]) -> None:
         """Write tensors to disk, as a list that is read as a whole, and free their memory. See ``sync_write``.
@@ -125,7 +125,7 @@ class DiskOffloader:
         >>> offloader = DiskOffloader("offload")
         >>> offloader.sync_writev([x, y])
         """
-        self._run(Write(self._store, _listed(tensors), reported=True))
+        self._run(PendingWrite(self._store, _listed(tensors), reported=True))
 
     def sync_readv(self, tensors: Iterable[torch.Tensor]) -> None:
         """Restore the tensors of a list, which were written together in this order. See ``sync_read``.
@@ -137,7 +137,7 @@ class DiskOffloader:
         >>> x, y
         (tensor([1.]), tensor([0.]))
         """
-        self._run(Read(self._store, _listed(tensors), reported=True))
+        self._run(PendingRead(self._store, _listed(tensors), reported=True))
 
     # ---- asynchronous operations
 
@@ -156,7 +156,7 @@ class DiskOffloader:
         >>> offloader.async_write(x).wait()
         16
         """
-        return self._start(Write(self._store, tensor, callback))
+        return self._start(PendingWrite(self._store, tensor, callback))
 
     def async_read(self, tensor: torch.Tensor, callback: Callback | None = None) -> CUDAFuture[torch.Tensor]:
         """Begin to read a tensor, which has memory at once. The future completes with the tensor. See ``async_write``.
@@ -167,7 +167,7 @@ class DiskOffloader:
         >>> offloader.async_read(x, callback=lambda: x.mul_(2)).wait()
         tensor([0, 2, 4])
         """
-        return self._start(Read(self._store, tensor, callback))
+        return self._start(PendingRead(self._store, tensor, callback))
 
     def async_writev(self, tensors: Iterable[torch.Tensor], callback: Callback | None = None) -> CUDAFuture[int]:
         """Begin to write tensors as a list. See ``async_write``.
@@ -177,7 +177,7 @@ class DiskOffloader:
         >>> offloader.async_writev([x, y]).wait()
         24
         """
-        return self._start(Write(self._store, _listed(tensors), callback))
+        return self._start(PendingWrite(self._store, _listed(tensors), callback))
 
     def async_readv(
         self, tensors: Iterable[torch.Tensor], callback: Callback | None = None
@@ -190,7 +190,7 @@ class DiskOffloader:
         >>> offloader.async_readv([x, y]).wait()
         [tensor([1.]), tensor([0.])]
         """
-        return self._start(Read(self._store, _listed(tensors), callback))
+        return self._start(PendingRead(self._store, _listed(tensors), callback))
 
     def synchronize(self) -> None:
         """Wait until nothing is pending, including the operations that callbacks submit, and raise the first error.
@@ -249,7 +249,7 @@ class DiskOffloader:
 
     # ---- implementation
 
-    def _start(self, operation: Operation) -> CUDAFuture[Any]:
+    def _start(self, operation: PendingOperation) -> CUDAFuture[Any]:
         callback = operation.callback
         if callback is not None and not callable(callback):
             raise TypeError(f"a callback must be callable without arguments, but {callback!r} is not callable")
@@ -268,7 +268,7 @@ class DiskOffloader:
         """Retrieve the error, so that it is not logged: synchronizing raises it. Keep the offloader until then."""
         future.exception()
 
-    def _run(self, operation: Operation) -> None:
+    def _run(self, operation: PendingOperation) -> None:
         self._submit(operation)
         try:
             self._completions.end(operation)
@@ -278,7 +278,7 @@ class DiskOffloader:
         if operation.error is not None:
             raise operation.error
 
-    def _submit(self, operation: Operation) -> None:
+    def _submit(self, operation: PendingOperation) -> None:
         self._expect_own_process()
         if self._closed:
             raise InvalidStateError("the offloader is closed, and its data is deleted")

@@ -92,12 +92,12 @@ class SkipTracker:
         return self.tensors.pop((ns, name))
 
 
-class _Current(threading.local):
+class _CurrentTracker(threading.local):
     def __init__(self) -> None:
         self.tracker = SkipTracker()
 
 
-_current = _Current()
+_current = _CurrentTracker()
 
 
 def current_skip_tracker() -> SkipTracker:
