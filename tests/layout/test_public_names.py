@@ -38,8 +38,10 @@ def private_names() -> set[str]:
 
 PRIVATE = private_names()
 
+MODULE = re.compile(r"cudafuture(?:\.\w+)*")
+
 # A module of cudafuture in a string, and the name that C++ takes out of it: python("m", "n"), import("m").attr("n").
-IN_STRING = re.compile(r'"(cudafuture(?:\.\w+)*)"(?:\s*\)?\s*(?:,|\.attr\()\s*"(\w+)")?')
+IN_STRING = re.compile(rf'"({MODULE.pattern})"(?:\s*\)?\s*(?:,|\.attr\()\s*"(\w+)")?')
 
 
 def own_objects(tree: ast.Module) -> set[int]:
@@ -73,27 +75,63 @@ def words_in(node: ast.expr | None) -> set[str]:
 def private_uses(source: str) -> list[str]:
     """Return the uses, in a Python file of another package, of what is private to cudafuture.
 
-    These are imports of names that are not public, and attributes with the name of a private one of cudafuture. The
-    file's own objects may have attributes of such a name.
+    These are names that are not public, imported or taken out of a module that was imported; attributes with the name
+    of a private one of cudafuture, which the file's own objects may have; and strings that name a private attribute or
+    a module of cudafuture, but not those of ``__slots__``.
     """
     tree = ast.parse(source)
     own = own_objects(tree)
-    found = [module for module, name in IN_STRING.findall(source) if not is_public(module, name or None)]
+    modules = imported_modules(tree)
+    found = private_strings(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cudafuture":
             found += [f"{node.module}.{a.name}" for a in node.names if not is_public(node.module or "", a.name)]
         elif isinstance(node, ast.Import):  # import names from it
             found += [alias.name for alias in node.names if alias.name.split(".")[0] == "cudafuture"]
-        elif isinstance(node, ast.Attribute) and node.attr in PRIVATE and id(node.value) not in own:
-            found.append(ast.unparse(node))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
-            found += [ast.unparse(node) for a in node.args[1:2] if isinstance(a, ast.Constant) and a.value in PRIVATE]
+        elif isinstance(node, ast.Attribute):
+            module = module_of(node.value, modules)
+            is_private = node.attr in PRIVATE and id(node.value) not in own
+            if is_private or (module is not None and not is_public(module, node.attr)):
+                found.append(ast.unparse(node))
     return found
 
 
+def private_strings(tree: ast.Module) -> list[str]:
+    """Return the strings that name a module of cudafuture, a private attribute, or a path of attributes with one."""
+    slots = [n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__slots__"]
+    own = {id(node) for value in slots for node in ast.walk(value)}
+    strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in own]
+    texts = [string for string in strings if isinstance(string, str)]
+    return [text for text in texts if MODULE.fullmatch(text) or not PRIVATE.isdisjoint(text.split("."))]
+
+
+def imported_modules(tree: ast.Module) -> dict[str, str]:
+    """Return the modules of cudafuture that a file imports, by their name in the file."""
+    return {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and MODULE.fullmatch(node.module or "")
+        for alias in node.names
+        if is_module(f"{node.module}.{alias.name}")
+    }
+
+
+def module_of(node: ast.expr, modules: dict[str, str]) -> str | None:
+    """Return the module of cudafuture that an expression names, or None."""
+    if isinstance(node, ast.Name):
+        return modules.get(node.id)
+    above = module_of(node.value, modules) if isinstance(node, ast.Attribute) else None
+    return f"{above}.{node.attr}" if isinstance(node, ast.Attribute) and is_module(f"{above}.{node.attr}") else None
+
+
 def private_uses_in_cpp(source: str) -> list[str]:
-    """Return the strings in a C++ file of another package that name something private to cudafuture."""
-    modules = [f"{module}.{name}" for module, name in IN_STRING.findall(source) if not is_public(module, name or None)]
+    """Return the strings in a C++ file of another package that name something private to cudafuture.
+
+    A string may name a module of cudafuture only beside the public name that is taken out of it.
+    """
+    modules = [
+        f"{module}.{name}" for module, name in IN_STRING.findall(source) if not (name and is_public(module, name))
+    ]
     return modules + [name for name in re.findall(r'"(_\w+)"', source) if name in PRIVATE]
 
 
@@ -116,6 +154,15 @@ def test_the_native_module_of_rpc_ext_uses_the_public_api_only(file: Path) -> No
         "class Store: ...\ndef close(store: DiskStore): store._native",
         "class Session:\n    def f(self): self.store._native",
         "getattr(store, '_native')",
+        "hasattr(store, '_native')",
+        "vars(store)['_native']",
+        "attrgetter('store._native')",
+        "from cudafuture import swap\nswap.Unit",
+        "from cudafuture import io\nio.engine.PAGE",
+        "from cudafuture import io as files\nfiles._digests",
+        "from cudafuture.io import engine\nengine.PAGE",
+        'importlib.import_module("cudafuture.io").Missing',
+        'io = importlib.import_module("cudafuture.io")\nio.aligned',
         "from cudafuture import _C",
         "from cudafuture._frames import call_site",
         "from cudafuture.store import _home",
@@ -140,6 +187,7 @@ def test_a_private_name_is_found_in_python(source: str) -> None:
         "rref._limited(1.0)",
         "from cudafuture import CUDAFuture, __version__, executors",
         "from cudafuture.io import Digest",
+        "from cudafuture import executors, io\nexecutors.inline, io.Digest, io.engine.Engine",
         "from rpc_ext import _C",
         'hmac.digest(secret, b"cudafuture messages", "sha256")',
     ],
@@ -157,6 +205,7 @@ def test_a_public_name_is_allowed_in_python(source: str) -> None:
         ('py::module_::import("cudafuture.errors").attr("TensorError")', False),
         ('py::module_::import("cudafuture.errors").attr("Missing")', True),
         ('py::module_::import("cudafuture._C")', True),
+        ('auto m = py::module_::import("cudafuture.io"); m.attr("aligned")', True),
         ('store.attr("_native").attr("access")()', True),
         ('bytes_of(derived(key, "cudafuture seal: head"))', False),
     ],
