@@ -19,16 +19,16 @@ from cudafuture.compat.tensornvme import AsyncFileWriter
 from cudafuture.errors import StorageError
 from cudafuture.io import Engine
 from support.child import Child
-from support.engines import failing, held_engine, in_a_thread
+from support.engines import failing, hold_engine, in_a_thread
 from support.patience import PATIENCE
-from support.storing import opened
+from support.storing import count_descriptors
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 @pytest.fixture
 def idle_engine() -> Iterator[Engine]:
-    with held_engine() as engine:
+    with hold_engine() as engine:
         yield engine
 
 
@@ -292,9 +292,9 @@ def test_dropped_writer_finishes_writes(path: Path, caplog: pytest.LogCaptureFix
 
 def test_closed_writer_refuses_writes(path: Path) -> None:
     writer = AsyncFileWriter(path)
-    assert opened(path) > 0
+    assert count_descriptors(path) > 0
     writer.close()
-    assert opened(path) == 0  # a file that is removed gives its room back
+    assert count_descriptors(path) == 0  # a file that is removed gives its room back
     for use in (lambda: writer.write(b"x"), lambda: writer.write_tensor(torch.ones(1))):
         with pytest.raises(InvalidStateError, match="closed"):
             use()

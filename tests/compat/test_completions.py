@@ -16,7 +16,7 @@ from cudafuture.compat.tensornvme import DiskOffloader
 from cudafuture.compat.tensornvme._completions import PendingOperation
 from cudafuture.compat.tensornvme._tensor_store import PendingRead
 from cudafuture.io import Engine
-from support.engines import equal, held_engine, in_a_thread, numbered, size
+from support.engines import equal, hold_engine, in_a_thread, make_tensors, size
 from support.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
@@ -35,7 +35,7 @@ def offloader(tmp_path: Path) -> Iterator[DiskOffloader]:
 
 @pytest.fixture
 def idle_engine() -> Iterator[Engine]:
-    with held_engine() as engine:
+    with hold_engine() as engine:
         yield engine
 
 
@@ -43,7 +43,7 @@ def idle_engine() -> Iterator[Engine]:
 
 
 def test_every_asynchronous_call_returns_future(offloader: DiskOffloader) -> None:
-    (x, y), copies = numbered(2)
+    (x, y), copies = make_tensors(2)
     written = offloader.async_writev([x, y])
     assert written.wait(timeout=PATIENCE) == 8000
     assert (size(x), size(y)) == (0, 0)
@@ -61,7 +61,7 @@ def test_every_asynchronous_call_returns_future(offloader: DiskOffloader) -> Non
 
 
 def test_synchronize_completes_futures(offloader: DiskOffloader) -> None:
-    tensors, _ = numbered(4)
+    tensors, _ = make_tensors(4)
     for _ in range(50):
         futures = [*map(offloader.async_write, tensors)]
         offloader.sync_write_events()
@@ -73,7 +73,7 @@ def test_synchronize_completes_futures(offloader: DiskOffloader) -> None:
 
 def test_submitted_operation_cannot_be_cancelled(idle_engine: Engine, tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, engine=idle_engine)
-    (x,), copies = numbered(1)
+    (x,), copies = make_tensors(1)
     future = offloader.async_write(x)
     assert future.released is not None
     assert not future.cancel()
@@ -89,7 +89,7 @@ def test_submitted_operation_cannot_be_cancelled(idle_engine: Engine, tmp_path: 
 
 def test_futures_overlap_up_to_limit(backend: str, tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, 4, backend)
-    tensors, copies = numbered(40)
+    tensors, copies = make_tensors(40)
     assert gather(*map(offloader.async_write, tensors)).wait(timeout=PATIENCE) == [4000] * 40
     assert not any(size(tensor) for tensor in tensors)
     read = gather(*map(offloader.async_read, tensors)).wait(timeout=PATIENCE)
@@ -98,7 +98,7 @@ def test_futures_overlap_up_to_limit(backend: str, tmp_path: Path) -> None:
 
 def test_full_offloader_waits_for_oldest(idle_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offloader = DiskOffloader(tmp_path, 2, engine=idle_engine)
-    tensors, _ = numbered(3)
+    tensors, _ = make_tensors(3)
     futures = [offloader.async_write(tensor) for tensor in tensors[:2]]
     assert [size(tensor) for tensor in tensors] == [4000] * 3
     end = offloader._completions.end
@@ -115,7 +115,7 @@ def test_full_offloader_waits_for_oldest(idle_engine: Engine, tmp_path: Path, mo
 
 def test_done_operation_is_released(idle_engine: Engine, tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, engine=idle_engine)
-    (x,), _ = numbered(1)
+    (x,), _ = make_tensors(1)
     future = offloader.async_write(x)
     assert len(offloader._completions._pending) == 1
     idle_engine._native.release_held()
@@ -124,7 +124,7 @@ def test_done_operation_is_released(idle_engine: Engine, tmp_path: Path) -> None
 
 
 def test_operations_on_one_tensor_are_ordered(offloader: DiskOffloader) -> None:
-    (x, y), copies = numbered(2)
+    (x, y), copies = make_tensors(2)
     for _ in range(50):
         offloader.async_write(x)
         offloader.async_read(x)
@@ -134,7 +134,7 @@ def test_operations_on_one_tensor_are_ordered(offloader: DiskOffloader) -> None:
 
 
 def test_callback_thread_may_wait_for_operation(offloader: DiskOffloader) -> None:
-    (x,), copies = numbered(1)
+    (x,), copies = make_tensors(1)
 
     def write_and_read(_: CUDAFuture[None]) -> bool:
         offloader.sync_write(x)
@@ -167,7 +167,7 @@ def test_tensor_may_be_dropped_during_write(idle_engine: Engine, tmp_path: Path)
 
 
 def test_callback_runs_in_calling_thread(offloader: DiskOffloader) -> None:
-    (x, y), copies = numbered(2)
+    (x, y), copies = make_tensors(2)
     seen: list[object] = []
     offloader.async_write(x, lambda: seen.append((threading.get_ident(), size(x), offloader.statistics().keys)))
     offloader.async_read(x, lambda: seen.append((x.tolist() == copies[0].tolist(), offloader.statistics().keys)))
@@ -178,7 +178,7 @@ def test_callback_runs_in_calling_thread(offloader: DiskOffloader) -> None:
 
 def test_callbacks_use_full_offloader(backend: str, tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, 1, backend)
-    tensors, copies = numbered(5)
+    tensors, copies = make_tensors(5)
     order: list[int] = []
 
     def read(i: int) -> None:
@@ -215,7 +215,7 @@ def test_endless_callbacks_use_no_stack(offloader: DiskOffloader) -> None:
 
 
 def test_call_raises_callback_exception(offloader: DiskOffloader) -> None:
-    (x,), copies = numbered(1)
+    (x,), copies = make_tensors(1)
     with pytest.raises(ZeroDivisionError):
         offloader.async_write(x, lambda: 1 // 0)
     assert size(x) == 0
@@ -226,7 +226,7 @@ def test_call_raises_callback_exception(offloader: DiskOffloader) -> None:
 
 def test_synchronize_finishes_all_before_raising(idle_engine: Engine, tmp_path: Path) -> None:
     offloader = DiskOffloader(tmp_path, engine=idle_engine)
-    (x, y), _ = numbered(2)
+    (x, y), _ = make_tensors(2)
     submitted, ran = threading.Event(), threading.Event()
 
     def write_with_callbacks() -> None:
@@ -247,7 +247,7 @@ def test_synchronize_finishes_all_before_raising(idle_engine: Engine, tmp_path: 
 
 def test_threads_share_offloader(tmp_path: Path, frequent_switches: None) -> None:
     offloader = DiskOffloader(tmp_path, 3)
-    tensors, copies = numbered(8)
+    tensors, copies = make_tensors(8)
     callers, callees = set(), set()
     barrier = threading.Barrier(4)
 
@@ -277,7 +277,7 @@ def test_threads_share_offloader(tmp_path: Path, frequent_switches: None) -> Non
 
 
 def test_synchronize_waits_for_other_threads_callback(offloader: DiskOffloader) -> None:
-    (x, y), _ = numbered(2)
+    (x, y), _ = make_tensors(2)
     running, go_on = threading.Event(), threading.Event()
 
     def callback() -> None:
@@ -307,7 +307,7 @@ class Noticed(threading.Event):
 
 
 def test_another_thread_may_run_callback(offloader: DiskOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    (x,), _ = numbered(1)
+    (x,), _ = make_tensors(1)
     ended, waiting, taken = Noticed(), threading.Event(), threading.Event()
     end, here = offloader._completions.end, threading.get_ident()
     order: list[str] = []
@@ -368,7 +368,7 @@ def test_device_tensors_follow_stream_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("called", [False, True], ids=["no callback", "callback"])
 def test_value_error_fails_future(offloader: DiskOffloader, monkeypatch: pytest.MonkeyPatch, called: bool) -> None:
-    (x,), _ = numbered(1)
+    (x,), _ = make_tensors(1)
     offloader.sync_write(x)
     calls: list[int] = []
     error = MemoryError("no memory for a value")

@@ -13,7 +13,7 @@ import torch
 
 from cudafuture.compat.tensornvme import DiskOffloader
 from cudafuture.errors import TensorError
-from support.engines import equal, numbered, size
+from support.engines import equal, make_tensors, size
 from support.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
@@ -68,7 +68,7 @@ def test_asynchronous_calls_overlap(backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("n_entries", [1, 2, 16])
 def test_next_read_overlaps_computation(backend: str, n_entries: int, tmp_path: Path) -> None:
     offloader = DiskOffloader(str(tmp_path), n_entries, backend)
-    tensors, copies = numbered(10)
+    tensors, copies = make_tensors(10)
     for tensor in tensors:
         offloader.sync_write(tensor)
     offloader.sync_read(tensors[0])
@@ -89,7 +89,7 @@ def test_next_read_overlaps_computation(backend: str, n_entries: int, tmp_path: 
 @pytest.mark.parametrize("n_entries", [1, 2, 16])
 def test_read_callback_computes_and_writes(backend: str, n_entries: int, tmp_path: Path) -> None:
     offloader = DiskOffloader(str(tmp_path), n_entries, backend)
-    tensors, copies = numbered(10)
+    tensors, copies = make_tensors(10)
     for tensor in tensors:
         offloader.sync_write(tensor)
     for tensor in tensors:
@@ -148,7 +148,7 @@ def test_offloaded_optimizer_steps_like_plain_one(lists: bool, n_entries: int, a
 
 
 def test_unstored_tensor_cannot_be_read(offloader: DiskOffloader) -> None:
-    (x, y), copies = numbered(2)
+    (x, y), copies = make_tensors(2)
     for read in (offloader.sync_read, offloader.async_read):
         with pytest.raises(RuntimeError, match="nothing is stored"):
             read(x)
@@ -160,7 +160,7 @@ def test_unstored_tensor_cannot_be_read(offloader: DiskOffloader) -> None:
 
 
 def test_tensor_is_read_once(offloader: DiskOffloader) -> None:
-    (x,), copies = numbered(1)
+    (x,), copies = make_tensors(1)
     offloader.sync_write(x)
     future = offloader.async_read(x)
     with pytest.raises(RuntimeError, match="it can be read once"):
@@ -174,7 +174,7 @@ def test_tensor_is_read_once(offloader: DiskOffloader) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_list_is_read_as_written(offloader: DiskOffloader, mode: str) -> None:
-    (x, y, z), copies = numbered(3)
+    (x, y, z), copies = make_tensors(3)
     getattr(offloader, f"{mode}_writev")([x, y])
     offloader.synchronize()
     offloader.sync_write(z)
@@ -252,7 +252,7 @@ def test_tensor_without_memory_is_refused(offloader: DiskOffloader, tensor: torc
 
 
 def test_offloaded_tensor_cannot_be_written(offloader: DiskOffloader) -> None:
-    (x, y), copies = numbered(2)
+    (x, y), copies = make_tensors(2)
     offloader.async_write(x)
     for write in (offloader.sync_write, offloader.async_write):
         with pytest.raises(RuntimeError, match="on disk already"):
@@ -301,7 +301,7 @@ def test_any_dtype_and_shape_round_trips(offloader: DiskOffloader, dtype: torch.
 def test_lists_may_be_empty_or_repeat_tensors(offloader: DiskOffloader) -> None:
     offloader.sync_writev([])
     offloader.sync_readv([])
-    (x,), copies = numbered(1)
+    (x,), copies = make_tensors(1)
     offloader.sync_writev([x, x])
     assert size(x) == 0
     offloader.sync_readv([x, x])
@@ -367,7 +367,7 @@ def test_stored_content_belongs_to_memory(offloader: DiskOffloader) -> None:
 
 
 def test_unreachable_tensors_are_deleted(offloader: DiskOffloader) -> None:
-    tensors, copies = numbered(6)
+    tensors, copies = make_tensors(6)
     gone = [threading.Event() for _ in tensors]
     for tensor, event in zip(tensors, gone, strict=True):  # before the offloader's: the first registered runs last
         weakref.finalize(tensor.untyped_storage(), event.set)

@@ -19,5 +19,5 @@ class Folder {
   std::string file() const { return name_ + "/file"; }
 
  private:
-  std::string name_ = "/tmp/cudafuture-storage-XXXXXX";
+  std::string name_ = "/tmp/cudafuture-XXXXXX";
 };

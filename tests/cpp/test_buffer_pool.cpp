@@ -30,7 +30,7 @@ bool is_aligned(const c10::DataPtr& memory) { return reinterpret_cast<std::uintp
 
 }  // namespace
 
-TEST_CASE("storage buffer pool: an exhausted pool allocates aligned memory outside and counts it") {
+TEST_CASE("buffer pool: an exhausted pool allocates aligned memory outside and counts it") {
   const auto pool = make_pool();
   BufferPoolAllocator allocator(pool);
   c10::DataPtr most = allocator.allocate(3 * kPage - 10);
@@ -48,7 +48,7 @@ TEST_CASE("storage buffer pool: an exhausted pool allocates aligned memory outsi
   CHECK(pool->outside() == kPage + 1);
 }
 
-TEST_CASE("storage buffer pool: an allocation without waiting takes no memory ahead of waiting requests") {
+TEST_CASE("buffer pool: an allocation without waiting takes no memory ahead of waiting requests") {
   const auto pool = make_pool();
   c10::DataPtr half = pool->allocate(2 * kPage);
   const auto waiting = c10::make_intrusive<Future>();
@@ -62,7 +62,7 @@ TEST_CASE("storage buffer pool: an allocation without waiting takes no memory ah
   CHECK(pool->free() == kPage);
 }
 
-TEST_CASE("storage buffer pool: memory outlives its pool, and a closed pool allocates outside the pool") {
+TEST_CASE("buffer pool: memory outlives its pool, and a closed pool allocates outside the pool") {
   auto pool = make_pool();
   const c10::DataPtr memory = pool->allocate(kPage);
   pool->close();
@@ -73,7 +73,7 @@ TEST_CASE("storage buffer pool: memory outlives its pool, and a closed pool allo
   static_cast<std::uint8_t*>(outside.get())[kPage - 1] = 1;
 }
 
-TEST_CASE("storage buffer pool: when threads allocate and free, no memory is lost or lent twice") {
+TEST_CASE("buffer pool: when threads allocate and free, no memory is lost or lent twice") {
   const auto pool = make_pool();
   std::vector<std::thread> threads;
   for (std::uint8_t mine = 1; mine <= 4; ++mine) {

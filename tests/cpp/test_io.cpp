@@ -75,7 +75,7 @@ void wait_for(const Transfer& transfer) { transfer.future->wait_until(nullptr); 
 
 }  // namespace
 
-TEST_CASE("storage: threads read back their writes despite EAGAIN, EINTR and short results") {
+TEST_CASE("io: threads read back their writes despite EAGAIN, EINTR and short results") {
   for (const BackendKind backend : backends()) {
     for (const Direct direct : {Direct::automatic, Direct::no}) {
       Engine::Options options = small(backend);
@@ -104,7 +104,7 @@ TEST_CASE("storage: threads read back their writes despite EAGAIN, EINTR and sho
   }
 }
 
-TEST_CASE("storage: a failed block fails only its own operation") {
+TEST_CASE("io: a failed block fails only its own operation") {
   for (const BackendKind backend : backends()) {
     Engine::Options options = small(backend);
     options.faults = FaultRates{3, 0.2, 0.2, 0, 0, 0, 0.5, false};
@@ -139,7 +139,7 @@ TEST_CASE("storage: a failed block fails only its own operation") {
   }
 }
 
-TEST_CASE("storage: the engine leaves memory alone after the future is done") {
+TEST_CASE("io: the engine leaves memory alone after the future is done") {
   for (const BackendKind backend : backends()) {
     Engine::Options options = small(backend);
     options.faults = FaultRates{1, 0, 0, 0, 0, 0, 0, true};
@@ -171,7 +171,7 @@ TEST_CASE("storage: the engine leaves memory alone after the future is done") {
   }
 }
 
-TEST_CASE("storage: an engine without references finishes its operations") {
+TEST_CASE("io: an engine without references finishes its operations") {
   for (const BackendKind backend : backends()) {
     const Folder folder;
     const auto file = File::open(folder.file(), Access::read_write, Start::empty, Direct::automatic);
@@ -189,7 +189,7 @@ TEST_CASE("storage: an engine without references finishes its operations") {
   }
 }
 
-TEST_CASE("storage: strided memory can be gathered and scattered from any offset") {
+TEST_CASE("io: strided memory can be gathered and scattered from any offset") {
   std::vector<std::int16_t> numbers(6 * 7 * 8);
   std::iota(numbers.begin(), numbers.end(), std::int16_t{0});
   const std::int64_t sizes[] = {8, 6, 7};

@@ -41,7 +41,7 @@ TEST_CASE("alone: a write that waits for a device when the process exits" * doct
   CHECK(Runtime::take_broken().empty());
 }
 
-TEST_CASE_FIXTURE(Rules, "storage: at exit the engine waits for a device outside the runtime") {
+TEST_CASE_FIXTURE(Rules, "io: at exit the engine waits for a device outside the runtime") {
   run_alone("alone: a write that waits for a device when the process exits");
 }
 

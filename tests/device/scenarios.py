@@ -26,12 +26,12 @@ from device import (
     test_events,
     test_failures,
     test_guards,
+    test_io,
     test_lifetime,
     test_pipeline,
     test_prefetch,
     test_scopes,
     test_staging,
-    test_storage,
     test_then,
     test_torch_futures,
     test_wait,
@@ -229,19 +229,15 @@ SCENARIOS: dict[str, Scenario] = {
     "guard.synchronize": wrong_device(test_guards.test_synchronizing_with_other_device_works, ".synchronize()"),
     "guard.destroy": wrong_device(test_guards.test_surplus_events_elsewhere_are_destroyed, "del futures"),
     "guard.to_torch": wrong_device(test_guards.test_torch_event_covers_other_device, ".to_torch_event()"),
-    # in storage: the engine's thread has no stack of Python
-    "io.source_wait": race(
-        test_storage.test_write_follows_work_of_caller, "x = accelerator.produce(3.0)", None, priority=0
-    ),
-    "io.source_copied": wrong_data(test_storage.test_disk_waits_for_filled_buffer),
-    "io.target_wait": race(test_storage.test_read_follows_earlier_use_of_target, "x = accelerator.produce(1.0)", None),
-    "io.target_record_stream": Scenario(
-        test_storage.test_target_may_be_dropped_after_read, "reuse", None, "fill_(9.0)"
-    ),
-    "io.target_copied": wrong_data(test_storage.test_buffer_is_reused_after_device),
-    "io.read_record": race(test_storage.test_waiter_follows_read, None, "doubled = x * 2"),
-    "io.failure_record": race(test_storage.test_failure_handler_follows_partial_read, None, "x.fill_(3.0)"),
-    "io.buffer_record": wrong_data(test_storage.test_pool_memory_waits_for_device),
+    # in I/O: the engine's thread has no stack of Python
+    "io.source_wait": race(test_io.test_write_follows_work_of_caller, "x = accelerator.produce(3.0)", None, priority=0),
+    "io.source_copied": wrong_data(test_io.test_disk_waits_for_filled_buffer),
+    "io.target_wait": race(test_io.test_read_follows_earlier_use_of_target, "x = accelerator.produce(1.0)", None),
+    "io.target_record_stream": Scenario(test_io.test_target_may_be_dropped_after_read, "reuse", None, "fill_(9.0)"),
+    "io.target_copied": wrong_data(test_io.test_buffer_is_reused_after_device),
+    "io.read_record": race(test_io.test_waiter_follows_read, None, "doubled = x * 2"),
+    "io.failure_record": race(test_io.test_failure_handler_follows_partial_read, None, "x.fill_(3.0)"),
+    "io.buffer_record": wrong_data(test_io.test_pool_memory_waits_for_device),
     # in Python
     "copy.source_wait": race(
         test_copy.test_source_is_read_after_earlier_work,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.storing import held
+from support.storing import open_held_store
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "offload_activations.py"
 
@@ -34,7 +34,7 @@ def test_activation_changed_during_write_is_noticed(tmp_path: Path, monkeypatch:
     example = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, example)
     spec.loader.exec_module(example)
-    engine, store = held(tmp_path)
+    engine, store = open_held_store(tmp_path)
     with engine, store:
         offload = example.OffloadActivations(store)
         with offload:

@@ -21,7 +21,7 @@ from cudafuture.store import Entry, ShardedStore, Store
 from rpc_ext import RemoteStore
 from support.patience import PATIENCE
 from support.soak import soak_count
-from support.storing import LARGE, MIB, SMALL, numbered
+from support.storing import LARGE, MIB, SMALL, make_numbered
 
 FLOATS = 16 * MIB // 4  # float32s in 16 MiB: larger tensors reach a remote store in several parts
 
@@ -63,7 +63,7 @@ SIZES = [0, 1, 7, 1023, 1024, 1025, 16384, 32767, 32768, 65536, LARGE + 1]  # fl
 def test_tensors_of_every_size_round_trip(any_store: Store) -> None:
     store = any_store
     for size in SIZES:
-        tensor = numbered(size, size)
+        tensor = make_numbered(size, size)
         put(store, "tensor", tensor)
         assert same(get(store, "tensor"), tensor)
         out = torch.full_like(tensor, -1)
@@ -74,7 +74,7 @@ def test_tensors_of_every_size_round_trip(any_store: Store) -> None:
 
 def test_tensors_above_16_mib_round_trip(store: Store) -> None:
     for size in (FLOATS, 2 * FLOATS + 1):
-        tensor = numbered(size, size)
+        tensor = make_numbered(size, size)
         put(store, "tensor", tensor)
         assert same(store.read("tensor", device="cpu", priority=-1).wait(timeout=PATIENCE), tensor)
         out = torch.full_like(tensor, -1)
@@ -86,7 +86,7 @@ def test_tensors_above_16_mib_round_trip(store: Store) -> None:
 def test_many_tensors_round_trip_in_any_order(any_store: Store) -> None:
     store = any_store
     sizes = [1, 15, 16, 17, 1000, 1024, 5000, 20000, 32768, 40000, 100000, 0] * 8
-    tensors = {f"tensor {i}": numbered(size, i) for i, size in enumerate(sizes)}
+    tensors = {f"tensor {i}": make_numbered(size, i) for i, size in enumerate(sizes)}
     assert store.writev(tensors).wait(timeout=PATIENCE) == sum(t.nbytes for t in tensors.values())
     assert sorted(store.keys()) == sorted(tensors)
     assert len(store) == len(tensors)
@@ -147,7 +147,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_views_are_stored_by_element(any_store: Store) -> None:
     store = any_store
     for (name, view), rows in itertools.product(VIEWS.items(), [16, 600]):
-        tensor = view(numbered(rows * 300).reshape(rows, 300))
+        tensor = view(make_numbered(rows * 300).reshape(rows, 300))
         put(store, "view", tensor)
         assert same(get(store, "view"), tensor), name
         out = torch.zeros(tensor.shape[1], tensor.shape[0], dtype=tensor.dtype).t()
@@ -156,7 +156,7 @@ def test_views_are_stored_by_element(any_store: Store) -> None:
 
 
 def test_strided_tensors_above_16_mib_round_trip(store: Store) -> None:
-    tensor = numbered(FLOATS + 8).reshape(8, -1).t()
+    tensor = make_numbered(FLOATS + 8).reshape(8, -1).t()
     put(store, "tensor", tensor)
     out = torch.zeros(8, tensor.shape[0]).t()
     assert store.read("tensor", out).wait(timeout=PATIENCE) is out
@@ -165,7 +165,7 @@ def test_strided_tensors_above_16_mib_round_trip(store: Store) -> None:
 
 def test_replacement_may_change_size(store: Store) -> None:
     for size in (SMALL, LARGE, 0, LARGE + 5, SMALL, FLOATS + 5, 1):
-        tensor = numbered(size, size)
+        tensor = make_numbered(size, size)
         put(store, "tensor", tensor)
         assert same(get(store, "tensor"), tensor)
     assert (len(store), store.keys()) == (1, ["tensor"])
@@ -180,7 +180,7 @@ def test_calls_without_keys_do_nothing(store: Store) -> None:
 
 
 def test_key_given_twice_is_read_twice(store: Store) -> None:
-    tensors = {f"{i}": numbered(1000 + i, i) for i in range(6)}
+    tensors = {f"{i}": make_numbered(1000 + i, i) for i in range(6)}
     store.writev(tensors).wait(timeout=PATIENCE)
     got = store.readv([*tensors, *tensors]).wait(timeout=PATIENCE)
     assert all(map(same, got, [*tensors.values()] * 2))
@@ -190,21 +190,21 @@ def test_futures_have_priority_of_call(store: Store) -> None:
     keys = [f"{i}" for i in range(4)]
     for priority in (0, -1, -5):
         asked: list[CUDAFuture[Any]] = [
-            store.write("0", numbered(3), priority=priority),
-            store.writev({key: numbered(3) for key in keys}, priority=priority),
+            store.write("0", make_numbered(3), priority=priority),
+            store.writev({key: make_numbered(3) for key in keys}, priority=priority),
         ]
         wait_all(asked, timeout=PATIENCE)
         asked += [store.read("0", priority=priority), store.readv(keys, priority=priority)]
         wait_all(asked, timeout=PATIENCE)
         assert [future.priority for future in asked] == [priority] * 4
-    assert same(get(store, "0"), numbered(3))
+    assert same(get(store, "0"), make_numbered(3))
 
 
 def test_futures_name_operation_and_key(store: Store) -> None:
     keys = [f"{i}" for i in range(4)]
-    put(store, "key", numbered(1))
-    store.writev({key: numbered(3) for key in keys}).wait(timeout=PATIENCE)
-    assert store.write("key", numbered(1)).name == "write key"
+    put(store, "key", make_numbered(1))
+    store.writev({key: make_numbered(3) for key in keys}).wait(timeout=PATIENCE)
+    assert store.write("key", make_numbered(1)).name == "write key"
     assert store.read("key").name == "read key"
     assert store.readv(keys).name == "read 4 keys"
     assert store.delete("key").name == "delete key"
@@ -216,18 +216,18 @@ def test_futures_name_operation_and_key(store: Store) -> None:
 
 def test_released_tensor_may_change(store: Store) -> None:
     for size in (0, 3, LARGE, FLOATS + 1):
-        tensor = numbered(size)
+        tensor = make_numbered(size)
         write = store.write("tensor", tensor)
         assert write.released is not None
         write.released.wait(timeout=PATIENCE)
         tensor.zero_()
         write.wait(timeout=PATIENCE)
-        assert same(get(store, "tensor"), numbered(size))
+        assert same(get(store, "tensor"), make_numbered(size))
         assert store.read("tensor").released is None
 
 
 def test_tensors_of_call_are_released_together(store: Store) -> None:
-    tensors = {f"{i}": numbered(size, i) for i, size in enumerate([0, 10, 1000, LARGE, FLOATS + 3])}
+    tensors = {f"{i}": make_numbered(size, i) for i, size in enumerate([0, 10, 1000, LARGE, FLOATS + 3])}
     write = store.writev(tensors)
     assert write.released is not None
     write.released.wait(timeout=PATIENCE)
@@ -239,11 +239,11 @@ def test_tensors_of_call_are_released_together(store: Store) -> None:
 
 
 def test_reads_fill_inference_tensors(store: Store) -> None:
-    put(store, "tensor", numbered(SMALL))
+    put(store, "tensor", make_numbered(SMALL))
     with torch.inference_mode():
         out = torch.zeros(SMALL)
     store.read("tensor", out).wait(timeout=PATIENCE)
-    assert same(out, numbered(SMALL))
+    assert same(out, make_numbered(SMALL))
 
 
 # ---- digests and outcomes
@@ -252,7 +252,7 @@ def test_reads_fill_inference_tensors(store: Store) -> None:
 def test_write_verifies_digest(any_store: Store) -> None:
     store = any_store
     sizes = [0, 1, 1000, LARGE, FLOATS + 1, SMALL, 0, LARGE + 1, 5, 70_000]
-    tensors = {f"{i}": numbered(size, i) for i, size in enumerate(sizes)}
+    tensors = {f"{i}": make_numbered(size, i) for i, size in enumerate(sizes)}
     expected = {key: digest(tensor) for key, tensor in tensors.items()}
     written = torch.zeros(10, dtype=torch.bool)
     store.writev(tensors, digests=expected, written=written).wait(timeout=PATIENCE)
@@ -272,19 +272,21 @@ def test_write_verifies_digest(any_store: Store) -> None:
 
 def test_wrong_digest_error_names_key(store: Store) -> None:
     for size in (0, 1, (1 << 14) - 1, 1 << 14, (1 << 14) + 1, LARGE, FLOATS + 1):
-        put(store, "old", numbered(size))
+        put(store, "old", make_numbered(size))
         for key in ("old", "new"):
-            error = failure(store.writev({key: numbered(size, 1)}, digests={key: digest(numbered(size)) ^ (not size)}))
+            error = failure(
+                store.writev({key: make_numbered(size, 1)}, digests={key: digest(make_numbered(size)) ^ (not size)})
+            )
             assert isinstance(error, ChecksumError)
             assert "digest" in str(error)
             assert key in str(error) + " ".join(getattr(error, "__notes__", [key]))  # no notes before Python 3.11
         assert store.keys() == ["old"]
-        assert same(get(store, "old"), numbered(size))
+        assert same(get(store, "old"), make_numbered(size))
 
 
 def test_reads_return_digests(any_store: Store) -> None:
     store = any_store
-    tensors = {f"{i}": numbered(size, i) for i, size in enumerate([0, 1, 1000, 1 << 14, LARGE, FLOATS + 1])}
+    tensors = {f"{i}": make_numbered(size, i) for i, size in enumerate([0, 1, 1000, 1 << 14, LARGE, FLOATS + 1])}
     store.writev(tensors).wait(timeout=PATIENCE)
     keys = [*sorted(tensors, reverse=True), "2"]
     for outs in (None, [torch.zeros_like(tensors[key]) for key in keys]):
@@ -294,7 +296,7 @@ def test_reads_return_digests(any_store: Store) -> None:
 
 
 def test_digests_ignore_strides(store: Store) -> None:
-    tensor = numbered(6000).reshape(60, 100).t()
+    tensor = make_numbered(6000).reshape(60, 100).t()
     store.writev({"tensor": tensor}, digests={"tensor": digest(tensor)}).wait(timeout=PATIENCE)
     found, out = torch.zeros(1, dtype=torch.uint64), torch.zeros(60, 100).t()
     store.readv(["tensor"], [out], digests=found).wait(timeout=PATIENCE)
@@ -302,7 +304,7 @@ def test_digests_ignore_strides(store: Store) -> None:
 
 
 def test_outcomes_mark_unwritten_tensors(store: Store) -> None:
-    tensors = {f"{i}": numbered(size, i) for i, size in enumerate([0, 5, SMALL, LARGE, 3, FLOATS + 1])}
+    tensors = {f"{i}": make_numbered(size, i) for i, size in enumerate([0, 5, SMALL, LARGE, 3, FLOATS + 1])}
     written = torch.ones(6, dtype=torch.bool)
     failed = store.writev(tensors, digests=dict.fromkeys(["0", "3", "5"], 7), written=written)
     assert isinstance(failure(failed), ChecksumError)
@@ -313,7 +315,7 @@ def test_outcomes_mark_unwritten_tensors(store: Store) -> None:
 
 
 def test_outcomes_and_digests_fill_inference_tensors(store: Store) -> None:
-    tensors = {f"{i}": numbered(100 * i + 1, i) for i in range(6)} | {"large": numbered(LARGE)}
+    tensors = {f"{i}": make_numbered(100 * i + 1, i) for i in range(6)} | {"large": make_numbered(LARGE)}
     with torch.inference_mode():
         written = torch.zeros(len(tensors), dtype=torch.bool)
         found = torch.zeros(len(tensors), dtype=torch.uint64)
@@ -324,7 +326,7 @@ def test_outcomes_and_digests_fill_inference_tensors(store: Store) -> None:
 
 
 def test_invalid_digest_is_refused(store: Store) -> None:
-    tensors = {"a": numbered(3), "b": numbered(4)}
+    tensors = {"a": make_numbered(3), "b": make_numbered(4)}
     wrong: Any
     for wrong in (None, -1, 1 << 64, 1.5, "7"):
         with pytest.raises(ValueError, match=f"'b'.* not {re.escape(repr(wrong))}"):
@@ -334,7 +336,7 @@ def test_invalid_digest_is_refused(store: Store) -> None:
 
 def test_digests_of_unwritten_keys_are_refused(store: Store) -> None:
     with pytest.raises(ValueError, match="not written: 'X', 'y'"):
-        store.writev({"x": numbered(3)}, digests={"X": 7, "y": 8, "x": 9})
+        store.writev({"x": make_numbered(3)}, digests={"X": 7, "y": 8, "x": 9})
     assert store.keys() == []
 
 
@@ -350,7 +352,7 @@ PLACES: dict[str, Callable[[torch.dtype], Any]] = {
 
 
 def test_outcome_tensors_need_one_element_per_key(store: Store) -> None:
-    tensors = {"x": numbered(3), "y": numbered(4)}
+    tensors = {"x": make_numbered(3), "y": make_numbered(4)}
     for place in PLACES.values():
         with pytest.raises((TypeError, ValueError), match=r"tensor"):
             store.writev(tensors, written=place(torch.bool))
@@ -378,10 +380,10 @@ def test_key_is_text_of_1_to_1000_bytes(store: Store, tmp_path: Path) -> None:
 
     before = files()
     for key in NAMES:
-        put(store, key, numbered(3, len(key)))
+        put(store, key, make_numbered(3, len(key)))
         assert store.keys() == [key]
         assert key in store
-        assert same(get(store, key), numbered(3, len(key)))
+        assert same(get(store, key), make_numbered(3, len(key)))
         assert files() == before
         store.delete(key).wait(timeout=PATIENCE)
         assert store.keys() == []
@@ -389,8 +391,8 @@ def test_key_is_text_of_1_to_1000_bytes(store: Store, tmp_path: Path) -> None:
 
 def calls_with_key(store: Store, key: Any) -> list[Callable[[], object]]:
     return [
-        lambda: store.write(key, numbered(1)),
-        lambda: store.writev({"good": numbered(1), key: numbered(1)}),
+        lambda: store.write(key, make_numbered(1)),
+        lambda: store.writev({"good": make_numbered(1), key: make_numbered(1)}),
         lambda: store.read(key),
         lambda: store.readv(["good", key]),
         lambda: store.delete(key),
@@ -416,7 +418,7 @@ def test_non_string_keys_are_refused(store: Store) -> None:
             with pytest.raises(TypeError):
                 call()
         with pytest.raises(TypeError, match="a key is a str"):
-            store.write(key, numbered(1))
+            store.write(key, make_numbered(1))
     assert len(store) == 0
 
 
@@ -438,7 +440,7 @@ def test_missing_key_raises_not_found_error(store: Store) -> None:
 
 def test_missing_key_fails_call_for_many_keys(store: Store) -> None:
     keys = [f"{i}" for i in range(10)]
-    store.writev({key: numbered(3) for key in keys}).wait(timeout=PATIENCE)
+    store.writev({key: make_numbered(3) for key in keys}).wait(timeout=PATIENCE)
     for future in (store.readv([*keys, "missing"]), store.deletev([*keys[:5], "missing", *keys[5:]])):
         error = failure(future)
         assert isinstance(error, NotFoundError)
@@ -447,7 +449,7 @@ def test_missing_key_fails_call_for_many_keys(store: Store) -> None:
 
 
 def test_deleting_key_twice_fails_and_deletes(store: Store) -> None:
-    put(store, "x", numbered(1))
+    put(store, "x", make_numbered(1))
     assert isinstance(failure(store.deletev(["x", "x"])), NotFoundError)
     assert "x" not in store
 
@@ -467,7 +469,7 @@ def test_store_handles_2000_keys(store: Store) -> None:
 
 
 def test_store_handles_300_calls(store: Store) -> None:
-    tensors = {f"{i}": numbered(50 * i, i) for i in range(300)}
+    tensors = {f"{i}": make_numbered(50 * i, i) for i in range(300)}
     wait_all([store.write(key, tensor) for key, tensor in tensors.items()], timeout=PATIENCE)
     assert all(map(same, wait_all([store.read(key) for key in tensors], timeout=PATIENCE), tensors.values()))
     wait_all([store.delete(key) for key in tensors], timeout=PATIENCE)
@@ -483,7 +485,7 @@ def test_keys_are_listed_in_write_order(store: Store) -> None:
         return [key for shard in store.shards for key in keys if store.where(key) == shard]
 
     for key in "abcdefgabda":
-        put(store, key, numbered(1))
+        put(store, key, make_numbered(1))
     assert store.keys() == shard_by_shard("cefgbda")
     assert store.list_keys().wait(timeout=PATIENCE) == shard_by_shard("cefgbda")
     store.deletev(["a", "c"]).wait(timeout=PATIENCE)
@@ -491,7 +493,7 @@ def test_keys_are_listed_in_write_order(store: Store) -> None:
 
 
 def test_trim_removes_empty_files(store: Store, tmp_path: Path) -> None:
-    put(store, "large", numbered(LARGE * 8))
+    put(store, "large", make_numbered(LARGE * 8))
     assert [*tmp_path.rglob("slab-*")]
     store.delete("large").wait(timeout=PATIENCE)
     assert store.trim() >= 4 * LARGE * 8
@@ -503,7 +505,7 @@ def test_trim_removes_empty_files(store: Store, tmp_path: Path) -> None:
 
 
 def test_out_needs_stored_dtype_and_shape(store: Store) -> None:
-    put(store, "tensor", numbered(6))
+    put(store, "tensor", make_numbered(6))
     for out in (torch.zeros(5), torch.zeros(2, 3), torch.zeros(6, dtype=torch.int32)):
         with pytest.raises(ValueError, match=r"tensor of .*loat.*\[6\]"):  # at the call, or from the future
             store.read("tensor", out).wait(timeout=PATIENCE)
@@ -517,14 +519,14 @@ def test_out_needs_stored_dtype_and_shape(store: Store) -> None:
     ):
         with pytest.raises(ValueError, match="either out or device"):
             call()
-    assert same(get(store, "tensor"), numbered(6))
+    assert same(get(store, "tensor"), make_numbered(6))
 
 
 def test_invalid_priorities_are_refused(store: Store) -> None:
     wrong: list[tuple[Any, type[Exception]]] = [(1, ValueError), (5, ValueError), (1.5, TypeError), ("1", TypeError)]
     for priority, error in wrong:
         with pytest.raises(error, match="priority"):
-            store.write("x", numbered(1), priority=priority)
+            store.write("x", make_numbered(1), priority=priority)
         with pytest.raises(error, match="priority"):
             store.read("x", priority=priority)
     assert store.keys() == []
@@ -543,7 +545,7 @@ def test_values_without_memory_are_refused(store: Store) -> None:
     for make in NO_TENSORS.values():
         with pytest.raises(TypeError, match=r"torch\.Tensor|memory|meta"):
             store.write("x", make())
-    tensor = numbered(SMALL)
+    tensor = make_numbered(SMALL)
     tensor.untyped_storage().resize_(4)
     with pytest.raises(ValueError, match="storage of the tensor has 4 bytes, but its elements need"):
         store.write("x", tensor)
@@ -563,14 +565,14 @@ def is_ordered(store: Store, key: str) -> bool:
 def test_last_write_in_flight_wins(store: Store) -> None:
     for number in range(soak_count(100)):
         sizes = [LARGE, SMALL] if number % 2 else [SMALL, LARGE]  # a small one may finish first
-        wait_all([store.write("tensor", numbered(size, number)) for size in sizes], timeout=PATIENCE)
-        assert same(get(store, "tensor"), numbered(sizes[-1], number))
-        changes: list[CUDAFuture[Any]] = [store.write("tensor", numbered(LARGE)), store.delete("tensor")]
+        wait_all([store.write("tensor", make_numbered(size, number)) for size in sizes], timeout=PATIENCE)
+        assert same(get(store, "tensor"), make_numbered(sizes[-1], number))
+        changes: list[CUDAFuture[Any]] = [store.write("tensor", make_numbered(LARGE)), store.delete("tensor")]
         wait_all(changes, timeout=PATIENCE)
         assert "tensor" not in store
     sizes = [10, FLOATS + 10, 300_000, 20, FLOATS + 5, 5]
-    wait_all([store.write("tensor", numbered(size, size)) for size in sizes], timeout=PATIENCE)
-    assert same(get(store, "tensor"), numbered(5, 5))
+    wait_all([store.write("tensor", make_numbered(size, size)) for size in sizes], timeout=PATIENCE)
+    assert same(get(store, "tensor"), make_numbered(5, 5))
 
 
 def test_consecutive_operations_take_effect_in_order(store: Store) -> None:
@@ -616,7 +618,7 @@ def test_read_during_replacement_sees_old_or_new(store: Store) -> None:
 
 def test_callbacks_can_start_operations(store: Store) -> None:
     keys = [f"{i}" for i in range(30)]
-    store.writev({key: numbered(SMALL, i) for i, key in enumerate(keys)}).wait(timeout=PATIENCE)
+    store.writev({key: make_numbered(SMALL, i) for i, key in enumerate(keys)}).wait(timeout=PATIENCE)
 
     def double(key: str, done: CUDAFuture[torch.Tensor]) -> CUDAFuture[int]:
         return store.write(key, done.value().mul_(2))
@@ -624,7 +626,7 @@ def test_callbacks_can_start_operations(store: Store) -> None:
     doubled = [store.read(key).then_async(partial(double, key)) for key in keys]
     assert wait_all(doubled, timeout=PATIENCE) == [4 * SMALL] * 30
     for i, got in enumerate(store.readv(keys).wait(timeout=PATIENCE)):
-        assert same(got, 2 * numbered(SMALL, i))
+        assert same(got, 2 * make_numbered(SMALL, i))
 
 
 class Model:
@@ -650,7 +652,7 @@ class Model:
 
     def _write(self) -> None:
         self._number += 1
-        tensors = {key: numbered(self._random.choice(self.SIZES), self._number) for key in self._some_keys()}
+        tensors = {key: make_numbered(self._random.choice(self.SIZES), self._number) for key in self._some_keys()}
         self._store.writev(tensors).wait(timeout=PATIENCE)
         self._tensors |= tensors
 
@@ -708,8 +710,8 @@ def test_concurrent_writers_never_mix_tensors(store: Store) -> None:
 
 
 def test_flush_waits_for_earlier_changes(store: Store) -> None:
-    put(store, "deleted", numbered(1))
-    changes: list[CUDAFuture[Any]] = [store.write(f"{i}", numbered(LARGE, i)) for i in range(10)]
+    put(store, "deleted", make_numbered(1))
+    changes: list[CUDAFuture[Any]] = [store.write(f"{i}", make_numbered(LARGE, i)) for i in range(10)]
     changes.append(store.delete("deleted"))
     store.flush().wait(timeout=PATIENCE)
     assert all(change.done() for change in changes)
@@ -724,23 +726,23 @@ def expect_done(store: Store, futures: list[CUDAFuture[Any]]) -> None:
 
 
 def test_close_waits_for_operations_in_flight(store: Store) -> None:
-    put(store, "large", numbered(FLOATS + 3))
-    asked: list[CUDAFuture[Any]] = [store.write(f"{i}", numbered(LARGE, i)) for i in range(5)]
+    put(store, "large", make_numbered(FLOATS + 3))
+    asked: list[CUDAFuture[Any]] = [store.write(f"{i}", make_numbered(LARGE, i)) for i in range(5)]
     asked += [store.read("large"), store.delete("missing")]
     store.close()
     expect_done(store, asked)
-    assert same(asked[5].value(), numbered(FLOATS + 3))
+    assert same(asked[5].value(), make_numbered(FLOATS + 3))
     assert isinstance(asked[6].exception(), NotFoundError)
 
 
 def test_closed_store_refuses_calls(store: Store) -> None:
-    write = store.write("tensor", numbered(LARGE))
+    write = store.write("tensor", make_numbered(LARGE))
     with store as entered:
         assert entered is store
     expect_done(store, [write])
     calls: list[Callable[[], object]] = [
-        lambda: store.write("tensor", numbered(1)),
-        lambda: store.writev({"tensor": numbered(1)}),
+        lambda: store.write("tensor", make_numbered(1)),
+        lambda: store.writev({"tensor": make_numbered(1)}),
         lambda: store.read("tensor"),
         lambda: store.readv(["tensor"]),
         lambda: store.readv([]),

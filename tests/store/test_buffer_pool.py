@@ -23,7 +23,7 @@ from cudafuture.io import Buffer, BufferPool, Engine, File, empty
 from cudafuture.testing import sim
 from support.patience import PATIENCE
 from support.soak import soak_count
-from support.storing import MIB, contents, held
+from support.storing import MIB, contents, open_held_store
 
 PAGE = 4096
 
@@ -133,7 +133,7 @@ def test_tensor_keeps_buffer_memory() -> None:
 
 def test_write_in_flight_keeps_buffer(tmp_path: Path) -> None:
     pool = BufferPool(MIB, pin=False)
-    engine, store = held(tmp_path)
+    engine, store = open_held_store(tmp_path)
     with engine, store:
         with wait_for(pool.take(MIB)) as buffer:
             buffer.tensor.copy_(contents(MIB))

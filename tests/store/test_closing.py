@@ -16,7 +16,7 @@ from cudafuture.store import DiskStore, disk_store
 from support.child import Child
 from support.patience import PATIENCE
 from support.soak import soak_count
-from support.storing import SMALL, numbered
+from support.storing import SMALL, make_numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 def test_close_logs_no_failed_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Engine("threads", block_size=1 << 18, _faults={"io_error": 1.0, "held": True}) as engine:
         store = DiskStore(tmp_path, engine=engine)
-        write = store.write("a", numbered(SMALL))
+        write = store.write("a", make_numbered(SMALL))
         closing = threading.Thread(target=store.close)
         closing.start()
         engine._native.release_held()
@@ -119,7 +119,7 @@ def test_interrupted_close_releases_lock(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_full_engine_blocks_small_writes(tmp_path: Path) -> None:
     with DiskStore(tmp_path, durable=True) as store:
-        store.write("x", numbered(SMALL)).wait(timeout=PATIENCE)
+        store.write("x", make_numbered(SMALL)).wait(timeout=PATIENCE)
     with Engine("threads", queue_depth=1, block_size=1 << 18, max_pending=4, _faults={"held": True}) as engine:
         store = DiskStore(tmp_path, engine=engine, durable=True)
         reads: list[CUDAFuture[torch.Tensor]] = []
@@ -138,5 +138,5 @@ def test_full_engine_blocks_small_writes(tmp_path: Path) -> None:
         engine._native.release_held()
         assert through.wait(PATIENCE)
         reading.join()
-        assert all(torch.equal(t, numbered(SMALL)) for t in gather(*reads).wait(timeout=PATIENCE))
+        assert all(torch.equal(t, make_numbered(SMALL)) for t in gather(*reads).wait(timeout=PATIENCE))
         store.close()

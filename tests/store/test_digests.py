@@ -18,7 +18,7 @@ from cudafuture.io import Digest, Engine, digest, digests
 from cudafuture.store import DiskStore
 from support.child import Child
 from support.patience import PATIENCE
-from support.storing import LARGE, contents, get, numbered
+from support.storing import LARGE, contents, get, make_numbered
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -35,7 +35,7 @@ def places(count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [0, 1, 64, LEAF - 1, LEAF, LEAF + 1, 5 * LEAF + 3])
 def test_digest_combines_leaf_digests(size: int) -> None:
-    data = numbered(size // 4 + 1).view(torch.uint8)[:size]
+    data = make_numbered(size // 4 + 1).view(torch.uint8)[:size]
     content = bytes(data.tolist())
     leaves = [xxhash.xxh3_64_intdigest(content[at : at + LEAF]) for at in range(0, size, LEAF)]
     assert digest(data) == xxhash.xxh3_64_intdigest(b"".join(struct.pack("<Q", leaf) for leaf in leaves))
@@ -52,13 +52,13 @@ def test_digest_follows_element_order(view: Callable[[torch.Tensor], torch.Tenso
 
 
 def test_parts_have_own_digests() -> None:
-    data = numbered(60_000).view(torch.uint8)
+    data = make_numbered(60_000).view(torch.uint8)
     parts = [(0, 0), (0, data.numel()), (5, 100), (7, LEAF + 1), (data.numel(), 0)]
     assert digests(data, parts) == [digest(data[at : at + length]) for at, length in parts]
 
 
 def test_parts_have_own_seeds() -> None:
-    data = numbered(60_000).view(torch.uint8)
+    data = make_numbered(60_000).view(torch.uint8)
     parts = Digest(data.numel())
     parts.add(0, data)
     whole, seeds = (0, data.numel()), [0, 7, 2**64 - 1]
@@ -99,7 +99,7 @@ def test_parts_must_lie_in_tensor(part: Any) -> None:
     with pytest.raises(
         ValueError, match=re.escape(f"{part!r} is not an offset and a length within a tensor of 40 bytes")
     ):
-        digests(numbered(10), [(0, 8), part])
+        digests(make_numbered(10), [(0, 8), part])
 
 
 def shrink(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
@@ -168,11 +168,11 @@ def test_digest_library_is_optional(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_store_refuses_wrong_digest(store: DiskStore, size: int) -> None:
-    tensor = numbered(size)
+    tensor = make_numbered(size)
     store.write("old", tensor).wait(timeout=PATIENCE)
     used = store.statistics().used
     for key in "old", "new":
-        written = store.writev({key: numbered(size, 1)}, digests={key: digest(tensor) ^ (not size)})
+        written = store.writev({key: make_numbered(size, 1)}, digests={key: digest(tensor) ^ (not size)})
         with pytest.raises(ChecksumError, match=f"'{key}'.*digest"):
             written.wait(timeout=PATIENCE)
         assert written.released is not None
@@ -185,19 +185,19 @@ def test_store_refuses_wrong_digest(store: DiskStore, size: int) -> None:
 
 def test_refused_write_leaves_nothing_durable(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
-        store.write("old", numbered(1000)).wait(timeout=PATIENCE)
+        store.write("old", make_numbered(1000)).wait(timeout=PATIENCE)
         for key in "old", "new":
             with pytest.raises(ChecksumError):
-                store.writev({key: numbered(1000, 1)}, digests={key: 7}).wait(timeout=PATIENCE)
+                store.writev({key: make_numbered(1000, 1)}, digests={key: 7}).wait(timeout=PATIENCE)
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         assert store.keys() == ["old"]
-        assert torch.equal(get(store, "old"), numbered(1000))
+        assert torch.equal(get(store, "old"), make_numbered(1000))
 
 
 def test_write_without_room_is_reported(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, capacity=1 << 20) as store:
         told = torch.ones(2, dtype=torch.bool)
-        written = store.writev({"a": numbered(1000), "b": numbered(1 << 20)}, written=told)
+        written = store.writev({"a": make_numbered(1000), "b": make_numbered(1 << 20)}, written=told)
         assert isinstance(written.exception(timeout=PATIENCE), QuotaError)
         assert told.tolist() == [key in store for key in ("a", "b")]
 
@@ -219,7 +219,7 @@ WRONG: dict[str, Callable[[torch.dtype], Any]] = {
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=list(WRONG))
 def test_output_tensors_need_fitting_shape(store: DiskStore, wrong: Callable[[torch.dtype], Any]) -> None:
-    tensors = {"x": numbered(3), "y": numbered(4)}
+    tensors = {"x": make_numbered(3), "y": make_numbered(4)}
     with pytest.raises((TypeError, ValueError), match=r"tensor|Tensor"):
         store.writev(tensors, written=wrong(torch.bool))
     assert store.keys() == []
@@ -230,7 +230,7 @@ def test_output_tensors_need_fitting_shape(store: DiskStore, wrong: Callable[[to
 
 def test_output_tensors_live_until_the_end(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine) as store:
-        tensors = {f"{i}": numbered(100, i) for i in range(3000)}
+        tensors = {f"{i}": make_numbered(100, i) for i in range(3000)}
         told = torch.zeros(len(tensors), dtype=torch.bool)
         written = store.writev(tensors, written=told)
         told.set_(torch.zeros(1, dtype=torch.bool))  # type: ignore[call-overload]

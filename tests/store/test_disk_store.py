@@ -14,7 +14,7 @@ from cudafuture.errors import NotFoundError, QuotaError
 from cudafuture.io import Engine
 from cudafuture.store import DiskStore
 from support.patience import PATIENCE
-from support.storing import KINDS, LARGE, SMALL, get, held, numbered
+from support.storing import KINDS, LARGE, SMALL, get, make_numbered, open_held_store
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -29,7 +29,7 @@ def plain(engine: Engine, tmp_path: Path) -> Iterator[DiskStore]:
 
 
 def test_small_tensors_share_transfers(plain: DiskStore) -> None:
-    tensors = {f"{i}": numbered(1024, i) for i in range(640)}
+    tensors = {f"{i}": make_numbered(1024, i) for i in range(640)}
     plain.writev(tensors).wait(timeout=PATIENCE)
     assert plain.statistics().transfers <= 11  # of 256 KiB each
     plain.readv(list(tensors)).wait(timeout=PATIENCE)
@@ -37,9 +37,9 @@ def test_small_tensors_share_transfers(plain: DiskStore) -> None:
 
 
 def test_busy_disk_batches_small_writes(tmp_path: Path) -> None:
-    engine, store = held(tmp_path)
+    engine, store = open_held_store(tmp_path)
     with engine, store:
-        tensors = [numbered(16, i) for i in range(1000)]
+        tensors = [make_numbered(16, i) for i in range(1000)]
         writes = [store.write(f"{i}", tensor) for i, tensor in enumerate(tensors)]
         engine._native.release_held()
         assert gather(*writes).wait(timeout=PATIENCE) == [64] * 1000
@@ -49,7 +49,7 @@ def test_busy_disk_batches_small_writes(tmp_path: Path) -> None:
 
 def test_large_new_tensor_needs_no_staging(tmp_path: Path) -> None:
     with Engine("threads", block_size=1 << 18) as engine, DiskStore(tmp_path, engine=engine) as store:
-        tensor = numbered(2 << 20)
+        tensor = make_numbered(2 << 20)
         store.write("tensor", tensor).wait(timeout=PATIENCE)
         before = engine.statistics().staged
         got = get(store, "tensor")
@@ -64,27 +64,27 @@ def test_large_new_tensor_needs_no_staging(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_read_during_replacement_sees_old_or_new(tmp_path: Path, size: int) -> None:
-    engine, store = held(tmp_path)
+    engine, store = open_held_store(tmp_path)
     with engine, store:
-        first = store.write("tensor", numbered(size, 1))
+        first = store.write("tensor", make_numbered(size, 1))
         engine._native.release_held()
         first.wait(timeout=PATIENCE)
         old = [store.read("tensor") for _ in range(20)]
-        store.write("tensor", numbered(size, 2))
+        store.write("tensor", make_numbered(size, 2))
         both = [store.read("tensor") for _ in range(20)]
         store.flush().wait(timeout=PATIENCE)
         new = [store.read("tensor") for _ in range(20)]
-        assert all(torch.equal(f.wait(timeout=PATIENCE), numbered(size, 1)) for f in old)
+        assert all(torch.equal(f.wait(timeout=PATIENCE), make_numbered(size, 1)) for f in old)
         assert {float(f.wait(timeout=PATIENCE)[0]) for f in both} <= {1.0, 2.0}
-        assert all(torch.equal(f.wait(timeout=PATIENCE), numbered(size, 2)) for f in new)
+        assert all(torch.equal(f.wait(timeout=PATIENCE), make_numbered(size, 2)) for f in new)
         store.flush().wait(timeout=PATIENCE)
         assert store.statistics().used == store.statistics().bytes == 4 * size
 
 
 def test_deletion_during_write_is_final(tmp_path: Path) -> None:
-    engine, store = held(tmp_path)
+    engine, store = open_held_store(tmp_path)
     with engine, store:
-        written = [store.write("a", numbered(LARGE)), store.write("b", numbered(SMALL))]
+        written = [store.write("a", make_numbered(LARGE)), store.write("b", make_numbered(SMALL))]
         deleted = [store.delete("a"), store.delete("b")]
         missing = store.delete("b")
         engine._native.release_held()
@@ -94,8 +94,8 @@ def test_deletion_during_write_is_final(tmp_path: Path) -> None:
         assert isinstance(missing.exception(timeout=PATIENCE), NotFoundError)
         assert store.keys() == []
         assert store.statistics().used == 0
-        store.write("a", numbered(3)).wait(timeout=PATIENCE)
-        assert torch.equal(get(store, "a"), numbered(3))
+        store.write("a", make_numbered(3)).wait(timeout=PATIENCE)
+        assert torch.equal(get(store, "a"), make_numbered(3))
 
 
 # ---- keys
@@ -103,9 +103,9 @@ def test_deletion_during_write_is_final(tmp_path: Path) -> None:
 
 def test_tensor_has_at_most_1024_dimensions(tmp_path: Path) -> None:
     with DiskStore(tmp_path, durable=True) as store:
-        store.write("most", numbered(3).view([1] * 1023 + [3])).wait(timeout=PATIENCE)
+        store.write("most", make_numbered(3).view([1] * 1023 + [3])).wait(timeout=PATIENCE)
         with pytest.raises(ValueError, match="1024 dimensions"):
-            store.write("more", numbered(3).view([1] * 1024 + [3]))
+            store.write("more", make_numbered(3).view([1] * 1024 + [3]))
     with DiskStore(tmp_path, durable=True) as store:
         assert get(store, "most").shape == (1,) * 1023 + (3,)
 
@@ -136,17 +136,17 @@ def test_files_keep_within_capacity(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, capacity=1 << 20) as store:
         error = None
         for number in range(300):  # each by itself, which takes a page
-            error = store.write(f"{number}", numbered(1)).exception(timeout=PATIENCE)
+            error = store.write(f"{number}", make_numbered(1)).exception(timeout=PATIENCE)
         assert isinstance(error, QuotaError)
         assert (len(store), store.statistics().slab_bytes, store.statistics().slabs) == (256, 1 << 20, 1)
 
 
 def test_empty_files_make_room(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, capacity=40 << 20) as store:
-        store.write("small", numbered(1)).wait(timeout=PATIENCE)
+        store.write("small", make_numbered(1)).wait(timeout=PATIENCE)
         store.delete("small").wait(timeout=PATIENCE)
         assert store.statistics().slab_bytes == 16 << 20  # too little for what comes now, and what is left, too
-        large = numbered(9 << 20)
+        large = make_numbered(9 << 20)
         store.write("large", large).wait(timeout=PATIENCE)
         assert torch.equal(get(store, "large"), large)
         assert store.statistics().slab_bytes <= 40 << 20
@@ -154,9 +154,9 @@ def test_empty_files_make_room(engine: Engine, tmp_path: Path) -> None:
 
 def test_free_extents_are_reused(store: DiskStore) -> None:
     def fill(seed: int) -> None:
-        store.writev({f"{i}": numbered(size, seed) for i, size in enumerate([1, 500, 3000, LARGE, 70000, 9])}).wait(
-            timeout=PATIENCE
-        )
+        store.writev(
+            {f"{i}": make_numbered(size, seed) for i, size in enumerate([1, 500, 3000, LARGE, 70000, 9])}
+        ).wait(timeout=PATIENCE)
 
     fill(0)
     fill(1)

@@ -16,7 +16,7 @@ from cudafuture.io import Engine, File
 from cudafuture.store import DiskStore
 from support.child import run_script
 from support.patience import PATIENCE
-from support.storing import LARGE, SMALL, get, held, numbered
+from support.storing import LARGE, SMALL, get, make_numbered, open_held_store
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -45,11 +45,11 @@ def test_closed_or_dropped_ephemeral_store_disappears(engine: Engine, tmp_path: 
         return [p.name for p in tmp_path.iterdir() if p.is_dir()]
 
     with DiskStore(tmp_path, engine=engine) as store:
-        store.write("tensor", numbered(LARGE)).wait(timeout=PATIENCE)
+        store.write("tensor", make_numbered(LARGE)).wait(timeout=PATIENCE)
         assert len(homes()) == 1
     assert homes() == []
     store = DiskStore(tmp_path, engine=engine)
-    store.write("tensor", numbered(LARGE))
+    store.write("tensor", make_numbered(LARGE))
     del store
     assert homes() == []
 
@@ -71,10 +71,10 @@ def test_store_reports_direct_io(engine: Engine, tmp_path: Path) -> None:
 
 
 def test_durable_store_reopens(engine: Engine, tmp_path: Path) -> None:
-    tensors = {f"{i}": numbered(size, i) for i, size in enumerate([1, 1000, 0, LARGE, 2000, 40000])}
+    tensors = {f"{i}": make_numbered(size, i) for i, size in enumerate([1, 1000, 0, LARGE, 2000, 40000])}
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         store.writev(tensors)
-        store.write("deleted", numbered(SMALL))
+        store.write("deleted", make_numbered(SMALL))
         store.delete("deleted")
     for _ in range(2):
         with DiskStore(tmp_path, engine=engine, durable=True) as store:
@@ -94,18 +94,18 @@ def test_long_journal_is_rewritten(engine: Engine, tmp_path: Path) -> None:
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         longest = 0
         for number in range(40):
-            store.writev({key[: i + 1]: numbered(4, number) for i in range(200)}).wait(timeout=PATIENCE)
+            store.writev({key[: i + 1]: make_numbered(4, number) for i in range(200)}).wait(timeout=PATIENCE)
             longest = max(longest, store.statistics().journal_bytes)
         assert longest < 2 << 20  # of 6 MiB
     with DiskStore(tmp_path, engine=engine, durable=True) as store:
         assert len(store) == 200
-        assert all(torch.equal(t, numbered(4, 39)) for t in store.readv(store.keys()).wait(timeout=PATIENCE))
+        assert all(torch.equal(t, make_numbered(4, 39)) for t in store.readv(store.keys()).wait(timeout=PATIENCE))
 
 
 def test_close_waits_and_refuses_later_calls(tmp_path: Path) -> None:
-    engine, store = held(tmp_path)
+    engine, store = open_held_store(tmp_path)
     with engine:
-        futures: list[CUDAFuture[int]] = [store.write(f"{i}", numbered(SMALL)) for i in range(10)]
+        futures: list[CUDAFuture[int]] = [store.write(f"{i}", make_numbered(SMALL)) for i in range(10)]
         flushed = store.flush()
         closing = threading.Thread(target=store.close)
         closing.start()
@@ -115,16 +115,16 @@ def test_close_waits_and_refuses_later_calls(tmp_path: Path) -> None:
         assert all(f.done() for f in futures)
         assert flushed.done()
         gather(*futures).wait(timeout=0)
-        for call in (lambda: store.write("late", numbered(1)), lambda: store.delete("0"), store.flush):
+        for call in (lambda: store.write("late", make_numbered(1)), lambda: store.delete("0"), store.flush):
             with pytest.raises(InvalidStateError, match="the store is closed"):
                 call()
         store.close()
 
 
 def test_flush_waits_for_earlier_operations(tmp_path: Path) -> None:
-    engine, store = held(tmp_path)
+    engine, store = open_held_store(tmp_path)
     with engine, store:
-        before = [store.write("a", numbered(LARGE)), store.write("b", numbered(SMALL))]
+        before = [store.write("a", make_numbered(LARGE)), store.write("b", make_numbered(SMALL))]
         first, second = store.flush(), store.flush()
         assert not first.done()
         engine._native.release_held()
@@ -137,7 +137,7 @@ def test_flush_waits_for_earlier_operations(tmp_path: Path) -> None:
 def test_flush_raises_error_of_pending_write(tmp_path: Path) -> None:
     with Engine("threads", block_size=1 << 18, _faults={"io_error": 1.0, "held": True}) as engine:
         store = DiskStore(tmp_path, engine=engine)
-        write = store.write("a", numbered(SMALL))
+        write = store.write("a", make_numbered(SMALL))
         flushed = store.flush()
         engine._native.release_held()
         assert isinstance(write.exception(timeout=PATIENCE), StorageError)
@@ -149,7 +149,7 @@ def test_flush_raises_error_of_pending_write(tmp_path: Path) -> None:
 def test_read_callback_writes_to_full_queue(tmp_path: Path) -> None:
     engine = Engine("auto", queue_depth=1, block_size=1 << 18, max_pending=1)
     with engine, DiskStore(tmp_path, engine=engine) as store:
-        tensors = {f"{i}": numbered(SMALL if i % 2 else LARGE, i) for i in range(20)}
+        tensors = {f"{i}": make_numbered(SMALL if i % 2 else LARGE, i) for i in range(20)}
         store.writev(tensors).wait(timeout=PATIENCE)
 
         def double(done: CUDAFuture[torch.Tensor], key: str) -> CUDAFuture[int]:
@@ -161,7 +161,7 @@ def test_read_callback_writes_to_full_queue(tmp_path: Path) -> None:
 
 
 def test_statistics_count_operations(plain: DiskStore) -> None:
-    plain.writev({"a": numbered(10), "b": numbered(LARGE)}).wait(timeout=PATIENCE)
+    plain.writev({"a": make_numbered(10), "b": make_numbered(LARGE)}).wait(timeout=PATIENCE)
     plain.read("a").wait(timeout=PATIENCE)
     s = plain.statistics()
     assert (s.keys, s.bytes, s.used, s.capacity) == (2, 40 + 4 * LARGE, 40 + 4 * LARGE, None)
@@ -176,18 +176,18 @@ def test_store_keeps_its_folder_after_chdir(engine: Engine, tmp_path: Path, monk
         folder.mkdir()
         monkeypatch.chdir(folder)
         with DiskStore("states", engine=engine, durable=True) as store:
-            store.write("tensor", numbered(SMALL, len(folder.name))).wait(timeout=PATIENCE)
+            store.write("tensor", make_numbered(SMALL, len(folder.name))).wait(timeout=PATIENCE)
     monkeypatch.chdir(here)
     with DiskStore("states", engine=engine, durable=True) as store, DiskStore("gone", engine=engine) as gone:
         monkeypatch.chdir(there)
         for kept in (store, gone):
-            kept.write("large", numbered(8 * LARGE)).wait(timeout=PATIENCE)  # in a file that is made now
-            assert torch.equal(get(kept, "large"), numbered(8 * LARGE))
+            kept.write("large", make_numbered(8 * LARGE)).wait(timeout=PATIENCE)  # in a file that is made now
+            assert torch.equal(get(kept, "large"), make_numbered(8 * LARGE))
         store.deletev(["tensor"]).wait(timeout=PATIENCE)
     assert [p.name for p in (here / "gone").iterdir()] == []
     with DiskStore("states", engine=engine, durable=True) as store:
         assert store.keys() == ["tensor"]
-        assert torch.equal(get(store, "tensor"), numbered(SMALL, 5))
+        assert torch.equal(get(store, "tensor"), make_numbered(SMALL, 5))
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -216,7 +216,7 @@ def test_callback_closes_store_of_closed_engine(tmp_path: Path) -> None:
 
     def write_and_close(done: CUDAFuture[None]) -> BaseException | None:
         engine.close()
-        write = store.write("tensor", numbered(SMALL))
+        write = store.write("tensor", make_numbered(SMALL))
         store.close()
         return write.exception(timeout=PATIENCE)
 

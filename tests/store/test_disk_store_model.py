@@ -21,7 +21,7 @@ from support.soak import soak_count
 KEYS = "abcdef"
 SIZES = [0, 1, 60, 64, 1000, 1024, 4096, 5000, 32767, 32768, 70000, 200000]  # float32s
 
-pytestmark = [pytest.mark.xdist_group("storage-offloader-model"), pytest.mark.usefixtures("on_the_host")]
+pytestmark = [pytest.mark.xdist_group("disk-store-model"), pytest.mark.usefixtures("on_the_host")]
 
 ACTIONS = st.one_of(
     st.tuples(

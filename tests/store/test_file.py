@@ -15,9 +15,9 @@ from cudafuture import CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
 from cudafuture.io import Engine, File
 from cudafuture.store import DiskStore
-from support.engines import held_engine
+from support.engines import hold_engine
 from support.patience import PATIENCE
-from support.storing import opened
+from support.storing import count_descriptors
 
 BLOCK = 1 << 14
 
@@ -333,9 +333,9 @@ def test_closed_file_refuses_operations(file: File) -> None:
 
 def test_last_operation_closes_descriptors(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    with held_engine() as engine:
+    with hold_engine() as engine:
         file = File(path, "w+", engine=engine)
-        assert opened(path) > 0
+        assert count_descriptors(path) > 0
         in_flight = file.write(torch.ones(1000))
         while not path.stat().st_size:  # it has begun, and its result does not come yet
             pass
@@ -344,10 +344,10 @@ def test_last_operation_closes_descriptors(tmp_path: Path) -> None:
             with pytest.raises(InvalidStateError, match="the file is closed"):
                 refused()
         assert isinstance(file.sync().exception(timeout=PATIENCE), InvalidStateError)
-        assert opened(path) > 0
+        assert count_descriptors(path) > 0
         engine._native.release_held()
         assert in_flight.wait(timeout=PATIENCE) == 4000
-        assert opened(path) == 0
+        assert count_descriptors(path) == 0
 
 
 def test_allocate_reserves_blocks(file: File) -> None:

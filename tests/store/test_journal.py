@@ -15,7 +15,7 @@ from cudafuture.errors import ChecksumError, StorageError
 from cudafuture.io import Engine
 from cudafuture.store import DiskStore
 from support.patience import PATIENCE
-from support.storing import MIB, contents, expect, flip, opened, slabs
+from support.storing import MIB, contents, count_descriptors, expect, flip, slabs
 
 PAGE = 4096
 
@@ -207,9 +207,9 @@ def test_closed_store_keeps_no_file_open(engine: Engine, tmp_path: Path) -> None
     store = DiskStore(tmp_path, engine=engine, durable=True)
     store.write("key", contents(1000)).wait(timeout=PATIENCE)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {"journal", "journal.new", "lock"} <= {path.name for path in files if opened(path)}
+    assert {"journal", "journal.new", "lock"} <= {path.name for path in files if count_descriptors(path)}
     store.close()
-    assert [path.name for path in files if opened(path)] == []
+    assert [path.name for path in files if count_descriptors(path)] == []
 
 
 @pytest.mark.parametrize("garbage", [b"\0", bytes(5000), b"CDfBa"], ids=["nul", "nuls", "a part of a batch"])

@@ -19,7 +19,7 @@ from support.soak import soak_count
 
 SIZE = 1 << 17  # of the file
 
-pytestmark = [pytest.mark.xdist_group("storage-model"), pytest.mark.usefixtures("on_the_host")]
+pytestmark = [pytest.mark.xdist_group("store-model"), pytest.mark.usefixtures("on_the_host")]
 
 
 class Operation:

@@ -20,7 +20,7 @@ from cudafuture.io import Engine, digest
 from cudafuture.store import DiskStore, MultipartWrite
 from support.child import Child
 from support.patience import PATIENCE
-from support.storing import MIB, contents, error_number, expect, get, held, slabs
+from support.storing import MIB, contents, error_number, expect, get, open_held_store, slabs
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -130,7 +130,7 @@ def test_commit_orders_write_among_changes(store: DiskStore) -> None:
 
 
 def test_commit_waits_for_parts_in_flight(tmp_path: Path) -> None:
-    engine, store = held(tmp_path)
+    engine, store = open_held_store(tmp_path)
     write = begin(store, "x", 300_000)
     parts = put_all(write, contents(300_000))
     committed = write.commit()
@@ -144,7 +144,7 @@ def test_commit_waits_for_parts_in_flight(tmp_path: Path) -> None:
 
 
 def test_flush_waits_for_parts_only(tmp_path: Path) -> None:
-    engine, store = held(tmp_path)
+    engine, store = open_held_store(tmp_path)
     write = begin(store, "x", 10)
     store.flush().wait(timeout=PATIENCE)
     part = write.put(0, contents(10))
@@ -378,7 +378,7 @@ def test_closed_store_refuses_begin_write(store: DiskStore) -> None:
 
 
 def test_abort_after_commit_changes_nothing(tmp_path: Path) -> None:
-    engine, store = held(tmp_path)
+    engine, store = open_held_store(tmp_path)
     write = begin(store, "x", 10)
     write.put(0, contents(10))
     committed = write.commit()
@@ -391,7 +391,7 @@ def test_abort_after_commit_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_abort_frees_room_after_parts_end(tmp_path: Path) -> None:
-    engine, store = held(tmp_path, capacity=MIB)
+    engine, store = open_held_store(tmp_path, capacity=MIB)
     write = begin(store, "x", 600_000)
     part = write.put(0, contents(LEAF))
     write.abort()

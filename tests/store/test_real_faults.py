@@ -23,7 +23,7 @@ from support import mounts
 from support.child import Child
 from support.patience import PATIENCE
 from support.soak import soak_count
-from support.storing import MIB, contents, error_number, expect, held
+from support.storing import MIB, contents, error_number, expect, open_held_store
 
 DISK = 64 * MIB
 LONG = "x" * 1000  # goes into names, so that few of them fill a page of the journal
@@ -203,7 +203,7 @@ def test_pending_deletions_keep_room_for_others(disk: Path, tmp_path: Path) -> N
     tensors = {f"{i} {LONG}": contents(100_000, i) for i in range(40)}
     with DiskStore(disk / "store", durable=True) as store:
         store.writev(tensors).wait(timeout=PATIENCE)
-    engine, store = held(disk / "store", durable=True)
+    engine, store = open_held_store(disk / "store", durable=True)
     with engine, store:
         in_flight = [f"in flight {i} {LONG}" for i in range(400)]
         writes = [store.write(key, contents(1000)) for key in in_flight]

@@ -15,11 +15,11 @@ from cudafuture import CUDAFuture, executors
 from cudafuture.errors import InvalidStateError, NotFoundError, QuotaError, StorageError, WorkerLostError
 from cudafuture.store import DiskStore, Entry, ShardedStore
 from support.patience import PATIENCE
-from support.storing import held, numbered
+from support.storing import make_numbered, open_held_store
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
-TENSORS = {f"tensor {i}": numbered(i, i) for i in range(60)}
+TENSORS = {f"tensor {i}": make_numbered(i, i) for i in range(60)}
 
 
 class Far:
@@ -351,10 +351,10 @@ def test_call_waits_for_all_shards(store: ShardedStore, far: Far, other: Far) ->
 
 
 def test_flush_waits_for_all_shards(tmp_path: Path, far: Far) -> None:
-    engine, near = held(tmp_path / "held")
+    engine, near = open_held_store(tmp_path / "held")
     with engine, make_sharded({"near": near, "far": far}) as store:
         (key, *_) = keys_of(store, "near")
-        write = store.write(key, numbered(3))
+        write = store.write(key, make_numbered(3))
         flush = store.flush()
         assert far.futures[-1].wait(timeout=PATIENCE) is None
         run_callbacks()
@@ -404,8 +404,8 @@ def test_misplaced_keys_are_ignored(near: DiskStore, far: Far, other: Far) -> No
 @pytest.mark.parametrize("key", ["", "x" * 1025, "é" * 513, "a\0b", "\ud800"])
 def test_invalid_key_is_refused_first(store: ShardedStore, far: Far, key: str) -> None:
     asked: list[Callable[[], object]] = [
-        lambda: store.write(key, numbered(1)),
-        lambda: store.writev({**TENSORS, key: numbered(1)}),
+        lambda: store.write(key, make_numbered(1)),
+        lambda: store.writev({**TENSORS, key: make_numbered(1)}),
         lambda: store.read(key),
         lambda: store.readv([*TENSORS, key]),
         lambda: store.delete(key),
@@ -415,7 +415,7 @@ def test_invalid_key_is_refused_first(store: ShardedStore, far: Far, key: str) -
         with pytest.raises(ValueError, match=r"key|surrogates"):
             call()
     with pytest.raises(TypeError, match="a key is a str"):
-        store.write(3, numbered(1))  # type: ignore[arg-type]
+        store.write(3, make_numbered(1))  # type: ignore[arg-type]
     assert (far.calls, len(store)) == ([], 0)
 
 
@@ -426,7 +426,7 @@ def test_one_shard_error_spares_other_shards(store: ShardedStore) -> None:
     assert isinstance(failure(store.writev({**TENSORS, key: [1, 2]})), TypeError)  # type: ignore[dict-item]
     assert sorted(store.keys()) == sorted([*keys_of(store, "far"), *keys_of(store, "other")])
     with pytest.raises(ValueError, match="60 keys, and 1 tensors"):
-        store.readv(TENSORS, [numbered(1)])
+        store.readv(TENSORS, [make_numbered(1)])
     with pytest.raises(ValueError, match="either out or device"):
         store.readv(TENSORS, list(TENSORS.values()), "cpu")
 
@@ -484,7 +484,7 @@ def partial_store(store: ShardedStore, far: Far) -> ShardedStore:
 
 def test_dead_shard_error_names_shard_and_key(partial_store: ShardedStore) -> None:
     (key, *_) = keys_of(partial_store, "far")
-    for future in (partial_store.read(key), partial_store.write(key, numbered(1)), partial_store.delete(key)):
+    for future in (partial_store.read(key), partial_store.write(key, make_numbered(1)), partial_store.delete(key)):
         error = failure(future)
         assert isinstance(error, WorkerLostError)
         assert isinstance(error.__cause__, WorkerLostError)
@@ -516,7 +516,7 @@ def test_dead_shard_error_lists_lost_keys(partial_store: ShardedStore, other: Fa
 def test_worker_loss_outranks_other_errors(partial_store: ShardedStore, other: Far) -> None:
     other.error = QuotaError("full")
     (one, *_), (two, *_) = keys_of(partial_store, "other"), keys_of(partial_store, "far")
-    error = failure(partial_store.writev({one: numbered(1), two: numbered(1)}))
+    error = failure(partial_store.writev({one: make_numbered(1), two: make_numbered(1)}))
     assert isinstance(error, WorkerLostError)
     assert str(error).endswith(f"; shard 'other' (key {one!r}): full")
 
@@ -529,8 +529,8 @@ def test_other_shards_keep_working(partial_store: ShardedStore) -> None:
         assert partial_store.stat(key).nbytes == TENSORS[key].nbytes
         assert key in partial_store
     assert all(map(torch.equal, partial_store.readv(there).wait(timeout=PATIENCE), map(TENSORS.__getitem__, there)))
-    assert isinstance(failure(partial_store.writev({key: numbered(2, 5) for key in TENSORS})), WorkerLostError)
-    assert all(torch.equal(got, numbered(2, 5)) for got in partial_store.readv(there).wait(timeout=PATIENCE))
+    assert isinstance(failure(partial_store.writev({key: make_numbered(2, 5) for key in TENSORS})), WorkerLostError)
+    assert all(torch.equal(got, make_numbered(2, 5)) for got in partial_store.readv(there).wait(timeout=PATIENCE))
     partial_store.deletev(there).wait(timeout=PATIENCE)
     assert [partial_store.shards[name].keys() for name in ("near", "other")] == [[], []]
 
@@ -568,10 +568,10 @@ def test_lost_lists_existing_keys(store: ShardedStore, far: Far) -> None:
 
 def test_lost_includes_keys_of_partial_calls(store: ShardedStore, far: Far) -> None:
     first, second, third, *doubtful = keys_of(store, "far")
-    store.writev({first: numbered(1), second: numbered(1)}).wait(timeout=PATIENCE)
+    store.writev({first: make_numbered(1), second: make_numbered(1)}).wait(timeout=PATIENCE)
     assert isinstance(failure(store.deletev([second, third])), NotFoundError)  # and the second one is gone
     far.error = QuotaError("full")
-    assert failure(store.writev({key: numbered(1) for key in doubtful})) is far.error
+    assert failure(store.writev({key: make_numbered(1) for key in doubtful})) is far.error
     far.die()
     assert isinstance(failure(store.flush()), WorkerLostError)
     assert store.lost() == {"far": [first, *doubtful]}
@@ -611,7 +611,7 @@ def test_remaining_shards_form_new_store(
 def test_silent_shard_is_not_lost(store: ShardedStore, far: Far) -> None:
     far.error = TimeoutError("no answer within 1 s")
     (key, *_) = keys_of(store, "far")
-    error = failure(store.write(key, numbered(1)))
+    error = failure(store.write(key, make_numbered(1)))
     assert type(error) is TimeoutError
     assert str(error) == f"shard 'far' (key {key!r}): no answer within 1 s"
     with pytest.raises(TimeoutError, match="shard 'far': no answer"):

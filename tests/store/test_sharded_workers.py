@@ -20,7 +20,7 @@ from rpc_ext.store._wire import PIECE
 from support.ranks import run_ranks
 from support.rpc_workers import LONG, NAMES, be_lost, begin, go_on, wait_for_release
 
-pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("sharded-offloader")]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("sharded-store")]
 
 LARGE = PIECE // 4 + 100  # float32s: two pieces
 KEYS = [f"{i}" for i in range(40)]

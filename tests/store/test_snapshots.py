@@ -14,7 +14,7 @@ from cudafuture.errors import ChecksumError, InvalidStateError
 from cudafuture.io import Digest, Engine, digest
 from cudafuture.store import DiskStore, Snapshot
 from support.patience import PATIENCE
-from support.storing import MIB, contents, error_number, flip, get, held, slabs
+from support.storing import MIB, contents, error_number, flip, get, open_held_store, slabs
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -219,7 +219,7 @@ def test_empty_read_is_done_at_once(store: DiskStore, priority: int) -> None:
 
 
 def test_tensors_live_until_read_is_done(tmp_path: Path) -> None:
-    engine, store = held(tmp_path)
+    engine, store = open_held_store(tmp_path)
     written = store.write("x", contents(1000))
     engine._native.release_held()
     written.wait(timeout=PATIENCE)

@@ -13,7 +13,7 @@ from cudafuture.io import Engine
 
 
 @contextmanager
-def held_engine() -> Iterator[Engine]:
+def hold_engine() -> Iterator[Engine]:
     """Give an engine that gives no result before it is released."""
     with Engine("threads", threads=2, _faults={"held": True}) as engine:
         try:
@@ -32,7 +32,7 @@ def size(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().size()
 
 
-def numbered(count: int, number: int = 1000) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def make_tensors(count: int, number: int = 1000) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return so many tensors of so many elements, all different, and copies of them."""
     tensors = [torch.arange(number, dtype=torch.float32) + i * number for i in range(count)]
     return tensors, [t.clone() for t in tensors]

@@ -33,7 +33,7 @@ def contents(size: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(256, (size,), dtype=torch.uint8, device="cpu", generator=numbers)
 
 
-def opened(path: Path) -> int:
+def count_descriptors(path: Path) -> int:
     """Return how many descriptors of this process are of a file."""
     links = [descriptor for descriptor in Path("/proc/self/fd").iterdir() if descriptor.is_symlink()]
     return sum(os.path.realpath(link) == str(path.resolve()) for link in links)
@@ -47,13 +47,13 @@ def engine_on(backend: Any) -> Engine:
         pytest.skip(str(e))
 
 
-def held(folder: Path, **options: Any) -> tuple[Engine, DiskStore]:
+def open_held_store(folder: Path, **options: Any) -> tuple[Engine, DiskStore]:
     """Return a store whose engine gives no result before it is released."""
     engine = Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
     return engine, DiskStore(folder, engine=engine, **options)
 
 
-def numbered(size: int, seed: int = 0) -> torch.Tensor:
+def make_numbered(size: int, seed: int = 0) -> torch.Tensor:
     """Return so many float32s, counted from the seed."""
     return torch.arange(size, dtype=torch.float32) + seed
 

@@ -1,4 +1,4 @@
-"""Tensors on a GPU, offloaded to a worker: read after what was enqueued, and there for who waits for them."""
+"""Tensors on a GPU in the store of a worker: read after what was enqueued, and complete for each waiter."""
 
 from __future__ import annotations
 

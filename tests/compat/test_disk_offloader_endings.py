@@ -15,11 +15,11 @@ import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, executors
 from cudafuture.compat.tensornvme import DiskOffloader, get_backends, probe_backend
-from cudafuture.compat.tensornvme._completions import Operation
+from cudafuture.compat.tensornvme._completions import PendingOperation
 from cudafuture.errors import StorageError
 from cudafuture.io import Engine
 from support.child import Child
-from support.engines import equal, failing, held_engine, numbered, size
+from support.engines import equal, failing, hold_engine, make_tensors, size
 from support.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 
 @pytest.fixture
 def idle_engine() -> Iterator[Engine]:
-    with held_engine() as engine:
+    with hold_engine() as engine:
         yield engine
 
 
@@ -40,7 +40,7 @@ def stores(folder: Path) -> int:
 
 
 def test_failed_write_changes_nothing(tmp_path: Path) -> None:
-    (x,), copies = numbered(1)
+    (x,), copies = make_tensors(1)
     with DiskOffloader(tmp_path, engine=failing(io_error=1.0)) as offloader:
         with pytest.raises(StorageError) as caught:
             offloader.sync_write(x)
@@ -52,7 +52,7 @@ def test_failed_write_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_future_and_synchronize_raise_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tensors, copies = numbered(3)
+    tensors, copies = make_tensors(3)
     called: list[int] = []
     with DiskOffloader(tmp_path, engine=failing(no_space=1.0)) as offloader:
         futures = [offloader.async_write(tensor, lambda: called.append(1)) for tensor in tensors]
@@ -77,7 +77,7 @@ def test_future_and_synchronize_raise_error(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_failed_list_write_keeps_all_tensors(tmp_path: Path) -> None:
-    tensors, copies = numbered(20, 300_000)
+    tensors, copies = make_tensors(20, 300_000)
     with DiskOffloader(tmp_path, engine=failing(io_error=0.5)) as offloader:
         with pytest.raises(StorageError):
             offloader.sync_writev(tensors)
@@ -106,7 +106,7 @@ def test_interrupted_call_keeps_its_error(tmp_path: Path, monkeypatch: pytest.Mo
     engine = failing(io_error=1.0, held=True)
     offloader = DiskOffloader(tmp_path, engine=engine)
 
-    def interrupt(operation: Operation) -> None:
+    def interrupt(operation: PendingOperation) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
