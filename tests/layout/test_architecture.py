@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from layout.test_python_layers import CUDAFUTURE, RPC_EXT
-from layout.tree import PACKAGE, ROOT
+from layout.tree import PACKAGE, ROOT, source_files
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 DRAWING = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)[0]
 NAMED = sorted(set(re.findall(r"`([\w./]+\.(?:py|cpp|h))`", PAGE)))
 PLACES = re.findall(r"`([A-Z]\w*::\w+|[A-Za-z_]\w*(?:\.\w+)?)`(?: and `[\w:]+`)* in `([\w./]+\.(?:py|cpp|h))`", PAGE)
+
+THREAD = re.compile(r'"((?:cudafuture|rpc_ext)-[a-z]+)')
 
 
 def drawn_rooms() -> list[set[str]]:
@@ -52,6 +54,13 @@ def test_named_function_is_in_its_file(symbol: str, name: str) -> None:
     text = file.read_text(encoding="utf-8")
     pattern = rf"\b{symbol}\b" if owner and file.suffix == ".cpp" else rf"(?:class|def) {function}\b|\b{function}\("
     assert re.search(pattern, text), f"{name} has no {symbol}"
+
+
+def test_page_names_every_thread() -> None:
+    files = [file for file in source_files() if "testing" not in file.parts]
+    names = {name for file in files for name in THREAD.findall(file.read_text(encoding="utf-8"))}
+    assert len(names) > 15
+    assert {name for name in names if not re.search(rf"`{name}\b", PAGE)} == set()
 
 
 def test_page_names_files_and_functions() -> None:
