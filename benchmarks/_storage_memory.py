@@ -1,4 +1,4 @@
-"""The memory that offloading takes beside the tensors, at its peak: run in a process of its own.
+"""The memory that writing tensors to a store takes beside them, at its peak: run in a process of its own.
 
     python benchmarks/_storage_memory.py FOLDER SHAPE
 

@@ -195,7 +195,7 @@ def set_served() -> None:
 
 @dataclass(frozen=True)
 class Ours:
-    """A worker that serves its disk, and one that offloads to it."""
+    """A worker that serves its disk, and one that writes to it."""
 
     name: str = "ours"
     ranks: int = 2
@@ -362,4 +362,4 @@ LIMITS: dict[str, Callable[[int], Row]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(run("remote", "Offloading to another worker, two processes on loopback", LIMITS, rounds=7))
+    sys.exit(run("remote", "Writing to another worker, two processes on loopback", LIMITS, rounds=7))

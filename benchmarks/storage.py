@@ -379,4 +379,4 @@ if __name__ == "__main__":
     for peer in (DeepSpeed, Nixl, TensorNVMe):
         if why := missing(peer):
             sys.stderr.write(f"skipped: {why}\n")
-    sys.exit(run("storage", "offloading tensors, and their peers", limits(), rounds=5))
+    sys.exit(run("storage", "writing tensors to a store and reading them, and the peers", limits(), rounds=5))
