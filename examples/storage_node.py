@@ -192,8 +192,8 @@ def train(args: argparse.Namespace, states: rpc_ext.RemoteStore, stop: Stop) -> 
     remote, memory = Training(args, states), Training(args, Memory())
     steps = 0
     for images, labels in digits.batches(args.steps, args.batch_size, args.seed):
-        anybody = torch.tensor(int(stop.asked or steps == args.steps))
-        if cfd.all_reduce(anybody).wait():
+        stop_count = torch.tensor(int(stop.asked or steps == args.steps))
+        if cfd.all_reduce(stop_count).wait():
             break
         for training in (remote, memory):
             training.step(images, labels)

@@ -62,7 +62,7 @@ class Prefetcher(NaivePrefetcher):
     def __iter__(self) -> Iterator[torch.Tensor]:
         for batch in super().__iter__():
             # The batch was allocated on the copying stream and is used on this one: its memory may be handed out again
-            # only when this stream has come here, too.
+            # only when this stream has passed this point, too.
             batch.record_stream(torch.accelerator.current_stream())
             yield batch
 

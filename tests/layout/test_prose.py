@@ -28,7 +28,9 @@ WITH_WORDS = [
     *fakecuda_files(),
     *cpp_test_files(),
     *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("README.md")),
-    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))),
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))),
+    *python_files("benchmarks", "examples", "tools"),
+    *sorted((ROOT / "tools").glob("*.sh")),
 ]
 
 OPENERS = re.compile(r"\s*(What|Who|Whoever|Whose|Why|How|Where|Which|Whether|When|Say whether)\b")
