@@ -29,9 +29,6 @@ class Handover:
     """Events between a stage's stream and the copies of its outputs, for one micro-batch.
 
     The copies' streams are not waited for as a whole: another thread may have enqueued later micro-batches there.
-
-    >>> Handover().arrived
-    []
     """
 
     ready: _Mark | None = None
@@ -47,10 +44,6 @@ def depart(stream: AbstractStream, handover: Handover, *tensors: Tensor) -> tupl
         stream: the tensors are ready on it. In the backward pass it waits for the copies of the gradients.
         handover: receives the events.
         tensors: of one device.
-
-    >>> from cudafuture.pipeline.stream import CPUStream
-    >>> depart(CPUStream, Handover(), torch.ones(1))
-    (tensor([1.]),)
     """
     departed: tuple[Tensor, ...] = Depart.apply(stream, handover, *tensors)  # type: ignore[no-untyped-call]
     return departed
@@ -66,10 +59,6 @@ def copy(
         next_stream: of another device. The copies are ready, and have their memory, in the order of this stream.
         tensors: the result of ``depart``; without `handover`, ready in the order of `prev_stream`.
         handover: of ``depart``. Default: the caller orders the streams.
-
-    >>> from cudafuture.pipeline.stream import CPUStream
-    >>> copy(CPUStream, CPUStream, torch.ones(1))
-    (tensor([1.]),)
     """
     with use_stream(next_stream):  # autograd runs the backward pass in it too
         copies: tuple[Tensor, ...] = Copy.apply(prev_stream, next_stream, handover, *tensors)  # type: ignore[no-untyped-call]
@@ -83,10 +72,6 @@ def wait(prev_stream: AbstractStream, next_stream: AbstractStream, *tensors: Ten
         prev_stream: the tensors are ready on it, and their gradients are used on it.
         next_stream: of the same device.
         tensors: recorded on `next_stream`, as their gradients are on `prev_stream`.
-
-    >>> from cudafuture.pipeline.stream import CPUStream
-    >>> wait(CPUStream, CPUStream, torch.ones(1))
-    (tensor([1.]),)
     """
     waited: tuple[Tensor, ...] = Wait.apply(prev_stream, next_stream, *tensors)  # type: ignore[no-untyped-call]
     return waited

@@ -16,11 +16,7 @@ __all__ = ["alias", "fork", "join", "phony"]
 
 
 def phony(device: torch.device, *, requires_grad: bool = False) -> Tensor:
-    """Return an empty tensor that only carries a dependency.
-
-    >>> phony(torch.device("cpu"), requires_grad=True)
-    tensor([], requires_grad=True)
-    """
+    """Return an empty tensor that only carries a dependency."""
     return torch.empty(0, dtype=torch.float32, device=device, requires_grad=requires_grad)
 
 
@@ -31,13 +27,6 @@ def alias(ctx: Any, tensors: Sequence[Tensor], requires_grad: Sequence[bool]) ->
         ctx: of the function. The outputs that need no gradient are marked, and gradients that do not exist stay None.
         tensors: inputs of the function, or copies of them.
         requires_grad: for each tensor, True if its input requires a gradient.
-
-    >>> class Pass(torch.autograd.Function):
-    ...     @staticmethod
-    ...     def forward(ctx, *tensors):
-    ...         return alias(ctx, tensors, ctx.needs_input_grad)
-    >>> [x.requires_grad for x in Pass.apply(torch.ones(1, requires_grad=True), torch.ones(1))]
-    [True, False]
     """
     # Detached outputs are not views of the inputs, so later operations may change them in place.
     outputs = tuple(tensor.detach() for tensor in tensors)
@@ -50,10 +39,6 @@ def fork(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return the tensors, and a phony: backward passes through the tensors after all tensors joined with the phony.
 
     The phony requires no gradient, and has no effect, if none of the tensors does.
-
-    >>> (x,), carrier = fork([torch.ones(1, requires_grad=True)])
-    >>> carrier.requires_grad
-    True
     """
     if not _is_tracked(tensors):
         return tuple(tensors), phony(tensors[0].device)
@@ -65,11 +50,6 @@ def join(tensors: Sequence[Tensor], carrier: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors: backward passes through them before it passes through the tensors that forked `carrier`.
 
     Tensors that require no gradient have no backward pass, and are returned unchanged.
-
-    >>> (x,), carrier = fork([torch.ones(1, requires_grad=True)])
-    >>> (y,) = join([torch.ones(1, requires_grad=True)], carrier)
-    >>> y
-    tensor([1.], grad_fn=<JoinBackward>)
     """
     if not (_is_tracked(tensors) and carrier.requires_grad):
         return tuple(tensors)

@@ -34,13 +34,7 @@ TensorOrTensors: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def expect_tensors(value: object) -> None:
-    """Raise TypeError unless the value is a tensor or a tuple of tensors.
-
-    >>> expect_tensors([torch.ones(1)])
-    Traceback (most recent call last):
-        ...
-    TypeError: expected Tensor, but got list
-    """
+    """Raise TypeError unless the value is a tensor or a tuple of tensors."""
     if isinstance(value, tuple):
         for part in value:
             expect_tensors(part)
@@ -49,20 +43,12 @@ def expect_tensors(value: object) -> None:
 
 
 def map_tensors(value: TensorOrTensors, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Return ``function(tensor)``, or a tuple of them. A tensor in two places of a tuple has one result.
-
-    >>> map_tensors((torch.ones(1), torch.zeros(1)), torch.Tensor.item)
-    (1.0, 0.0)
-    """
+    """Return ``function(tensor)``, or a tuple of them. A tensor in two places of a tuple has one result."""
     return function(value) if isinstance(value, torch.Tensor) else tuple(with_each(value, function))
 
 
 def concatenate(parts: Sequence[TensorOrTensors]) -> TensorOrTensors:
-    """Return the tensors, or tuples of tensors, concatenated along the first dimension.
-
-    >>> concatenate([torch.tensor([1, 2]), torch.tensor([3])])
-    tensor([1, 2, 3])
-    """
+    """Return the tensors, or tuples of tensors, concatenated along the first dimension."""
     if isinstance(parts[0], torch.Tensor):
         return torch.cat(parts)  # type: ignore[arg-type]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
@@ -73,9 +59,6 @@ def rows_of(batch: Any) -> int:
 
     Raises:
         ValueError: there is no tensor with a dimension, or their sizes differ.
-
-    >>> rows_of({"images": torch.ones(3, 2), "scale": torch.tensor(1.0)})
-    3
     """
     tensors = [leaf for leaf in _pytree.tree_leaves(batch) if _has_rows(leaf)]
     sizes = {tensor.shape[0] for tensor in tensors}
@@ -89,9 +72,6 @@ def split(batch: Any, count: int) -> list[Any]:
     """Return `count` micro-batches of nearly equal size, the larger ones first.
 
     Numbers, strings and other leaves, and tensors without a dimension, go to every micro-batch.
-
-    >>> split((torch.tensor([1, 2, 3]), "mean"), 2)
-    [(tensor([1, 2]), 'mean'), (tensor([3]), 'mean')]
     """
     leaves, structure = _pytree.tree_flatten(batch)
     parts = with_each(
@@ -105,9 +85,6 @@ def split_rows(tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Ten
     """Return parts of a tensor with that many rows, which a stage may change in place.
 
     A leaf that requires a gradient yields views, whose change torch refuses, as it refuses that of the leaf.
-
-    >>> [part.tolist() for part in split_rows(torch.tensor([1, 2, 3]), [2, 1])]
-    [[1, 2], [3]]
     """
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return _with_own_versions(tensor.split_with_sizes(list(sizes)))
@@ -119,16 +96,7 @@ def split_rows(tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Ten
 
 @contextmanager
 def passing_changes(minibatch: Any, parts: Sequence[Any]) -> Iterator[None]:
-    """Count in-place changes of the parts as changes of their mini-batch, and give it their history, at the end.
-
-    >>> from cudafuture.pipeline._minibatch import passing_changes, split
-    >>> x = torch.zeros(4)
-    >>> parts = split(x, 2)
-    >>> with passing_changes(x, parts):
-    ...     _ = parts[1].add_(1)
-    >>> x
-    tensor([0., 0., 1., 1.])
-    """
+    """Count in-place changes of the parts as changes of their mini-batch, and give it their history, at the end."""
     every = zip(*(_pytree.tree_leaves(value) for value in (minibatch, *parts)), strict=True)
     columns = {id(leaf): (leaf, parts) for leaf, *parts in every if _has_rows(leaf)}.values()
     before = [(versions_of(parts), _functions_of(parts)) for _, parts in columns]
@@ -152,9 +120,6 @@ def split_target(target: Any, batch_rows: int, count: int) -> list[Any]:
 
     Raises:
         ValueError: the number of rows of a tensor is not a multiple of `batch_rows`.
-
-    >>> split_target(torch.tensor([1, 2, 3, 4]), 2, 2)
-    [tensor([1, 2]), tensor([3, 4])]
     """
     if target is None:
         return []
@@ -180,9 +145,6 @@ def join(outputs: list[Any]) -> Any:
 
     Raises:
         ValueError: the outputs have different structures.
-
-    >>> join([{"y": torch.tensor([1])}, {"y": torch.tensor([2])}])
-    {'y': tensor([1, 2])}
     """
     flat = [_pytree.tree_flatten(output) for output in outputs]
     structure = flat[0][1]

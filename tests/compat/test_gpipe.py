@@ -882,7 +882,8 @@ def test_cells_record_only_events_of_copies() -> None:
 
 def test_model_in_coroutine_does_not_warn() -> None:
     async def call() -> Tensor:
-        return GPipe(nn.Sequential(nn.Linear(2, 2)), [1], ["cpu"], chunks=2)(torch.ones(4, 2))
+        result: Tensor = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], ["cpu"], chunks=2)(torch.ones(4, 2))
+        return result
 
     assert asyncio.run(call()).shape == (4, 2)  # warnings are errors
 

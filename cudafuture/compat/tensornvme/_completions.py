@@ -119,16 +119,16 @@ class Completions:
                 operation.finish()
             except Exception as e:
                 error = e.with_traceback(None)  # its frames would keep the offloader
-            with self._lock:
-                operation.settled = True
-                if error is not None:
-                    self._fail(operation, error)
-                elif operation.callback is None:
-                    self._forget(operation)
-            late = _complete(operation)
-            if late is not None:
+            operation.error = error
+            try:
+                error = _complete(operation) or error
+            finally:  # last: a program that has the future's outcome may synchronize, which raises the error
                 with self._lock:
-                    self._fail(operation, late)
+                    operation.settled = True
+                    if error is not None:
+                        self._fail(operation, error)
+                    elif operation.callback is None:
+                        self._forget(operation)
 
     def _fail(self, operation: PendingOperation, error: Exception) -> None:
         operation.error = error
