@@ -56,7 +56,7 @@ def test_missing_wait_reports_both_operations() -> None:
     assert report.later is not None
     assert (report.earlier.operation, report.later.operation) == ("aten::fill_", "aten::sum")
     assert "test_races.py" in report.earlier.stack[-1]
-    assert report.earlier.stack[-1].endswith("in filled")
+    assert report.earlier.stack[-1].endswith("in fill")
     assert report.later.stack[-1].endswith("in test_missing_wait_reports_both_operations")
     assert f"{SIZE * 4} bytes" in report.summary
     assert "the default stream of cuda:0" in report.summary
