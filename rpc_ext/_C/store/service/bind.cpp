@@ -231,6 +231,22 @@ void bind_service(py::module_& m, SessionClass& session, ServiceClass& service) 
       py::arg("number"), py::arg("is_on"));
 }
 
+// The problems that Python meets, too, in the same words.
+void bind_problems(py::module_& m) {
+  m.def("too_late", [](double seconds) { return to_python(too_late(seconds)); }, py::arg("seconds"));
+  m.def("superseded", [](const std::string& key) { return to_python(superseded(key)); }, py::arg("key"));
+  m.def(
+      "bytes_differ", [](const std::string& key, std::uint64_t length) { return to_python(bytes_differ(key, length)); },
+      py::arg("key"), py::arg("length"));
+  m.def("no_such_key", [](const std::string& key) { return to_python(no_such_key(key)); }, py::arg("key"));
+  m.def(
+      "for_client",
+      [](const std::string& key, const py::tuple& problem, std::uint64_t nbytes) {
+        return to_python(for_client(key, problem_from(problem), nbytes));
+      },
+      py::arg("key"), py::arg("problem"), py::arg("nbytes"));
+}
+
 }  // namespace
 
 void bind(py::module_& m) {
@@ -240,6 +256,7 @@ void bind(py::module_& m) {
   SessionClass session(m, "StoreSession");
   ServiceClass service(m, "StoreService");
   bind_messages(m);
+  bind_problems(m);
   bind_order(order, space);
   bind_service(m, session, service);
 }

@@ -15,6 +15,14 @@
 #include "store/wire/parser.h"
 
 namespace rpc_ext::store {
+
+Problem problem_from(const py::tuple& of) {
+  const auto kind = of[0].cast<int>();
+  return {static_cast<Problem::Kind>(kind), of[1].cast<std::string>(),   of[2].cast<std::string>(),
+          of[3].cast<std::int32_t>(),       of[4].cast<std::uint64_t>(), of[5].cast<std::uint64_t>(),
+          of[6].cast<std::uint64_t>()};
+}
+
 namespace {
 
 py::object text_of(std::string_view text) {
@@ -104,13 +112,6 @@ py::tuple to_python(const StoreRequest& request) {
 
 namespace {
 
-Problem problem_from(const py::tuple& of) {
-  const auto kind = of[0].cast<int>();
-  return {static_cast<Problem::Kind>(kind), of[1].cast<std::string>(),   of[2].cast<std::string>(),
-          of[3].cast<std::int32_t>(),       of[4].cast<std::uint64_t>(), of[5].cast<std::uint64_t>(),
-          of[6].cast<std::uint64_t>()};
-}
-
 py::tuple pack_request_of(int verb, const std::string& token, double sent, std::uint64_t oldest,
                           const std::string& service, const py::sequence& entries, const at::Tensor& data) {
   StoreRequest request;
@@ -145,26 +146,9 @@ py::tuple parse_answer_of(int verb, std::size_t count, const py::bytes& body, co
   return py::make_tuple(errors, entries, answer.data);
 }
 
-// The problems that Python meets, too, in the same words.
-void bind_problems(py::module_& m) {
-  m.def("too_late", [](double seconds) { return to_python(too_late(seconds)); }, py::arg("seconds"));
-  m.def("superseded", [](const std::string& key) { return to_python(superseded(key)); }, py::arg("key"));
-  m.def(
-      "bytes_differ", [](const std::string& key, std::uint64_t length) { return to_python(bytes_differ(key, length)); },
-      py::arg("key"), py::arg("length"));
-  m.def("no_such_key", [](const std::string& key) { return to_python(no_such_key(key)); }, py::arg("key"));
-  m.def(
-      "for_client",
-      [](const std::string& key, const py::tuple& problem, std::uint64_t nbytes) {
-        return to_python(for_client(key, problem_from(problem), nbytes));
-      },
-      py::arg("key"), py::arg("problem"), py::arg("nbytes"));
-}
-
 }  // namespace
 
 void bind_messages(py::module_& m) {
-  bind_problems(m);
   m.attr("STORE_VERSION") = kVersion;
   m.attr("PART") = kPart;
   m.attr("PACK") = kPack;

@@ -9,6 +9,7 @@
 namespace rpc_ext::store {
 
 py::tuple to_python(const Problem& problem);
+Problem problem_from(const py::tuple& of);
 py::tuple to_python(const StoreRequest& request);
 
 void bind_messages(py::module_& m);
