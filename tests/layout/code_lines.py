@@ -13,7 +13,7 @@ MOST = 400  # lines of code
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
-# What hides code, or looks like a comment, in C++. The pages for Python's help() are raw strings.
+# Strings and comments of C++: the texts that are no code. The pages for Python's help() are raw strings.
 _CPP = re.compile(
     r"""(?P<hidden> //[^\n]* | /\*.*?\*/ | \bR"(?P<end>[^(\s]*)\(.*?\)(?P=end)" )
       | "(?:\\.|[^"\\\n])*" | (?<![0-9A-Fa-f])'(?:\\.|[^'\\\n])+'""",

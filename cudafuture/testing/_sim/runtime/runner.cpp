@@ -107,7 +107,7 @@ void Runner::run_until(Lock& lock, const std::vector<RecordingPtr>& wanted) {
   while (!all_reached()) {
     if (!step_towards(lock, needs)) sleep(lock, next_check);
   }
-  if (policy_.schedule() == WorkSchedule::free) after_call(lock);  // what others enqueued behind a stream that was busy
+  if (policy_.schedule() == WorkSchedule::free) after_call(lock);  // work queued behind a busy stream
 }
 
 void Runner::wake() noexcept {
