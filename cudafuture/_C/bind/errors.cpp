@@ -3,8 +3,6 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/Exceptions.h>
 
-#include <string_view>
-
 #include "bind/torch_future.h"
 #include "bind/work_errors.h"
 #include "core/error.h"
@@ -27,14 +25,6 @@ const char* class_of(ErrorKind kind) {
   return "CUDAFutureError";
 }
 
-// An engine's text may not be UTF-8.
-nb::object make(PyObject* type, std::string_view message) {
-  const auto size = static_cast<Py_ssize_t>(message.size());
-  const nb::object text = nb::steal(PyUnicode_DecodeUTF8(message.data(), size, "backslashreplace"));
-  if (!text.is_valid()) throw nb::python_error();
-  return call(type, text);
-}
-
 template <class T>
 bool is(const c10::Error& error) {
   return dynamic_cast<const T*>(&error) != nullptr;
@@ -55,7 +45,7 @@ nb::object of_c10(const c10::Error& error) {
   if (is<c10::DistBackendError>(error)) type = torch_class("_DistBackendError");
   if (is<c10::DistNetworkError>(error)) type = torch_class("_DistNetworkError");
   if (is<c10::DistStoreError>(error)) type = torch_class("_DistStoreError");
-  return make(type.ptr(), error.what_without_backtrace());
+  return make_error(type.ptr(), error.what_without_backtrace());
 }
 
 const char* class_of(io::FailureKind kind) {
@@ -76,7 +66,7 @@ nb::object of_storage(const io::Failure& failure) {
   nb::object error = make_error(class_of(failure.kind()), failure.what());
   if (failure.kind() == io::FailureKind::not_found) return error;
   if (failure.code() != 0) error.attr("errno") = failure.code();
-  error.attr("path") = make(reinterpret_cast<PyObject*>(&PyUnicode_Type), failure.path());
+  error.attr("path") = make_error(reinterpret_cast<PyObject*>(&PyUnicode_Type), failure.path());
   error.attr("offset") = failure.offset();
   error.attr("wanted") = failure.wanted();
   error.attr("got") = failure.got();
@@ -85,8 +75,16 @@ nb::object of_storage(const io::Failure& failure) {
 
 }  // namespace
 
-nb::object make_error(const char* type, const std::string& message) {
-  return make(nb::module_::import_("cudafuture.errors").attr(type).ptr(), message);
+// An engine's text may not be UTF-8.
+nb::object make_error(PyObject* type, std::string_view message) {
+  const auto size = static_cast<Py_ssize_t>(message.size());
+  const nb::object text = nb::steal(PyUnicode_DecodeUTF8(message.data(), size, "backslashreplace"));
+  if (!text.is_valid()) throw nb::python_error();
+  return call(type, text);
+}
+
+nb::object make_error(const char* type, std::string_view message) {
+  return make_error(nb::module_::import_("cudafuture.errors").attr(type).ptr(), message);
 }
 
 void raise(nb::handle exception) {
@@ -111,10 +109,10 @@ nb::object exception_of(const std::exception_ptr& error) {
   } catch (const nb::builtin_exception& e) {
     const bool is_type = e.type() == nb::exception_type::type_error;
     const bool is_value = e.type() == nb::exception_type::value_error;
-    return make(is_type ? PyExc_TypeError : is_value ? PyExc_ValueError : PyExc_RuntimeError, e.what());
+    return make_error(is_type ? PyExc_TypeError : is_value ? PyExc_ValueError : PyExc_RuntimeError, e.what());
   } catch (const python_error& e) {  // torch's own class
     if (e.value != nullptr) return nb::borrow(e.value);
-    return make(PyExc_RuntimeError, e.what());
+    return make_error(PyExc_RuntimeError, e.what());
   } catch (const c10::Error& e) {
     return of_c10(e);
   } catch (...) {
@@ -122,9 +120,9 @@ nb::object exception_of(const std::exception_ptr& error) {
     try {
       throw;
     } catch (const std::exception& e) {
-      return make(PyExc_RuntimeError, e.what());
+      return make_error(PyExc_RuntimeError, e.what());
     } catch (...) {
-      return make(PyExc_RuntimeError, "a C++ exception of an unknown type");
+      return make_error(PyExc_RuntimeError, "a C++ exception of an unknown type");
     }
   }
 }

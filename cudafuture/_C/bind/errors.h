@@ -1,6 +1,8 @@
 // Conversion of C++ errors to Python exceptions. Each kind of failure uses one channel; see ../README.md.
 #pragma once
 
+#include <string_view>
+
 #include "bind/python.h"
 
 namespace cudafuture::bind {
@@ -8,8 +10,9 @@ namespace cudafuture::bind {
 // Returns the Python exception for a C++ one: the original object if C++ only carried a Python error.
 nb::object exception_of(const std::exception_ptr& error);
 
-// Creates an exception object of cudafuture.errors.
-nb::object make_error(const char* type, const std::string& message);
+// Create an exception object: of a class, or of the class of cudafuture.errors with that name.
+nb::object make_error(PyObject* type, std::string_view message);
+nb::object make_error(const char* type, std::string_view message);
 [[noreturn]] void raise(nb::handle exception);
 [[noreturn]] void raise_error(const char* type, const std::string& message);
 

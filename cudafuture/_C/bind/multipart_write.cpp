@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,7 +17,7 @@
 #include "bind/store.h"
 #include "bind/tensors.h"
 #include "core/process.h"
-#include "io/checksum.h"
+#include "io/aligned.h"
 
 namespace cudafuture::bind {
 namespace {
@@ -59,17 +58,6 @@ io::Shape shape_from(nb::handle dtype, nb::handle sizes) {
   return shape;
 }
 
-std::uint64_t bytes_of(const io::Shape& shape) {
-  std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(shape.dtype));
-  bool is_too_large = false;
-  for (const std::int64_t size : shape.sizes) {
-    if (size == 0) return 0;
-    is_too_large = __builtin_mul_overflow(bytes, size, &bytes) || is_too_large;
-  }
-  if (is_too_large) throw nb::value_error("the tensor has more bytes than the largest file");
-  return static_cast<std::uint64_t>(bytes);
-}
-
 std::optional<std::uint64_t> digest_from(nb::handle object) {
   if (object.is_none()) return std::nullopt;
   std::uint64_t digest = 0;
@@ -82,29 +70,25 @@ MultipartHandle begin_write(const StorePtr& self, nb::handle key, nb::handle dty
   refuse_after_fork();
   const std::string name = key_of(key);
   const io::Shape shape = shape_from(dtype, sizes);
-  const std::uint64_t bytes = bytes_of(shape);
+  const std::optional<std::uint64_t> bytes = io::bytes_of(shape);
+  if (!bytes) throw nb::value_error("the tensor has more bytes than the largest file");
   expect_priority(priority);
   const WithoutGil released;
-  return {MultipartWrite::begin(self, name, shape, bytes), priority};
+  return {MultipartWrite::begin(self, name, shape, *bytes), priority};
 }
 
 // Returns the offset of a part. Throws ValueError unless the part lies in the tensor and consists of whole leaves.
-std::uint64_t expect_part(nb::handle at, std::uint64_t bytes, std::uint64_t total) {
-  constexpr std::uint64_t kLeaf = io::Checksum::kLeaf;
+std::uint64_t expect_part(nb::handle at, std::uint64_t bytes, const MultipartWrite& write) {
   std::uint64_t begin = 0;
-  const bool fits = nb::try_cast(at, begin) && begin <= total && bytes <= total - begin;
-  if (fits && begin % kLeaf == 0 && ((begin + bytes) % kLeaf == 0 || begin + bytes == total)) return begin;
-  throw nb::value_error(("a part of " + std::to_string(bytes) + " bytes at byte " + repr_of(at) + " of a tensor of " +
-                         std::to_string(total) +
-                         " must lie in the tensor, begin at a multiple of 64 KiB, and end at one or with the tensor")
-                            .c_str());
+  if (nb::try_cast(at, begin) && write.has_part(begin, bytes)) return begin;
+  throw nb::value_error(write.not_a_part(repr_of(at), bytes).c_str());
 }
 
 nb::object put(const MultipartHandle& self, nb::handle at, nb::handle tensor, nb::handle digest) {
   const ParkingScope parking;
   refuse_after_fork();
   const at::Tensor bytes = take_on_host(tensor);
-  const std::uint64_t begin = expect_part(at, bytes.nbytes(), self.write->size());
+  const std::uint64_t begin = expect_part(at, bytes.nbytes(), *self.write);
   const std::optional<std::uint64_t> expected = digest_from(digest);
   wait_for_room(self.write->engine());
   const CallPtr call = new_call(Call::Kind::write, "put a part of " + self.write->key(), self.priority);
@@ -118,9 +102,7 @@ nb::object put(const MultipartHandle& self, nb::handle at, nb::handle tensor, nb
     is_new = self.write->put(begin, std::move(memory), expected, call);
   }
   if (is_new) return result;
-  throw nb::value_error(("some of the " + std::to_string(bytes.nbytes()) + " bytes at byte " + std::to_string(begin) +
-                         " belong to an earlier part")
-                            .c_str());
+  throw nb::value_error(MultipartWrite::put_before(begin, bytes.nbytes()).c_str());
 }
 
 nb::object commit(const MultipartHandle& self, nb::handle digest) {

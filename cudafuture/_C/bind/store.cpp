@@ -191,12 +191,7 @@ void expect_shapes(const Entries& entries, const Keys& keys, nb::list outs) {
     if (!THPVariable_Check(out.ptr())) continue;  // refused below
     const io::Shape shape = shape_of(out);
     if (shape == entries[i]->shape) continue;
-    const auto text = [](const io::Shape& s) {
-      return std::string(c10::toString(s.dtype)) + " " + c10::str(c10::IntArrayRef(s.sizes));
-    };
-    throw nb::value_error(("key '" + keys[i] + "' is a tensor of " + text(entries[i]->shape) +
-                           ", but the tensor to read into is one " + "of " + text(shape))
-                              .c_str());
+    throw nb::value_error(("key '" + keys[i] + "' is " + differ(entries[i]->shape, shape)).c_str());
   }
 }
 

@@ -1,5 +1,6 @@
 #include "bind/tensors.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -96,19 +97,43 @@ at::Tensor take_on_host(nb::handle object) {
   return tensor;
 }
 
+CheckedTensor check_tensor(nb::handle object, Direction direction) {
+  at::Tensor tensor = expect_tensor(object);
+  expect_memory(tensor, direction);
+  if (!tensor.is_cpu() || !(tensor.is_conj() || tensor.is_neg())) return {std::move(tensor), nb::borrow(object)};
+  tensor = tensor.resolve_conj().resolve_neg();  // the resolved values are stored
+  nb::object owner = nb::steal(THPVariable_Wrap(tensor));
+  return {std::move(tensor), std::move(owner)};
+}
+
+HostMemory::HostMemory(const at::Tensor& tensor, Direction direction)
+    : storage_(tensor.storage()),
+      needed_(at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                                               static_cast<std::size_t>(tensor.storage_offset()))) {
+  add_on_host(memory_, tensor, direction);
+  if (direction == Direction::read) note_change(tensor);
+  data_ = storage_.data();
+}
+
+std::optional<std::string> HostMemory::fault() const {
+  if (memory_.size() == 0 || (storage_.data() == data_ && storage_.nbytes() >= needed_)) return std::nullopt;
+  return "the storage of the tensor was freed, shrunk or allocated anew while the tensor was in use";
+}
+
+std::string differ(const io::Shape& stored, const io::Shape& target) {
+  const auto text = [](const io::Shape& s) {
+    return std::string(c10::toString(s.dtype)) + " " + c10::str(c10::IntArrayRef(s.sizes));
+  };
+  return "a tensor of " + text(stored) + ", but the tensor to read into is one of " + text(target);
+}
+
 Tensors take_tensors(nb::handle tensors, Direction direction, int priority) {
   Tensors taken;
   std::vector<at::Tensor> all;
   for (nb::handle object : tensors) {
-    at::Tensor tensor = expect_tensor(object);
-    expect_memory(tensor, direction);
-    nb::object owner = nb::borrow(object);
-    if (tensor.is_cpu() && (tensor.is_conj() || tensor.is_neg())) {  // the resolved values are stored
-      tensor = tensor.resolve_conj().resolve_neg();
-      owner = nb::steal(THPVariable_Wrap(tensor));
-    }
-    taken.keep.append(owner);
-    all.push_back(std::move(tensor));
+    CheckedTensor checked = check_tensor(object, direction);
+    taken.keep.append(checked.owner);
+    all.push_back(std::move(checked.tensor));
   }
   auto owned = std::make_unique<Owned>();
   const std::vector<c10::Device> devices = devices_of(all);

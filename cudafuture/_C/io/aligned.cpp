@@ -36,6 +36,19 @@ at::Tensor make_aligned(c10::IntArrayRef sizes, c10::ScalarType dtype) {
 
 }  // namespace
 
+std::optional<std::uint64_t> bytes_of(const Shape& shape) {
+  auto bytes = static_cast<std::int64_t>(c10::elementSize(shape.dtype));
+  bool is_empty = false;
+  bool is_too_large = false;
+  for (const std::int64_t size : shape.sizes) {
+    if (size < 0) return std::nullopt;
+    is_empty = is_empty || size == 0;
+    is_too_large = __builtin_mul_overflow(bytes, size, &bytes) || is_too_large;
+  }
+  if (is_empty) return 0;
+  return is_too_large ? std::nullopt : std::optional(static_cast<std::uint64_t>(bytes));
+}
+
 c10::Allocator& aligned_allocator() {
   static Aligned allocator;
   return allocator;

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 namespace cudafuture::io {
 
@@ -17,6 +18,9 @@ struct Shape {
 
   bool operator==(const Shape&) const = default;
 };
+
+// Returns the bytes of a tensor; none: more than the largest file has, or a size is negative.
+std::optional<std::uint64_t> bytes_of(const Shape& shape);
 
 // Returns a new tensor, not filled. From 4 MiB on its memory begins at a huge page, so no part of it has to be staged
 // and its first use causes few page faults. Smaller tensors are better staged: direct I/O into many new pages costs

@@ -90,14 +90,20 @@ void DeviceSide::finish_what_was_enqueued() const noexcept {
   }
 }
 
-FuturePtr DeviceSide::gather(const Memory& memory, const Block& block) const {
-  return copy([&] { memory.gather(block.at, block.wanted, block.pinned); });
+at::Tensor DeviceSide::new_target(const Shape& shape, c10::Device device, Memory& memory) const {
+  const at::AutoDispatchBelowADInplaceOrView plain;
+  const StreamScope scope(streams_);  // the allocator reuses the memory in the order of this stream
+  at::Tensor tensor = at::empty(shape.sizes, at::TensorOptions().dtype(shape.dtype).device(device));
+  memory.add_on_device(as_bytes(tensor));
+  return tensor;
 }
 
-FuturePtr DeviceSide::scatter(const Memory& memory, const Block& block) const {
-  const auto begin = static_cast<std::int64_t>(block.ahead);
-  const auto size = static_cast<std::int64_t>(block.wanted);
-  return copy([&] { memory.scatter(block.at, block.wanted, block.pinned.narrow(0, begin, size)); });
+FuturePtr DeviceSide::gather(const Memory& memory, std::size_t at, std::size_t size, const at::Tensor& into) const {
+  return copy([&] { memory.gather(at, size, into); });
+}
+
+FuturePtr DeviceSide::scatter(const Memory& memory, std::size_t at, const at::Tensor& from) const {
+  return copy([&] { memory.scatter(at, from.nbytes(), from); });
 }
 
 void DeviceSide::fill_targets() const {

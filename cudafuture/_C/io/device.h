@@ -17,6 +17,7 @@
 
 #include "core/event_set.h"
 #include "core/future.h"
+#include "io/aligned.h"
 #include "io/block.h"
 #include "io/memory.h"
 
@@ -34,10 +35,13 @@ class DeviceSide {
   // The work that must finish before a write begins: done, with events.
   const FuturePtr& earlier() const noexcept { return earlier_; }
 
-  // Enqueue copies between a block's pinned buffer and memory; host memory is copied immediately. The returned future
-  // is done, and its events are those of the copies.
-  FuturePtr gather(const Memory& memory, const Block& block) const;
-  FuturePtr scatter(const Memory& memory, const Block& block) const;
+  // Returns a new tensor on a device as a read's target, and adds it to memory. Later copies fill it.
+  at::Tensor new_target(const Shape& shape, c10::Device device, Memory& memory) const;
+
+  // Enqueue copies between memory, from `at` on, and a pinned tensor of bytes; host memory is copied immediately. The
+  // returned future is done, and its events are those of the copies.
+  FuturePtr gather(const Memory& memory, std::size_t at, std::size_t size, const at::Tensor& into) const;
+  FuturePtr scatter(const Memory& memory, std::size_t at, const at::Tensor& from) const;
 
   // Ends a read after its last copy. It fills the targets that are not dense, unless the read has failed, and records
   // events after all enqueued work, even after a failure. `failure` becomes the first failure here, if it was null.

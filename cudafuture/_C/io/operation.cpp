@@ -62,7 +62,7 @@ Operation::Outcome Operation::next(Block& block) noexcept {
 Operation::Outcome Operation::fill_buffer(Block& block) noexcept {
   if (block.is_staged && is_on_device(block)) {
     try {
-      block.copied = request_.device->gather(request_.memory, block);
+      block.copied = request_.device->gather(request_.memory, block.at, block.wanted, block.pinned);
     } catch (...) {
       return failed_at(block, block.at, std::current_exception());
     }
@@ -240,7 +240,9 @@ Operation::Outcome Operation::release(Block& block, Outcome outcome) noexcept {
 // For a read.
 Operation::Outcome Operation::empty_buffer(Block& block) noexcept {
   try {
-    block.copied = request_.device->scatter(request_.memory, block);
+    const auto begin = static_cast<std::int64_t>(block.ahead);
+    const at::Tensor bytes = block.pinned.narrow(0, begin, static_cast<std::int64_t>(block.wanted));
+    block.copied = request_.device->scatter(request_.memory, block.at, bytes);
     return stands(SyncEdge::io_target_copied) ? Outcome::device : Outcome::ended;
   } catch (...) {
     note_failure(block.at, std::current_exception());

@@ -83,6 +83,20 @@ void MultipartWrite::expect_open() const {
   throw Error(ErrorKind::invalid_state, "the multipart write of key '" + key_ + "' " + how);
 }
 
+bool MultipartWrite::has_part(std::uint64_t at, std::uint64_t size) const noexcept {
+  if (at > size_ || size > size_ - at) return false;
+  return at % kLeaf == 0 && ((at + size) % kLeaf == 0 || at + size == size_);
+}
+
+std::string MultipartWrite::not_a_part(const std::string& at, std::uint64_t size) const {
+  return "a part of " + std::to_string(size) + " bytes at byte " + at + " of a tensor of " + std::to_string(size_) +
+         " must lie in the tensor, begin at a multiple of 64 KiB, and end at one or with the tensor";
+}
+
+std::string MultipartWrite::put_before(std::uint64_t at, std::uint64_t size) {
+  return "some of the " + std::to_string(size) + " bytes at byte " + std::to_string(at) + " belong to an earlier part";
+}
+
 bool MultipartWrite::claim(std::uint64_t at, std::uint64_t size) {
   const auto begin = claimed_.begin() + static_cast<std::ptrdiff_t>(at / kLeaf);
   const auto end = begin + static_cast<std::ptrdiff_t>((size + kLeaf - 1) / kLeaf);

@@ -47,6 +47,12 @@ class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite>
   MultipartWrite(const MultipartWrite&) = delete;
   MultipartWrite& operator=(const MultipartWrite&) = delete;
 
+  // Returns true if bytes lie in the tensor, begin at a leaf, and end at one or with the tensor.
+  bool has_part(std::uint64_t at, std::uint64_t size) const noexcept;
+  // Return the reasons why bytes cannot be put: has_part() or put() has returned false.
+  std::string not_a_part(const std::string& at, std::uint64_t size) const;
+  static std::string put_before(std::uint64_t at, std::uint64_t size);
+
   // Writes a part, which consists of whole leaves. `digest`: the required checksum of its bytes. Returns false and does
   // nothing if some of the bytes belong to an earlier part. Throws Error after commit() or abort().
   bool put(std::uint64_t at, io::Memory&& memory, std::optional<std::uint64_t> digest, const CallPtr& call);
