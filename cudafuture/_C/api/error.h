@@ -53,4 +53,9 @@ class CUDAFUTURE_API PythonError final : public std::exception {
   const char* what() const noexcept override;
 };
 
+// Returns the reason of a C++ exception, of this interface or any other.
+CUDAFUTURE_API Problem problem_of(const std::exception_ptr& error);
+// Sets the exception of Python for a problem in this thread. Needs the GIL.
+CUDAFUTURE_API void set_error(const Problem& problem);
+
 }  // namespace cudafuture::api
