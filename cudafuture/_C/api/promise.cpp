@@ -1,0 +1,45 @@
+#include "api/promise.h"
+
+#include "api/implementation.h"
+#include "bind/future.h"
+#include "core/callback_thread.h"
+#include "core/process.h"
+
+namespace cudafuture::api {
+
+NativePromise::NativePromise(std::string name, int priority, bool has_released)
+    : core_(c10::make_intrusive<Future>(priority)) {
+  core_->set_name(std::move(name));
+  core_->set_default_executor(&CallbackThread::get());
+  if (has_released) core_->promise_release();
+  core_->start();
+}
+
+NativePromise::~NativePromise() {
+  if (is_shut_down() || is_forked_child()) return;
+  core_->release();
+  if (core_->done() || core_.use_count() == 1) return;
+  const std::string name = core_->name().empty() ? "this future" : "'" + core_->name() + "'";
+  core_->fail(Value::of_error(std::make_exception_ptr(
+      Error(ErrorKind::invalid_state, "the promise of " + name + " was dropped before the future was done"))));
+}
+
+_object* NativePromise::future() {
+  return call_with_gil([this] { return bind::wrap(core_).release().ptr(); });
+}
+
+void NativePromise::complete(c10::IValue value) noexcept { complete(Value::of_native(std::move(value)), {}); }
+
+void NativePromise::fail(_object* exception) noexcept { fail(error_value(exception), {}); }
+
+// A thread without the GIL cannot read the traceback; the exception was not raised in Python then.
+Value error_value(_object* exception) noexcept {
+  Foreign traceback(foreign_runtime().inside() ? PyException_GetTraceback(exception) : nullptr);
+  return Value::of_error(Foreign(exception), std::move(traceback));
+}
+
+std::shared_ptr<Promise> make_promise(std::string name, int priority, bool has_released) {
+  return std::make_shared<NativePromise>(std::move(name), priority, has_released);
+}
+
+}  // namespace cudafuture::api
