@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "agent.h"
+#include "api/error.h"
 #include "autograd.h"
 #include "channel.h"
 #include "destination.h"
@@ -113,6 +114,16 @@ void raise_tensor_fault(std::exception_ptr error) {
   }
 }
 
+// Raises the errors of the core's interface.
+void raise_core_error(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(std::move(error));
+  } catch (const cudafuture::api::Failure& e) {
+    cudafuture::api::set_error(e.problem());
+  } catch (const cudafuture::api::PythonError&) {  // it is set
+  }
+}
+
 void report(py::error_already_set& e) { e.discard_as_unraisable("rpc_ext: a call with RRefs"); }
 
 // Calls `fn` when the future is done: now, or later in a thread of the agent's, in streams that come after its work.
@@ -216,6 +227,7 @@ PYBIND11_MODULE(_C, m) {
   py::module_::import("torch.distributed.rpc");  // whose classes ours derives from
   remember_main_thread();
   py::register_exception_translator(raise_tensor_fault);
+  py::register_exception_translator(raise_core_error);
 
   // Its destructor joins threads, which take the GIL to end.
   py::class_<Agent, rpc::TensorPipeAgent, std::shared_ptr<Agent>>(m, "Agent", py::release_gil_before_calling_cpp_dtor())
