@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, Protocol
-
-import torch
-
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _failure
 from rpc_ext._codec import decode
@@ -13,24 +9,15 @@ from rpc_ext._destination import Destination
 from rpc_ext._handlers import Handler, Reply, handle
 from rpc_ext.session import Session, current
 
-__all__ = ["Handler", "Listener", "Reply", "channel", "handle"]
-
-
-class Listener(Protocol):
-    """The receiver of a reply. A thread of the agent calls one of its methods, once, and must not block."""
-
-    def answered(self, body: bytes, tensors: list[torch.Tensor]) -> None:
-        """Take the reply."""
-
-    def failed(self, error: BaseException) -> None:
-        """Take the error of the handler, or of the connection: TimeoutError, WorkerLostError, AuthenticationError."""
+__all__ = ["Handler", "Reply", "channel", "handle"]
 
 
 def channel(session: Session, to: Destination, number: int, name: str) -> _C.Channel:
     """Return a channel to a handler of one worker.
 
-    Its ``send`` raises BlockingIOError if the calls or bytes in flight to that worker have reached the limit of
-    ``init_rpc``, and InvalidStateError after the end of the session.
+    Native code sends messages through it. Only tests call its ``send``, which raises BlockingIOError if the calls or
+    bytes in flight to that worker have reached the limit of ``init_rpc``, and InvalidStateError after the end of the
+    session.
 
     Args:
         session: session of the channel.
@@ -43,15 +30,18 @@ def channel(session: Session, to: Destination, number: int, name: str) -> _C.Cha
         to,
         number,
         name,
-        raise_ended=_raise_ended,
+        error_of_end=_error_of_end,
         error_of_reply=_error_of_reply,
         error_of_engine=_error_of_engine,
     )
 
 
-def _raise_ended() -> NoReturn:
-    current()  # has a message of its own for a forked process, or after torch's shutdown
-    raise InvalidStateError("the RPC session of this channel has ended")
+def _error_of_end() -> InvalidStateError:
+    try:
+        current()  # has a message of its own for a forked process, or after torch's shutdown
+    except InvalidStateError as e:
+        return e
+    return InvalidStateError("the RPC session of this channel has ended")
 
 
 def _error_of_reply(payload: bytes, name: str, worker: str) -> BaseException:

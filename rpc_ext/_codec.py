@@ -35,7 +35,6 @@ __all__ = [
     "DirectCall",
     "Encoded",
     "PayloadKind",
-    "channel_header",
     "decode",
     "decode_with_owners",
     "encode",
@@ -52,7 +51,7 @@ class PayloadKind:
     VALUE = 2  # result of the function
     FAILURE = 3  # exception of the function
     BATCH = 4  # many calls, or their replies; see _batching
-    CHANNEL = 5  # a message for a handler, or its reply; the flags are the number of the channel
+    CHANNEL = 5  # a message for a handler, or its reply; see _C/message_handler.h
 
 
 _HAS_RREFS = 1
@@ -213,11 +212,6 @@ def encode(kind: int, value: object, devices: DeviceMap = NO_DEVICES) -> Encoded
         return Encoded(head + pickled, tensors, None)
     places = json.dumps(targets).encode()
     return Encoded(b"".join((head, _LENGTH.pack(len(places)), places, pickled)), tensors, targets)
-
-
-def channel_header(number: int) -> bytes:
-    """Return the header of a message of a channel. A reply has number 0."""
-    return _C.MAGIC + bytes((PayloadKind.CHANNEL, number))
 
 
 def kind_of(payload: bytes) -> int:

@@ -32,6 +32,7 @@ class Destination(_C.Destination):
         super().__init__(name, rank, max_calls, max_bytes)
         self.devices = devices
         self.batches: set[Any] = set()  # open batches
+        self.is_closed = False  # RPC was shut down: calls in flight get no reply
         self._lock = threading.Lock()  # guards what follows, and `waiting` and `is_awaited`; a leaf
         self._waiters: collections.deque[_QueuedCall] = collections.deque()
         self._idle: CUDAFuture[None] | None = None  # completes when no call is in flight

@@ -8,11 +8,11 @@ import torch
 
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C
-from rpc_ext._codec import CHANNEL_HEADER, channel_header
+from rpc_ext._codec import CHANNEL_HEADER
 
 __all__ = ["Handler", "Reply", "handle", "serve"]
 
-_ANSWER = channel_header(0)
+_ANSWER = _C.channel_header(0)
 
 
 class Reply:

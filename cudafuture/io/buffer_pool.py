@@ -190,19 +190,6 @@ class BufferPool:
         """
         return self._native.allocator()
 
-    def native_access(self) -> object:
-        """Return a capsule of this pool's interface for C++ code of other packages, which do not link to this one.
-
-        The capsule has the name "PoolAccess of cudafuture" and holds a
-        ``std::shared_ptr<cudafuture::store::PoolAccess>``. The header ``cudafuture/_C/store/store_access.h`` declares
-        the interface: include the one of the installed version. C++ code copies the pointer. A copy keeps the pool's
-        memory when the capsule and this object are freed; requests to a closed pool get no memory.
-
-        >>> BufferPool(1 << 20).native_access()  # doctest: +ELLIPSIS
-        <capsule object "PoolAccess of cudafuture" at 0x...>
-        """
-        return self._native.access()
-
     def close(self) -> None:
         """Refuse further requests; waiting futures fail. Buffers stay usable until they are released.
 

@@ -600,19 +600,6 @@ class DiskStore:
         """
         return DiskStoreStatistics(capacity=self._capacity, **self._native.statistics())
 
-    def native_access(self) -> object:
-        """Return a capsule of this store's interface for C++ code of other packages, which do not link to this one.
-
-        The capsule has the name "StoreAccess of cudafuture" and holds a
-        ``std::shared_ptr<cudafuture::store::StoreAccess>``. The header ``cudafuture/_C/store/store_access.h`` declares
-        the interface: include the one of the installed version. C++ code copies the pointer. A copy stays valid when
-        the capsule and this object are freed, but does not keep the store open: the operations of a closed store fail.
-
-        >>> DiskStore("states").native_access()  # doctest: +ELLIPSIS
-        <capsule object "StoreAccess of cudafuture" at 0x...>
-        """
-        return self._native.access()
-
     def close(self) -> None:
         """Refuse further calls, and wait until earlier ones have ended. An ephemeral store is then removed.
 

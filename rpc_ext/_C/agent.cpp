@@ -1,6 +1,7 @@
 #include "agent.h"
 
 #include <torch/csrc/distributed/rpc/utils.h>
+#include <unistd.h>
 
 #include <future>
 #include <thread>
@@ -34,17 +35,12 @@ void expect_on_host(const std::vector<at::Tensor>& tensors) {
 
 // Joins the agent's threads, which take the GIL to end.
 void destroy(Agent* agent) {
-  if (PyGILState_Check() == 0) {
-    delete agent;
-  } else {
-    const GilRelease without_gil;
-    delete agent;
-  }
+  const GilRelease without_gil;
+  delete agent;
 }
 
 void deliver(CallListener& listener, rpc::JitFuture& future) {
-  const Gil gil;
-  if (!gil) return;
+  if (is_finalizing()) return;
   try {
     if (future.hasError()) {
       const std::string message = future.tryRetrieveErrorMessage();
@@ -53,13 +49,9 @@ void deliver(CallListener& listener, rpc::JitFuture& future) {
       const auto reply = future.constValue().toCustomClass<rpc::Message>();
       listener.on_reply({reply->payload().data(), reply->payload().size()}, reply->tensors());
     }
-  } catch (py::error_already_set& e) {
-    e.discard_as_unraisable("rpc_ext: completing a call");
-  } catch (const std::exception& e) {
-    PyErr_SetString(PyExc_RuntimeError, e.what());
-    PyErr_WriteUnraisable(Py_None);
+  } catch (const std::exception&) {
+    if (const Gil gil; gil) report_unraisable("rpc_ext: completing a call");
   }
-  listener.drop();
 }
 
 }  // namespace
@@ -95,7 +87,8 @@ Agent::Agent(const std::vector<std::string>& names, int rank, py::object exchang
                       static_cast<rpc::worker_id_t>(rank), static_cast<int>(names.size()), options, reverse_device_maps,
                       devices, std::make_unique<RequestCallback>(std::move(serve))),
       pipes_(std::move(pipes)),
-      refusals_(std::move(refusals)) {}
+      refusals_(std::move(refusals)),
+      process_(getpid()) {}
 
 c10::intrusive_ptr<rpc::JitFuture> Agent::send(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
                                                float timeout_seconds, const rpc::DeviceMap& device_map) {
@@ -126,7 +119,7 @@ void Agent::pipeWrite(const std::shared_ptr<tensorpipe::Pipe>& pipe, const c10::
 
 bool Agent::is_current() const noexcept {
   try {
-    return getCurrentRpcAgent().get() == this;
+    return getpid() == process_ && getCurrentRpcAgent().get() == this;
   } catch (const c10::Error&) {  // this process has no agent
     return false;
   }
@@ -134,6 +127,7 @@ bool Agent::is_current() const noexcept {
 
 void Agent::call(int to, Bytes payload, std::vector<at::Tensor> tensors, float timeout_seconds,
                  std::shared_ptr<CallListener> listener) {
+  const GilRelease without_gil;
   auto message =
       c10::make_intrusive<rpc::Message>(std::move(payload), std::move(tensors), rpc::MessageType::PYTHON_CALL);
   const rpc::WorkerInfo& callee = getWorkerInfo(static_cast<rpc::worker_id_t>(to));

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <sys/types.h>
 #include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
 
 #include <atomic>
@@ -20,13 +21,13 @@ namespace rpc_ext {
 enum class CallFailure { other = 0, timeout = 1, refused = 2 };
 
 // Takes the outcome of one call. A thread of the agent, or the one that makes the call, calls one of its methods, once,
-// with the GIL; their exceptions are reported as unraisable.
+// without the GIL, unless Python is going away. Exceptions of C++ are reported as unraisable; errors of Python do not
+// leave the listener. Any thread may drop it.
 class CallListener {
  public:
   virtual ~CallListener() = default;
   virtual void on_reply(std::string_view payload, const std::vector<at::Tensor>& tensors) = 0;
   virtual void on_error(CallFailure kind, const std::string& message) = 0;  // of whatever bytes
-  virtual void drop() = 0;                                                  // releases objects of Python, with the GIL
 };
 
 // torch's TensorPipe agent. With a key it seals every message that it sends, and takes none without a seal.
@@ -49,7 +50,8 @@ class Agent final : public rpc::TensorPipeAgent {
   c10::intrusive_ptr<rpc::JitFuture> send(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
                                           float timeout_seconds, const rpc::DeviceMap& device_map) override;
 
-  // Sends a payload of ours. Called without the GIL.
+  // Sends a payload of ours. Called with or without the GIL, which is released meanwhile: torch takes locks under which
+  // other threads wait for the GIL.
   void call(int to, Bytes payload, std::vector<at::Tensor> tensors, float timeout_seconds,
             std::shared_ptr<CallListener> listener);
 
@@ -57,7 +59,7 @@ class Agent final : public rpc::TensorPipeAgent {
   // `patience`. False if some still run: the objects that they use stay alive. Called without the GIL.
   static bool stop(std::shared_ptr<Agent> agent, std::chrono::duration<double> patience);
 
-  // False once torch's shutdown has removed it.
+  // False once torch's shutdown has removed it, and in a forked process.
   bool is_current() const noexcept;
 
   // Number of messages sent so far, by all callers.
@@ -80,6 +82,7 @@ class Agent final : public rpc::TensorPipeAgent {
 
   const std::shared_ptr<SealedPipes> pipes_;  // null: messages are not sealed
   const std::shared_ptr<Refusals> refusals_;
+  const pid_t process_;
   std::atomic<std::uint64_t> sent_{0};
 };
 

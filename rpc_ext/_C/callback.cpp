@@ -11,8 +11,6 @@
 namespace rpc_ext {
 namespace {
 
-bool is_ours(const Bytes& payload) { return std::string_view(payload.data(), payload.size()).starts_with(magic); }
-
 c10::intrusive_ptr<rpc::JitFuture> failed(const std::string& message) {
   auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
   future->setError(std::make_exception_ptr(std::runtime_error(message)));
@@ -31,12 +29,19 @@ std::shared_ptr<Making> making_of(const rpc::Message& request) {
 
 c10::intrusive_ptr<rpc::JitFuture> RequestCallback::processMessage(rpc::Message& request,
                                                                    std::vector<c10::Stream> streams) const {
-  const Bytes& payload = request.payload();
-  if (request.type() == refused_request) {
-    return failed("the message was refused: " + std::string(payload.begin(), payload.end()));
+  const std::string_view payload(request.payload().data(), request.payload().size());
+  if (request.type() == refused_request) return failed("the message was refused: " + std::string(payload));
+  if (!payload.starts_with(magic)) return process(request, std::move(streams));
+  const auto reply = std::make_shared<Reply>(rpc::RpcAgent::getCurrentRpcAgent());
+  try {
+    MessageHandler* const handler = message_handler_of(payload);
+    if (handler == nullptr || !handler->handle(payload.substr(kChannelHeader), request.tensors(), reply)) {
+      serve(request, streams, reply);
+    }
+  } catch (const std::exception& e) {
+    return failed(e.what());
   }
-  if (is_ours(payload)) return serve(request, streams);
-  return process(request, std::move(streams));
+  return reply->future();
 }
 
 c10::intrusive_ptr<rpc::JitFuture> RequestCallback::process(rpc::Message& request,
@@ -47,27 +52,17 @@ c10::intrusive_ptr<rpc::JitFuture> RequestCallback::process(rpc::Message& reques
   return answer;
 }
 
-c10::intrusive_ptr<rpc::JitFuture> RequestCallback::serve(const rpc::Message& request,
-                                                          const std::vector<c10::Stream>& streams) const {
-  const auto reply = std::make_shared<Reply>(rpc::RpcAgent::getCurrentRpcAgent());
-  const std::string_view text(request.payload().data(), request.payload().size());
-  if (const auto handler = message_handler_of(text)) {
-    try {
-      if (handler->handle(text.substr(kChannelHeader), request.tensors(), reply)) return reply->future();
-    } catch (const std::exception& e) {
-      return failed(e.what());
-    }
-  }
+void RequestCallback::serve(const rpc::Message& request, const std::vector<c10::Stream>& streams,
+                            const std::shared_ptr<Reply>& reply) const {
   const c10::MultiStreamGuard guard(streams);
   const Gil gil;
-  if (!gil) return failed("the worker is ending");
+  if (!gil) throw std::runtime_error("the worker is ending");
+  const Bytes& payload = request.payload();
   try {
-    const Bytes& payload = request.payload();
     call_python(serve_.get(), py::bytes(payload.data(), payload.size()), py::cast(request.tensors()), py::cast(reply));
-  } catch (const std::exception& e) {
-    return failed(e.what());
+  } catch (const py::error_already_set& e) {  // it needs the GIL
+    throw std::runtime_error(e.what());
   }
-  return reply->future();
 }
 
 }  // namespace rpc_ext

@@ -3,12 +3,10 @@
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
 
 #include <memory>
-#include <string_view>
 #include <vector>
 
 #include "message_handler.h"
 #include "python.h"
-#include "reply.h"
 
 namespace rpc_ext {
 
@@ -22,10 +20,11 @@ class RequestCallback final : public rpc::RequestCallbackImpl {
                                                     std::vector<c10::Stream> streams) const override;
 
  private:
-  // A request of torch's own.
+  // Handles a request of torch's own.
   c10::intrusive_ptr<rpc::JitFuture> process(rpc::Message& request, std::vector<c10::Stream> streams) const;
-  // A call of ours, or a message of a channel.
-  c10::intrusive_ptr<rpc::JitFuture> serve(const rpc::Message& request, const std::vector<c10::Stream>& streams) const;
+  // Passes a call of ours, or a message of a channel without a native handler, to Python.
+  void serve(const rpc::Message& request, const std::vector<c10::Stream>& streams,
+             const std::shared_ptr<Reply>& reply) const;
 
   const Held serve_;
 };

@@ -1,13 +1,13 @@
 // The sending end of a channel: messages of bytes and tensors, without pickling, to a handler on another worker.
 //
-//     Channel::send ──► Destination::try_admit ──► Agent::call ════► MessageHandler, or handler(body, tensors, reply)
-//     listener      ◄── Destination::finish    ◄── on_reply    ◄════ Reply::send
+//     Channel::send ──► Destination::try_admit ──► Agent::call, send, pipeWrite ═══► RequestCallback::processMessage
+//                                                                                         ▼
+//     MessageListener ◄── Destination::finish ◄── SentMessage ◄═══ Reply::send ◄── MessageHandler::handle, or Python
 //
 // Messages count as calls: they take room at their destination and are sealed, and a graceful shutdown waits for them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <sys/types.h>
 
 #include <memory>
 #include <string>
@@ -20,22 +20,29 @@
 
 namespace rpc_ext {
 
-// Takes the reply to a message. A thread of the agent calls one of its methods, once, with the GIL; it must not block.
+// Takes the reply to a message. A thread of the agent, or the sender within send(), calls one of its methods, once,
+// unless Python is going away. It must not block. Any thread may drop it, with or without the GIL.
 class MessageListener {
  public:
-  virtual ~MessageListener() = default;  // with the GIL
+  virtual ~MessageListener() = default;
+
+  // Called without the GIL. No error of Python leaves it.
   virtual void answered(std::string_view body, const std::vector<at::Tensor>& tensors) = 0;
-  virtual void failed(const py::object& error) = 0;  // of the handler, or of the connection
+
+  // Called with the GIL. `error`: an exception of Python, of the handler or of the connection.
+  virtual void failed(const py::object& error) = 0;
 };
 
-// The GIL guards it.
+// Any thread may use and drop it.
 class Channel final : public std::enable_shared_from_this<Channel> {
  public:
-  // Functions of Python, for errors.
+  enum class Outcome { sent, no_room, ended };
+
+  // Functions of Python that return errors.
   struct Errors {
-    py::object raise_ended;  // (): raises the error of a session that has ended
-    py::object of_reply;     // (payload, name, worker): the error in a reply
-    py::object of_engine;    // (kind, message, name, destination, seconds): the error of a message without a reply
+    Held of_end;     // (): the error of a session that has ended
+    Held of_reply;   // (payload, name, worker): the error in a reply
+    Held of_engine;  // (kind, message, name, destination, seconds): the error of a message without a reply
   };
 
   // `number` and `name`: of the handler; the name is for error messages.
@@ -43,13 +50,21 @@ class Channel final : public std::enable_shared_from_this<Channel> {
           Errors errors);
 
   // Sends a message, and returns at once. Its tensors are dense, on the host, and do not change until the reply.
-  // `seconds`: timeout of the reply; 0: no limit. False: the destination has no room. Throws InvalidStateError of
-  // Python after the end of the session.
-  bool send(std::string_view body, std::vector<at::Tensor> tensors, double seconds,
-            std::shared_ptr<MessageListener> listener);
+  // `seconds`: timeout of the reply; 0: no limit. Called with or without the GIL, and without a mutex that the listener
+  // takes: the listener is called unless the destination has no room, or the session has ended.
+  //
+  // The GIL is taken only if the destination has no room, or the message fails at once. Then errors of Python are
+  // thrown to a caller that has the GIL.
+  Outcome send(std::string_view body, std::vector<at::Tensor> tensors, double seconds,
+               std::shared_ptr<MessageListener> listener);
 
   Destination& destination() const noexcept { return *to_; }
-  const py::object& python_destination() const noexcept { return destination_; }
+
+  // ---- with the GIL
+  py::handle python_destination() const noexcept { return destination_.get(); }
+
+  // The error of a session that has ended.
+  py::object error() const { return call(errors_.of_end.get()); }
 
   // The error of a message without a reply.
   py::object error(CallFailure kind, const std::string& message, double seconds) const;
@@ -58,9 +73,10 @@ class Channel final : public std::enable_shared_from_this<Channel> {
   py::object error(std::string_view reply) const;
 
  private:
+  void flush() const;
+
   const std::weak_ptr<Agent> agent_;
-  const pid_t process_;
-  const py::object destination_;
+  const Held destination_;
   const DestinationPtr to_;
   const std::string name_, header_;
   const Errors errors_;

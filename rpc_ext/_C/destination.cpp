@@ -10,6 +10,7 @@ bool Destination::fits(std::uint64_t size) const noexcept {
 }
 
 bool Destination::take_room(std::uint64_t size) {
+  const std::lock_guard lock(mutex_);
   if (!fits(size)) return false;
   ++counts_.calls;
   ++counts_.in_flight;
@@ -19,25 +20,43 @@ bool Destination::take_room(std::uint64_t size) {
 }
 
 void Destination::give_back(std::uint64_t size) {
+  std::unique_lock lock(mutex_);
   --counts_.calls;
   --counts_.in_flight;
   counts_.bytes_in_flight -= size;
   counts_.bytes_sent -= size;
-  note_room();
+  const bool is_idle = counts_.in_flight == 0;
+  lock.unlock();
+  note_room(is_idle);
 }
 
 void Destination::finish(std::uint64_t size, double started, std::uint64_t received, bool has_failed) {
+  const auto latency = static_cast<std::int64_t>((now() - started) * 1e9);
+  std::unique_lock lock(mutex_);
   --counts_.in_flight;
   counts_.bytes_in_flight -= size;
   counts_.bytes_received += received;
   counts_.failed += has_failed ? 1 : 0;
-  latencies_.add(static_cast<std::int64_t>((now() - started) * 1e9));
-  note_room();
+  latencies_.add(latency);
+  const bool is_idle = counts_.in_flight == 0;
+  lock.unlock();
+  note_room(is_idle);
+}
+
+Destination::Counts Destination::counts() const {
+  const std::lock_guard lock(mutex_);
+  return counts_;
+}
+
+Histogram Destination::latencies() const {
+  const std::lock_guard lock(mutex_);
+  return latencies_;
 }
 
 // Python keeps the destination while a call or a thread waits.
-void Destination::note_room() {
-  if (waiting > 0 || (is_awaited && counts_.in_flight == 0)) call(py::cast(shared_from_this()).attr("note_room"));
+void Destination::note_room(bool is_idle) {
+  if (waiting == 0 && !(is_idle && is_awaited)) return;
+  run_with_gil("rpc_ext: admitting calls", [this] { call(py::cast(shared_from_this()).attr("note_room")); });
 }
 
 }  // namespace rpc_ext

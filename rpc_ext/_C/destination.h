@@ -1,10 +1,13 @@
 // A worker that is called: the calls and bytes in flight to it, which are limited, and counts of all calls.
 //
-// The GIL guards it. The class of Python derives from this one; it adds the calls that wait for room.
+// Any thread may use it, with or without the GIL. The class of Python derives from this one, and adds the calls that
+// wait for room.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "histogram.h"
@@ -26,29 +29,29 @@ class Destination : public std::enable_shared_from_this<Destination> {
   bool try_admit(std::uint64_t size) { return waiting == 0 && take_room(size); }
   bool take_room(std::uint64_t size);  // even if other calls wait
 
-  // Undoes the admission of a call that is not sent.
+  // Undoes the admission of a call that is not sent. As finish(), it takes the GIL if a thread of Python waits.
   void give_back(std::uint64_t size);
 
   // Counts the end of a call that began at `started` (seconds of the monotonic clock), with a reply of `received`
   // bytes.
   void finish(std::uint64_t size, double started, std::uint64_t received, bool has_failed);
 
-  const Counts& counts() const noexcept { return counts_; }
-  const Histogram& latencies() const noexcept { return latencies_; }
+  Counts counts() const;
+  Histogram latencies() const;
 
   const std::string name;
   const int rank;
   const std::uint64_t max_calls, max_bytes;
 
-  // ---- set by Python
-  std::uint64_t waiting = 0;  // calls that wait for room
-  bool is_awaited = false;    // a thread waits until no call is in flight
-  bool is_closed = false;     // RPC was shut down: calls in flight get no reply any more
+  // ---- set by Python, which then looks once more: a call that ended before calls no note_room()
+  std::atomic<std::uint64_t> waiting{0};  // calls that wait for room
+  std::atomic<bool> is_awaited{false};    // a thread waits until no call is in flight
 
  private:
   bool fits(std::uint64_t size) const noexcept;
-  void note_room();
+  void note_room(bool is_idle);
 
+  mutable std::mutex mutex_;  // guards what follows; a leaf
   Counts counts_;
   Histogram latencies_;
 };

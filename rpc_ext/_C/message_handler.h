@@ -1,38 +1,57 @@
-// Messages of a channel that native code handles, without the interpreter.
+// Messages of a channel that native code handles, without the interpreter, and the replies to calls.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/rpc/rpc_agent.h>
 
-#include <array>
+#include <atomic>
 #include <cstddef>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "reply.h"
-
 namespace rpc_ext {
 
-// First bytes of our payloads: no pickle begins with them.
-inline constexpr std::string_view magic(
-    "\xCF"
-    "cf1",
-    4);
+namespace rpc = torch::distributed::rpc;
+using Bytes = std::vector<char>;
 
-// The beginning of a message: the magic, the kind, the number of the channel. An answer has number 0.
-inline constexpr char kChannelKind = 5;
-inline constexpr std::size_t kChannelHeader = 6;
-
+// The header of a message of a channel: the magic, the kind of the payload, the number of the channel. The answer has
+// number 0. Other kinds of payloads are written in Python; see _codec.py.
 inline constexpr std::string_view kAnswerHeader(
     "\xCF"
     "cf1\x05\x00",
-    kChannelHeader);
+    6);
+inline constexpr std::size_t kChannelHeader = kAnswerHeader.size();
 
-inline std::string header_of(unsigned char number) {
-  return std::string(kAnswerHeader.substr(0, kChannelHeader - 1)) + static_cast<char>(number);
-}
+// First bytes of our payloads: no pickle begins with them.
+inline constexpr std::string_view magic = kAnswerHeader.substr(0, 4);
+
+// Returns the header of a message to the channel `number`.
+std::string header_of(unsigned char number);
+
+// Returns true if a payload is a message of a channel, or the answer to one.
+bool is_of_channel(std::string_view payload);
+
+// The answer to one call: given once, now or later, by any thread. Dropped without, the caller gets an error. It may
+// outlive the agent that would send it; then it goes nowhere.
+class Reply {
+ public:
+  explicit Reply(const std::shared_ptr<rpc::RpcAgent>& agent);
+  ~Reply();
+  Reply(const Reply&) = delete;
+  Reply& operator=(const Reply&) = delete;
+
+  // Future of the message: the agent sends it on completion.
+  const c10::intrusive_ptr<rpc::JitFuture>& future() const { return future_; }
+
+  // False if the reply was given before.
+  bool send(Bytes payload, std::vector<at::Tensor> tensors);
+
+ private:
+  const std::weak_ptr<rpc::RpcAgent> agent_;
+  const c10::intrusive_ptr<rpc::JitFuture> future_;
+  std::atomic<bool> given_{false};
+};
 
 class MessageHandler {
  public:
@@ -44,31 +63,11 @@ class MessageHandler {
                       const std::shared_ptr<Reply>& reply) = 0;
 };
 
-// The native handlers of this process, by number.
-//
-// Lock: mutex guards the handlers; nothing is taken under it.
-struct MessageHandlers {
-  std::mutex mutex;
-  std::array<std::shared_ptr<MessageHandler>, 256> handlers;
-};
-inline MessageHandlers message_handlers;
+// Sets the native handler of the channel `number` in this process; null: there is none. It lives as long as the
+// process.
+void set_message_handler(unsigned char number, MessageHandler* handler);
 
-// Null: there is none.
-inline void set_message_handler(unsigned char number, std::shared_ptr<MessageHandler> handler) {
-  const std::lock_guard lock(message_handlers.mutex);
-  message_handlers.handlers.at(number).swap(handler);
-}
-
-// A payload is a message of a channel, or the answer to one.
-inline bool is_of_channel(std::string_view payload) {
-  return payload.size() >= kChannelHeader && payload.starts_with(kAnswerHeader.substr(0, kChannelHeader - 1));
-}
-
-// The native handler of a payload; null where the payload is no message of a channel that has one.
-inline std::shared_ptr<MessageHandler> message_handler_of(std::string_view payload) {
-  if (payload.size() < kChannelHeader || payload[kChannelHeader - 2] != kChannelKind) return nullptr;
-  const std::lock_guard lock(message_handlers.mutex);
-  return message_handlers.handlers[static_cast<unsigned char>(payload[kChannelHeader - 1])];
-}
+// Returns the native handler of a payload; null if the payload is no message of a channel that has one.
+MessageHandler* message_handler_of(std::string_view payload);
 
 }  // namespace rpc_ext

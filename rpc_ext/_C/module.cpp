@@ -12,10 +12,10 @@
 #include "channel.h"
 #include "destination.h"
 #include "histogram.h"
+#include "message_handler.h"
 #include "python.h"
 #include "receiving.h"
 #include "references.h"
-#include "reply.h"
 #include "sendable.h"
 #include "store/client/bind.h"
 #include "store/service/bind.h"
@@ -34,26 +34,34 @@ class PythonCallListener final : public CallListener {
   explicit PythonCallListener(py::object listener) : listener_(std::move(listener)) {}
 
   void on_reply(std::string_view payload, const std::vector<at::Tensor>& tensors) override {
-    call_python(listener_.get().attr("on_reply"), py::bytes(payload.data(), payload.size()), py::cast(tensors));
+    tell("on_reply", [&](const py::object& method) {
+      call_python(method, py::bytes(payload.data(), payload.size()), py::cast(tensors));
+    });
   }
 
   void on_error(CallFailure kind, const std::string& message) override {
-    call_python(listener_.get().attr("on_error"), py::int_(static_cast<int>(kind)),
-                py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(message.data(), message.size(), "replace")));
+    tell("on_error", [&](const py::object& method) {
+      call_python(method, py::int_(static_cast<int>(kind)),
+                  py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(message.data(), message.size(), "replace")));
+    });
   }
 
-  void drop() override { listener_.drop(); }
-
  private:
+  template <class Call>
+  void tell(const char* method, const Call& call) {
+    run_with_gil("rpc_ext: completing a call", [&] {
+      const py::object listener = listener_.take();
+      call(listener.attr(method));
+    });
+  }
+
   Held listener_;
 };
 
 void send_call(Agent& self, int to, const py::bytes& payload, std::vector<at::Tensor> tensors, float timeout,
                py::object listener) {
-  Bytes bytes = bytes_from(payload);
-  auto held = std::make_shared<PythonCallListener>(std::move(listener));
-  const GilRelease without_gil;  // torch's locks are taken while others wait for the GIL under them
-  self.call(to, std::move(bytes), std::move(tensors), timeout, std::move(held));
+  self.call(to, bytes_from(payload), std::move(tensors), timeout,
+            std::make_shared<PythonCallListener>(std::move(listener)));
 }
 
 void send(Reply& self, const py::bytes& payload, std::vector<at::Tensor> tensors) {
@@ -66,30 +74,44 @@ void send(Reply& self, const py::bytes& payload, std::vector<at::Tensor> tensors
   if (!first) throw std::runtime_error("the call was answered already");
 }
 
-// A listener of Python: answered(body, tensors), failed(error).
+// A listener of Python: answered(body, tensors), failed(error). Tests send messages from Python; a store client is
+// native.
 class PythonMessageListener final : public MessageListener {
  public:
   explicit PythonMessageListener(py::object listener) : listener_(std::move(listener)) {}
 
   void answered(std::string_view body, const std::vector<at::Tensor>& tensors) override {
-    call(listener_.attr("answered"), py::bytes(body.data(), body.size()), tensors);
+    run_with_gil("rpc_ext: completing a message", [&] {
+      const py::object listener = listener_.take();
+      call(listener.attr("answered"), py::bytes(body.data(), body.size()), tensors);
+    });
   }
 
-  void failed(const py::object& error) override { call(listener_.attr("failed"), error); }
+  void failed(const py::object& error) override {
+    const py::object listener = listener_.take();
+    call(listener.attr("failed"), error);
+  }
 
  private:
-  const py::object listener_;
+  Held listener_;
 };
+
+[[noreturn]] void raise_error(const py::object& error) {
+  PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
+  throw py::error_already_set();
+}
 
 void send_message(Channel& self, const py::bytes& body, std::vector<at::Tensor> tensors, double seconds,
                   py::object listener) {
-  if (self.send(std::string_view(body), std::move(tensors), seconds,
-                std::make_shared<PythonMessageListener>(std::move(listener)))) {
-    return;
+  switch (self.send(std::string_view(body), std::move(tensors), seconds,
+                    std::make_shared<PythonMessageListener>(std::move(listener)))) {
+    case Channel::Outcome::sent:
+      return;
+    case Channel::Outcome::no_room:
+      raise_error(call(self.python_destination().attr("would_block")));
+    case Channel::Outcome::ended:
+      raise_error(self.error());
   }
-  const py::object error = call(self.python_destination().attr("would_block"));
-  PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
-  throw py::error_already_set();
 }
 
 // Counts the end of a call, which has the attributes size, started and settled; false: it was counted before.
@@ -124,7 +146,14 @@ void raise_core_error(std::exception_ptr error) {
   }
 }
 
-void report(py::error_already_set& e) { e.discard_as_unraisable("rpc_ext: a call with RRefs"); }
+// Calls a function that any thread holds, and drops it.
+template <class... Arguments>
+void call_held(Held& fn, const Arguments&... arguments) {
+  run_with_gil("rpc_ext: a call with RRefs", [&] {
+    const py::object taken = fn.take();
+    call_python(taken, py::cast(arguments)...);
+  });
+}
 
 // Calls `fn` when the future is done: now, or later in a thread of the agent's, in streams that come after its work.
 void call_when_done(const c10::intrusive_ptr<rpc::JitFuture>& future, py::object fn) {
@@ -134,16 +163,7 @@ void call_when_done(const c10::intrusive_ptr<rpc::JitFuture>& future, py::object
   }
   auto held = std::make_shared<Held>(std::move(fn));
   const GilRelease without_gil;
-  future->addCallback([held](rpc::JitFuture&) {
-    const Gil gil;
-    if (!gil) return;
-    try {
-      call_python(held->get());
-    } catch (py::error_already_set& e) {
-      report(e);
-    }
-    held->drop();
-  });
+  future->addCallback([held](rpc::JitFuture&) { call_held(*held); });
 }
 
 // Calls `fn` when the owners of all RRefs among the arguments have confirmed them: only then may they be used.
@@ -181,16 +201,8 @@ void when_owned(const rpc::PyRRef& rref, py::object fn) {
   context.addForkOfOwnerIfNotPresent(id, use);
   const auto tell = [held, id, use](const c10::intrusive_ptr<rpc::OwnerRRef>& owner) {
     owner->getFuture()->addCallback([held, owner, id, use](rpc::JitFuture&) {
-      {
-        const Gil gil;
-        if (!gil) return;
-        try {
-          call_python(held->get(), py::cast(rpc::PyRRef(owner)));
-        } catch (py::error_already_set& e) {
-          report(e);
-        }
-        held->drop();
-      }
+      if (is_finalizing()) return;
+      call_held(*held, rpc::PyRRef(owner));
       rpc::RRefContext::getInstance().delForkOfOwner(id, use);
     });
   };
@@ -266,9 +278,12 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("max_calls", &Destination::max_calls)
       .def_readonly("max_bytes", &Destination::max_bytes)
       .def_property_readonly("in_flight", [](const Destination& self) { return self.counts().in_flight; })
-      .def_readwrite("waiting", &Destination::waiting)
-      .def_readwrite("is_awaited", &Destination::is_awaited)
-      .def_readwrite("is_closed", &Destination::is_closed)
+      .def_property(
+          "waiting", [](const Destination& self) { return self.waiting.load(); },
+          [](Destination& self, std::uint64_t waiting) { self.waiting = waiting; })
+      .def_property(
+          "is_awaited", [](const Destination& self) { return self.is_awaited.load(); },
+          [](Destination& self, bool is_awaited) { self.is_awaited = is_awaited; })
       .def("try_admit", &Destination::try_admit, py::arg("size"))
       .def("take_room", &Destination::take_room, py::arg("size"))
       .def("give_back", &Destination::give_back, py::arg("size"))
@@ -285,20 +300,21 @@ PYBIND11_MODULE(_C, m) {
              counts["bytes_received"] = received;
              return counts;
            })
-      .def_property_readonly("latencies", &Destination::latencies, py::return_value_policy::copy);
+      .def_property_readonly("latencies", &Destination::latencies);
 
   py::class_<Channel, std::shared_ptr<Channel>>(m, "Channel")
       .def(py::init([](const std::shared_ptr<Agent>& agent, py::object destination, unsigned char number,
-                       std::string name, py::object raise_ended, py::object of_reply, py::object of_engine) {
+                       std::string name, py::object of_end, py::object of_reply, py::object of_engine) {
              return std::make_shared<Channel>(
                  agent, std::move(destination), number, std::move(name),
-                 Channel::Errors{std::move(raise_ended), std::move(of_reply), std::move(of_engine)});
+                 Channel::Errors{Held(std::move(of_end)), Held(std::move(of_reply)), Held(std::move(of_engine))});
            }),
            py::arg("agent"), py::arg("destination"), py::arg("number"), py::arg("name"), py::kw_only(),
-           py::arg("raise_ended"), py::arg("error_of_reply"), py::arg("error_of_engine"))
+           py::arg("error_of_end"), py::arg("error_of_reply"), py::arg("error_of_engine"))
       .def("send", send_message, py::arg("body"), py::arg("tensors"), py::arg("seconds"), py::arg("listener"));
 
   m.attr("MAGIC") = py::bytes(magic.data(), magic.size());
+  m.def("channel_header", [](unsigned char number) { return py::bytes(header_of(number)); }, py::arg("number"));
   m.def("listening_address", &rpc::TensorPipeAgent::guessAddress);
   m.def("in_distributed_autograd",
         [] { return torch::distributed::autograd::DistAutogradContainer::getInstance().hasValidContext(); });

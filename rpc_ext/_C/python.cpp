@@ -6,9 +6,6 @@
 #include <utility>
 
 namespace rpc_ext {
-namespace {
-
-pthread_t main_thread;
 
 bool is_finalizing() {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -17,6 +14,10 @@ bool is_finalizing() {
   return !Py_IsInitialized() || _Py_IsFinalizing();
 #endif
 }
+
+namespace {
+
+pthread_t main_thread;
 
 // Ends a thread that Python does not let in any more where it stands: the process is about to take it along.
 struct Parked {
@@ -76,7 +77,14 @@ Gil::~Gil() {
   if (taken_) give_gil(state_);
 }
 
-GilRelease::~GilRelease() { take_gil(state_); }
+// Without a thread state of Python, the check would also be true: once Python has gone away.
+bool has_gil() { return PyGILState_GetThisThreadState() != nullptr && PyGILState_Check() != 0; }
+
+GilRelease::GilRelease() : state_(has_gil() ? PyEval_SaveThread() : nullptr) {}
+
+GilRelease::~GilRelease() {
+  if (state_) take_gil(state_);
+}
 
 void Held::drop() {
   if (!object_) return;
@@ -102,6 +110,17 @@ py::object call_with(py::handle callable, const py::tuple& arguments, const py::
   }
   if (!result) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
+}
+
+void report_unraisable(const char* task) {
+  try {
+    throw;
+  } catch (py::error_already_set& e) {
+    e.discard_as_unraisable(task);
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+    PyErr_WriteUnraisable(py::str(task).ptr());
+  }
 }
 
 void remember_main_thread() {

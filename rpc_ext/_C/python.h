@@ -2,12 +2,16 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <exception>
 #include <memory>
 #include <utility>
 
 namespace rpc_ext {
 
 namespace py = pybind11;
+
+// Python is going away, and admits no more threads.
+bool is_finalizing();
 
 // Takes the GIL. An agent's thread keeps its Python thread state until it ends, rather than making a new one each time.
 // False while Python shuts down and admits no more threads.
@@ -24,10 +28,10 @@ class Gil {
   PyGILState_STATE state_{};
 };
 
-// Releases the GIL.
+// Releases the GIL, if this thread has it.
 class GilRelease {
  public:
-  GilRelease() : state_(PyEval_SaveThread()) {}
+  GilRelease();
   ~GilRelease();
   GilRelease(const GilRelease&) = delete;
   GilRelease& operator=(const GilRelease&) = delete;
@@ -40,11 +44,13 @@ class GilRelease {
 class Held {
  public:
   explicit Held(py::object object) : object_(object.release().ptr()) {}
+  Held(Held&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
   ~Held() { drop(); }
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
 
   py::handle get() const { return object_; }
+  py::object take() { return py::reinterpret_steal<py::object>(std::exchange(object_, nullptr)); }  // with the GIL
   void drop();
 
  private:
@@ -68,6 +74,26 @@ py::object call_with(py::handle callable, const py::tuple& arguments, const py::
 template <class... Arguments>
 py::object call(py::handle callable, Arguments&&... arguments) {
   return call_with(callable, py::make_tuple(std::forward<Arguments>(arguments)...));
+}
+
+bool has_gil();  // this thread
+
+// Reports the exception that is handled, as unraisable in `task`. Called with the GIL.
+void report_unraisable(const char* task);
+
+// Calls `function` with the GIL, on any thread; does nothing while Python is going away. Its errors are thrown to a
+// caller that had the GIL already. Others are reported as unraisable in `task`: no error of Python leaves the GIL.
+template <class Function>
+void run_with_gil(const char* task, const Function& function) {
+  const bool had_gil = has_gil();
+  const Gil gil;
+  if (!gil) return;
+  try {
+    function();
+  } catch (const std::exception&) {
+    if (had_gil) throw;
+    report_unraisable(task);
+  }
 }
 
 // Remembers which thread is Python's main one, the last to use Python.

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/tensor_memory.h"
+#include "api/tensors.h"
 
 namespace rpc_ext {
 namespace {
@@ -34,11 +34,11 @@ void expect_whole_elements(const at::Tensor& tensor) {
 }  // namespace
 
 void expect_storage(const at::Tensor& tensor) {
-  if (const auto fault = cudafuture::storage_fault(tensor)) throw TensorFault(*fault);
+  if (const auto fault = cudafuture::api::storage_fault(tensor)) throw TensorFault(*fault);
 }
 
 void expect_memory(const at::Tensor& tensor) {
-  if (const auto fault = cudafuture::memory_fault(tensor)) throw TensorFault(*fault);
+  if (const auto fault = cudafuture::api::memory_fault(tensor)) throw TensorFault(*fault);
 }
 
 at::Tensor sendable(const at::Tensor& tensor) {

@@ -1,23 +1,22 @@
 """The request handler of a store service. Its native half handles requests; this half handles sessions and calls.
 
 The native half passes a request to ``RequestHandler.handle`` if the request is malformed, or its session is unknown or
-not watched. It passes parts of large tensors, and operations that a client abandoned, to ``_handle_slow``.
+not watched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError
+from cudafuture.errors import AuthenticationError, NotFoundError
 from cudafuture.store import DiskStore, Entry
 from rpc_ext import _C
 from rpc_ext._channel import Reply
 from rpc_ext.session import current
 from rpc_ext.store import _wire as wire
-from rpc_ext.store._errors import error_from, problem_of
 from rpc_ext.store._session import ClientSession, Sessions
 from rpc_ext.store._statistics import StoreServiceStatistics
 
@@ -43,7 +42,7 @@ class RequestHandler:
     ) -> None:
         self.name, self.store = name, store
         self.window = memory // clients
-        self.native = _C.StoreService(store.native_access(), self.window, self._handle_slow)
+        self.native = _C.StoreService(store, self.window)
         self._sessions = Sessions(name, store, self.native, clients, self.window, namespace_capacity, patience)
 
     # ---- messages
@@ -55,58 +54,8 @@ class RequestHandler:
             ValueError: it is not a request.
             AuthenticationError: there is no such session.
         """
-        token = self._checked(lambda: _C.parse_request(body, tensors))[1]
+        token = self._checked(lambda: _C.token_of(body, tensors))
         self.native.handle(body, tensors, self.session(token).native, reply.native)
-
-    def _handle_slow(self, found: tuple[Any, ...], native_reply: _C.Reply) -> None:
-        """Handle a part of a large tensor, or operations that the client abandoned. Raises nothing."""
-        request, reply = wire.StoreRequest(*found), Reply(native_reply)
-        try:
-            session = self.session(request.token)
-            if request.verb == wire.ABANDON:
-                self._abandon(session, request, reply)
-            else:
-                self._write_part(session, wire.Put(*request.entries[0]), request.data, reply)
-        except BaseException as e:
-            problems = [(i, problem_of(e)) for i in range(len(request.entries))]
-            reply.send(*wire.pack_answer(request.verb, len(problems), problems))
-
-    def _abandon(self, session: ClientSession, request: wire.StoreRequest, reply: Reply) -> None:
-        """Drop operations that the client abandoned, so that no other operation waits for them."""
-        entries: list[Any] = request.entries
-        for sequence, _, _, key in entries:
-            session.native.drop(sequence)
-            session.uploads.fail(sequence, TimeoutError(f"the client abandoned the write of key {key!r}"))
-            session.order.pass_on(key, sequence)
-        reply.send(*wire.pack_answer(wire.ABANDON, len(entries)))
-
-    def _write_part(self, session: ClientSession, entry: wire.Put, data: torch.Tensor, reply: Reply) -> None:
-        """Write one part of a tensor."""
-        counted = self.native.count_in(session.native, data.numel())
-        if len(counted) != 2:
-            raise error_from(counted)
-
-        def end(error: BaseException | None) -> None:
-            self.native.count_out(session.native, *counted)
-            self.native.count(written=entry.length if error is None else 0)
-            problems = [] if error is None else [(0, self._refusal(entry, error))]
-            reply.send(*wire.pack_answer(wire.PUT, 1, problems))
-
-        try:
-            session.uploads.put(entry, data, end)
-        except BaseException as e:
-            e.__traceback__ = e.__context__ = None  # the uploads keep the error, and its frames hold the data
-            self.native.count(refused=isinstance(e, ValueError))
-            self.native.count_out(session.native, *counted)
-            problem = _C.for_client(entry.key, problem_of(e), entry.nbytes)
-            reply.send(*wire.pack_answer(wire.PUT, 1, [(0, problem)]))
-
-    def _refusal(self, entry: wire.Put, error: BaseException) -> tuple[Any, ...]:
-        """Return the problem of a part that was not written, in its form for the client."""
-        if not isinstance(error, ChecksumError):
-            return _C.for_client(entry.key, problem_of(error), entry.nbytes)
-        self.native.count(refused=1)
-        return _C.bytes_differ(entry.key, entry.length)
 
     # ---- calls
 
@@ -142,7 +91,7 @@ class RequestHandler:
         try:
             found = self.store.stat(f"{session.namespace.prefix}{key}")
         except NotFoundError:
-            raise error_from(_C.no_such_key(str(key))) from None
+            raise NotFoundError(f"there is no key '{key}'") from None
         return Entry(str(key), found.dtype, found.shape, found.nbytes)
 
     def find(self, token: object, keys: object) -> list[Entry | None]:
@@ -164,7 +113,6 @@ class RequestHandler:
         """End all sessions, and close the store."""
         self._sessions.close()
         self.store.close()
-        self.native.close()
 
     # ---- counts
 
@@ -179,7 +127,7 @@ class RequestHandler:
         try:
             return check()
         except (ValueError, TypeError, AuthenticationError):
-            self.native.count(refused=1)
+            self.native.count_refused()
             raise
 
 

@@ -15,11 +15,8 @@ from collections.abc import Iterable
 
 from cudafuture import CUDAFuture, executors
 from cudafuture.errors import AuthenticationError, InvalidStateError, StorageError, WorkerLostError
-from cudafuture.io import BufferPool
 from cudafuture.store import DiskStore
 from rpc_ext import _C, _timer
-from rpc_ext.store._buffers import store_thread
-from rpc_ext.store._upload import Uploads
 from rpc_ext.store._wire import PIECE
 from rpc_ext.watch import watch
 
@@ -31,6 +28,8 @@ _NAME = re.compile(rf"k[0-9a-f]{{{_HASH}}}[/~]")
 _REMEMBERED = 1024  # sessions that have ended
 _MOST_BUFFERED = 16 * PIECE  # bytes of the replies to one client that have not been sent
 _SPARE = 64  # namespaces without a session or a tensor that are kept
+
+_store_thread = executors.serial("store")  # a callback of the program that blocks its own thread ends no session late
 
 
 def prefix_of(namespace: str, is_private: bool) -> str:
@@ -54,34 +53,28 @@ def names_by_prefix(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 class ClientSession:
-    """The session of one client. Its native half has the order, the namespace, kept reads and buffers for replies."""
+    """The session of one client. Its native half has the unfinished operations and the buffers for replies."""
 
-    def __init__(
-        self, store: DiskStore, namespace: _C.Namespace, client: str, order: _C.RequestOrder, window: int
-    ) -> None:
+    def __init__(self, namespace: _C.Namespace, client: str, order: _C.RequestOrder, window: int) -> None:
         self.namespace, self.client, self.order = namespace, client, order
         self.is_private = namespace.prefix.endswith("~")
-        self.buffers = BufferPool(min(2 * window, _MOST_BUFFERED), pin=False)
         itself = weakref.ref(self)  # the native half must not keep this object alive
 
         def set_timer(seconds: float) -> None:
             if (session := itself()) is not None:
                 _timer.schedule(session, time.perf_counter() + seconds)
 
-        self.native = _C.StoreSession(namespace, order, self.buffers.native_access(), set_timer)
-        self.uploads = Uploads(store, namespace, order)
+        self.native = _C.StoreSession(namespace, order, min(2 * window, _MOST_BUFFERED), set_timer)
 
     def look(self, now: float) -> float | None:
-        """Drop expired reads and expired waits for buffers. Called by the timer thread."""
+        """End expired uploads, reads and waits for buffers. Called by the timer thread."""
         due = self.native.look()
         return None if due is None else now + due
 
     def end(self) -> None:
         """Abort the unfinished operations."""
-        self.buffers.close()
-        self.uploads.end()
+        self.native.end()
         _timer.cancel(self)
-        self.native.clear()
 
 
 class Sessions:
@@ -149,7 +142,7 @@ class Sessions:
                 if found is None:
                     self._forget_unused()
                     found = self._namespaces[prefix] = self._namespace(prefix)
-                self._add(token, ClientSession(self._store, found, client, self._order(sent), self._window))
+                self._add(token, ClientSession(found, client, self._order(sent), self._window))
         self._watch(client)
 
     def _namespace(self, prefix: str, names: Iterable[str] = ()) -> _C.Namespace:
@@ -160,7 +153,7 @@ class Sessions:
         elif names:
             deleted = self._store.deletev(names)
             deleted.add_done_callback(CUDAFuture.exception, executor=executors.inline)  # the next start tries again
-        return _C.Namespace(self._store.native_access(), prefix, self._namespace_capacity, sizes)
+        return _C.Namespace(self._store, prefix, self._namespace_capacity, sizes)
 
     def _order(self, sent: float) -> _C.RequestOrder:
         return _C.RequestOrder(sent, self._native)
@@ -197,7 +190,7 @@ class Sessions:
             if session is None and token in self._silent:
                 self._expect_room()
                 silent = self._silent.pop(token)
-                session = ClientSession(self._store, silent.namespace, silent.client, silent.order, self._window)
+                session = ClientSession(silent.namespace, silent.client, silent.order, self._window)
                 self._add(token, session)
             if session is None:
                 why = self._over.get(token, "it has ended, or never was")
@@ -276,7 +269,7 @@ class Sessions:
             if sessions is not None and not done.cancelled():
                 sessions._watch_has_ended(client, done.exception())
 
-        watched.add_done_callback(ended, executor=store_thread)
+        watched.add_done_callback(ended, executor=_store_thread)
 
     def _watch_has_ended(self, client: str, error: BaseException | None) -> None:
         with self._lock:

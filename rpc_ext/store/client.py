@@ -2,17 +2,19 @@
 
 One small write, both sides together::
 
-     1  RemoteStore.write             a StoreOperation with the user's future              client, _operation
-     2  Window::submit                a WriteRequest, in order on its key, with a deadline client/window
-     3  WriteBatch::start             copies the bytes into a buffer, takes their digests  client/writes
-     4  Window::send, Channel::send   packs the request, sends it                          wire/message, channel
-     5  MessageRoute::handle          unpacks it, finds the session                        service/service
+     1  RemoteStore.write             checks the arguments                                client
+     2  write                         a StoreOperation with the user's future, a request  client/bind, operation
+     3  Window::submit                in order on its key, with a deadline                client/window
+     4  WriteBatch::start             copies the bytes into a buffer, takes their digests client/writes
+     5  Window::send, Channel::send   packs the request, sends it                         wire/message, channel
+     6  MessageRoute::handle          unpacks it, finds the session                       service/service
      ...                              order, quota, store, reply; see there
-    10  WriteBatch::answered          unpacks the reply                                    client/request, wire/parser
-    11  Window::end, StoreOperation   completes the user's future                          client/window, _operation
+    11  StoreMessage::answered        unpacks the reply                                   client/request, wire/parser
+    12  Window::end, StoreOperation   completes the user's future                         client/window, operation
 
-The folders are those of ``rpc_ext/_C/store``. Tensors of more than 16 MiB are sent in parts, several at a time. Reads
-take the same path, with ``client/reads`` in place of ``writes``.
+The folders are those of ``rpc_ext/_C/store``. From 2 on, all of it is native code that takes no GIL. Tensors of more
+than 16 MiB are sent in parts, several at a time. Reads take the same path, with ``client/reads`` in place of
+``writes``.
 """
 
 from __future__ import annotations
@@ -28,38 +30,35 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import Self
 
-from cudafuture import CUDAFuture, collect_all, executors, gather
+from cudafuture import CUDAFuture, executors, gather
 from cudafuture.errors import InvalidStateError, NotFoundError
 from cudafuture.ownership import owns, tensors_by_key
 from cudafuture.store import Entry
 from cudafuture.store.arguments import (
     device_to_read_into,
     expect_one_for_each,
+    expect_readable,
     expect_tensors,
+    expect_writable,
     expected_digests,
     listed_keys,
     tensors_to_fill,
 )
-from rpc_ext import _C
+from rpc_ext import _C, _timer
 from rpc_ext._channel import channel
 from rpc_ext.calls import Worker, rpc_async, rpc_sync
 from rpc_ext.session import current
 from rpc_ext.store import _calls as calls
 from rpc_ext.store import _closing as closing
-from rpc_ext.store._buffers import SendBuffers
 from rpc_ext.store._errors import named
-from rpc_ext.store._operation import Operations, StoreOperation
-from rpc_ext.store._source import source_of
 from rpc_ext.store._statistics import RemoteStoreStatistics
-from rpc_ext.store._target import filled, target_of
-from rpc_ext.store._wire import LINE, MOST_ENTRIES, PACK, TOKEN, expect_key
+from rpc_ext.store._wire import TOKEN, expect_key
 
 __all__ = ["RemoteStore"]
 
 T = TypeVar("T")
 
 _MOST_KEYS = 16384  # in one call
-_BUFFERED = 8 * (PACK + LINE * MOST_ENTRIES)  # bytes of batches that have not been sent
 
 
 class RemoteStore:
@@ -104,9 +103,9 @@ class RemoteStore:
             closing.note(self._session, self._worker, name, self._token)
             raise
         sender = channel(session, destination, calls.CHANNEL, f"store service {name!r}")
-        buffers = SendBuffers(_BUFFERED)
-        self._window = _C.StoreWindow(sender, name, self._token, self._worker, size, self._timeout, buffers)
-        self._operations = Operations(self._worker)
+        self._window = _C.StoreWindow(
+            sender, name, self._token, self._worker, size, self._timeout, named, _timer.schedule
+        )
         self._closed = False
         self._asked: set[CUDAFuture[Any]] = set()  # queries in flight, which close() waits for
         self._end = weakref.finalize(self, closing.note, self._session, self._worker, name, self._token)
@@ -158,7 +157,7 @@ class RemoteStore:
         48
         """
         expect_tensors(tensors)
-        expected = [None] * len(tensors) if digests is None else expected_digests(tensors, digests)
+        expected = expected_digests(tensors, digests)
         if written is not None:
             expect_one_for_each(written, torch.bool, len(tensors), "written")
         for key in tensors:
@@ -166,23 +165,12 @@ class RemoteStore:
         self._expect_open()
         if not tensors:
             return CUDAFuture.completed(0)
-        sources = [source_of(tensor, priority) for tensor in tensors.values()]
-        released = sources[0].released
-        if len(sources) > 1:
-            released = collect_all([source.released for source in sources]).then(_nothing, executor=executors.inline)
-        if written is not None:
-            filled(written, torch.zeros(len(tensors), dtype=torch.bool, device="cpu"))
-        operation = StoreOperation(
-            self._operations,
-            "write",
-            list(tensors),
-            nbytes=sum(source.nbytes for source in sources),
-            priority=priority,
-            released=released,
-            written=written,
-        )
-        self._window.write(operation.native, list(tensors), sources, expected)
-        return operation.future
+        names, values = map(list, zip(*tensors.items(), strict=True))
+        try:
+            return self._window.write(names, values, priority, expected, written)
+        except TypeError:
+            expect_writable(tensors, priority)
+            raise
 
     # ---- reading
 
@@ -205,11 +193,13 @@ class RemoteStore:
         expect_key(key)
         if device is not None:
             device = device_to_read_into(out, device)
-        target = target_of(out, device, priority)
         self._expect_open()
-        operation = StoreOperation(self._operations, "read", [key], priority=priority)
-        self._window.read(operation.native, [key], [target], False)
-        return operation.future
+        outs = None if out is None else [out]
+        try:
+            return self._window.read([key], outs, device, priority, False, None)
+        except TypeError:
+            expect_readable([key], outs, priority)
+            raise
 
     def readv(
         self,
@@ -231,17 +221,18 @@ class RemoteStore:
         names = listed_keys(keys)
         if device is not None:
             device = device_to_read_into(outs, device)
-        into = [None] * len(names) if outs is None else tensors_to_fill(outs, len(names))
+        into = None if outs is None else tensors_to_fill(outs, len(names))
         for key in names:
             expect_key(key)
-        targets = [target_of(out, device, priority) for out in into]
         expect_one_for_each(digests, torch.uint64, len(names), "digests")
         self._expect_open()
         if not names:
             return CUDAFuture.completed([])
-        operation = StoreOperation(self._operations, "read", names, priority=priority, gives_list=True, digests=digests)
-        self._window.read(operation.native, names, targets, digests is not None)
-        return operation.future
+        try:
+            return self._window.read(names, into, device, priority, True, digests)
+        except TypeError:
+            expect_readable(names, into, priority)
+            raise
 
     # ---- keys
 
@@ -335,9 +326,7 @@ class RemoteStore:
         self._expect_open()
         if not names:
             return CUDAFuture.completed(None)
-        operation = StoreOperation(self._operations, "delete", names)
-        self._window.delete(operation.native, names)
-        return operation.future
+        return self._window.delete(names)
 
     # ---- the end
 
@@ -349,7 +338,7 @@ class RemoteStore:
         ...     remote.flush().wait()
         """
         self._expect_open()
-        return self._operations.flush(with_reads=False)
+        return self._window.flush(with_reads=False)
 
     def trim(self) -> int:
         """Remove the empty files of the service, as ``DiskStore.trim``. Blocks until the service has replied.
@@ -371,7 +360,7 @@ class RemoteStore:
         ...     remote.statistics().bytes_written
         36
         """
-        return self._operations.statistics(*self._window.statistics())
+        return RemoteStoreStatistics(**self._window.statistics())
 
     def close(self) -> None:
         """Wait for all operations, and end the session at the service, which then deletes private keys.
@@ -383,7 +372,7 @@ class RemoteStore:
         if self._closed:
             return
         self._closed = True
-        self._operations.flush(with_reads=True).exception()
+        self._window.flush(with_reads=True).exception()
         for future in list(self._asked):
             future.exception()
         if self._end.detach() is not None:
@@ -418,7 +407,3 @@ class RemoteStore:
         self._asked.add(told)
         told.add_done_callback(self._asked.discard, executor=executors.inline)
         return told
-
-
-def _nothing(done: CUDAFuture[list[CUDAFuture[None]]]) -> None:
-    done.value()

@@ -1,5 +1,6 @@
 #include "api/checksum.h"
 
+#include "api/implementation.h"
 #include "io/checksum.h"
 
 namespace cudafuture::api {
@@ -22,6 +23,10 @@ class DigestOfParts final : public Digest {
 };
 
 }  // namespace
+
+void load_hash() {
+  call_with_gil([] { bind::nb::module_::import_("cudafuture._xxhash").attr("install")(); });
+}
 
 std::uint64_t digest_of(const void* data, std::size_t size, std::uint64_t seed) {
   return io::digest_of(data, size, seed);

@@ -9,6 +9,9 @@
 
 namespace cudafuture::api {
 
+// Loads XXH3, which the other functions need. Needs the GIL. Throws PythonError.
+CUDAFUTURE_API void load_hash();
+
 CUDAFUTURE_API std::uint64_t digest_of(const void* data, std::size_t size, std::uint64_t seed = 0);
 
 // The checksum of a tensor that is transferred in parts.

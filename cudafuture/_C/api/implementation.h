@@ -2,6 +2,7 @@
 #pragma once
 
 #include <exception>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -16,7 +17,8 @@ namespace cudafuture::api {
 
 inline Failure value_failure(std::string message) { return Failure({Problem::Kind::value, std::move(message)}); }
 
-// Calls a function without the GIL. Errors of the core become failures; the others, such as a device's, pass.
+// Calls a function without the GIL. Errors of the core and exhausted memory become failures; others,
+// such as a device's, pass.
 template <class Function>
 auto call_core(Function&& function) {
   try {
@@ -24,6 +26,8 @@ auto call_core(Function&& function) {
   } catch (const Error&) {
     throw Failure(problem_of(std::current_exception()));
   } catch (const io::Failure&) {
+    throw Failure(problem_of(std::current_exception()));
+  } catch (const std::bad_alloc&) {
     throw Failure(problem_of(std::current_exception()));
   }
 }

@@ -8,6 +8,7 @@
 #include "api/implementation.h"
 #include "api/tensors.h"
 #include "api/thread.h"
+#include "bind/future.h"
 #include "bind/tensors.h"
 #include "core/pinned_memory.h"
 #include "core/process.h"
@@ -87,9 +88,11 @@ class HostSource final : public Described, public std::enable_shared_from_this<H
 
 // Calls a function with the error of a device, once the work behind a future has finished. The future is done.
 template <class Function>
-class Finished final : public Continuation {
+class WhenFinished final : public Continuation {
  public:
-  Finished(const FuturePtr& done, Function function) : done_(done), function_(std::move(function)) { parent = done; }
+  WhenFinished(const FuturePtr& done, Function function) : done_(done), function_(std::move(function)) {
+    parent = done;
+  }
 
   void run(Future& done) noexcept override { leave(done.late_error()); }
   void abandon() noexcept override { leave(io::synchronize(*done_)); }
@@ -106,7 +109,7 @@ class Finished final : public Continuation {
 
 template <class Function>
 void when_finished(const FuturePtr& done, Function function) {
-  auto* const finished = new Finished<Function>(done, std::move(function));
+  auto* const finished = new WhenFinished<Function>(done, std::move(function));
   if (!Watcher::get().try_watch(finished)) finished->abandon();
 }
 
@@ -116,9 +119,9 @@ struct OnDevices {
   std::shared_ptr<io::DeviceSide> side;
 };
 
-class DeviceSource final : public Described {
+class SourceOnDevice final : public Described {
  public:
-  DeviceSource(const at::Tensor& tensor, std::shared_ptr<OnDevices> devices, io::Memory&& memory)
+  SourceOnDevice(const at::Tensor& tensor, std::shared_ptr<OnDevices> devices, io::Memory&& memory)
       : Described(tensor), device_(std::make_shared<Bytes>(Bytes{std::move(devices), std::move(memory)})) {}
 
   bool is_on_device() const noexcept override { return true; }
@@ -174,6 +177,7 @@ class DeviceSource final : public Described {
 std::vector<std::shared_ptr<Source>> sources_of(_object* tensors, int priority) {
   return call_with_gil([&] {
     refuse_after_fork();
+    bind::expect_priority(priority);
     std::vector<bind::CheckedTensor> all;
     bind::nb::list on_devices;
     for (bind::nb::handle object : bind::nb::handle(tensors)) {
@@ -192,7 +196,7 @@ std::vector<std::shared_ptr<Source>> sources_of(_object* tensors, int priority) 
       if (checked.tensor.is_cpu()) {
         sources.push_back(std::make_shared<HostSource>(std::move(checked)));
       } else {
-        sources.push_back(std::make_shared<DeviceSource>(checked.tensor, devices, std::move(memory.front())));
+        sources.push_back(std::make_shared<SourceOnDevice>(checked.tensor, devices, std::move(memory.front())));
         memory.pop_front();
       }
     }

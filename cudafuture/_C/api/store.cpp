@@ -61,7 +61,7 @@ class NativeMultipartWrite final : public MultipartWrite {
   void put(std::uint64_t at, const std::byte* from, std::size_t size, std::uint64_t digest, Done done) override {
     if (!write_->has_part(at, size)) throw value_failure(write_->not_a_part(std::to_string(at), size));
     const CallPtr call = call_for(Call::Kind::write, "put a part of " + write_->key(), std::move(done));
-    const bool is_new = call_core([&] { return write_->put(at, memory_at(from, size), digest, call); });
+    const bool is_new = call_core([&] { return write_->put(at, memory_at(from, size), digest, call, Full::exceed); });
     if (!is_new) throw value_failure(store::MultipartWrite::put_before(at, size));
   }
 

@@ -183,6 +183,7 @@ std::optional<c10::Device> device_with_streams(_object* device) {
 std::shared_ptr<Targets> targets_of(std::size_t count, _object* outs, _object* device, int priority) {
   return call_with_gil([&]() -> std::shared_ptr<Targets> {
     refuse_after_fork();
+    bind::expect_priority(priority);
     if (outs != nullptr && outs != Py_None)
       return std::make_shared<NativeTargets>(count, bind::nb::handle(outs), priority);
     return std::make_shared<NativeTargets>(count, device_with_streams(device), priority);

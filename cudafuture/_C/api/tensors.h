@@ -17,12 +17,19 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "api/export.h"
 #include "api/promise.h"
 
 namespace cudafuture::api {
+
+// Returns the reason why a tensor is not strided data in a memory of its own; none: it is.
+CUDAFUTURE_API std::optional<std::string> memory_fault(const at::Tensor& tensor);
+// Returns the reason why a tensor's elements are not in its storage: it was freed or shrunk; none: they are. Tensors
+// without a storage or without data have no such fault.
+CUDAFUTURE_API std::optional<std::string> storage_fault(const at::Tensor& tensor);
 
 // One tensor to be written. Its bytes are in the order of its elements. Any thread may drop it.
 class CUDAFUTURE_API Source {
@@ -48,7 +55,8 @@ class CUDAFUTURE_API Source {
 };
 
 // Returns the sources of a sequence of tensors. Needs the GIL. Throws PythonError: TypeError for an object that is no
-// tensor, TensorError for a tensor without memory of its own, ValueError for a device without streams.
+// tensor, TensorError for a tensor without memory of its own, ValueError for a device without streams or a priority
+// above 0.
 CUDAFUTURE_API std::vector<std::shared_ptr<Source>> sources_of(_object* tensors, int priority);
 
 // The tensors of one read, by index. Any thread may drop them. One thread at a time uses an index.

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "bind/future.h"
-#include "bind/store.h"
 #include "bind/tensors.h"
 #include "core/callback_thread.h"
 #include "core/process.h"
@@ -58,7 +57,6 @@ void bind_buffer_pool(nb::module_& m) {
   nb::class_<BufferPool>(m, "BufferPool")
       .def("take", take_buffer, nb::arg("size"), nb::arg("buffer"), nb::arg("loan"), nb::arg("name"))
       .def("allocator", allocator)
-      .def("access", access_to_pool)
       .def_prop_ro("free", &BufferPool::free)
       .def_prop_ro("outside", &BufferPool::outside)
       .def("close", [](BufferPool& self) {

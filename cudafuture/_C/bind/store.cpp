@@ -357,7 +357,6 @@ void bind_store(nb::module_& m) {
            })
       .def("statistics", store_statistics)
       .def("recovery", recovery_of)
-      .def("access", access_to_store)
       .def(
           "forget",
           [](Store& self, nb::list keys) {

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "bind/python.h"
-#include "io/buffer_pool.h"
 #include "store/store.h"
 
 namespace cudafuture::bind {
@@ -26,11 +25,6 @@ store::CallPtr new_call(store::Call::Kind kind, const std::string& name, int pri
 // Returns a contiguous one-dimensional host tensor with an element for each of `count` results; none for None. `what`
 // names the results in the ValueError for any other tensor.
 std::optional<at::Tensor> target_of(nb::object object, at::ScalarType dtype, std::size_t count, const char* what);
-
-// Return capsules for other extension modules, of a StoreAccess and a PoolAccess. They keep the store and the pool
-// alive.
-nb::capsule access_to_store(const StorePtr& self);
-nb::capsule access_to_pool(std::shared_ptr<io::BufferPool> self);
 
 nb::dict store_statistics(const store::Store& self);
 nb::dict recovery_of(const store::Store& self);  // the findings when it was opened

@@ -1,6 +1,4 @@
 // Checks that a tensor has memory for its elements, for functions that use memory by its address.
-//
-// The module of rpc_ext includes this header too: it needs no code of the core.
 #pragma once
 
 #include <ATen/EmptyTensor.h>

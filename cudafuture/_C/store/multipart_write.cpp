@@ -115,7 +115,8 @@ bool MultipartWrite::leave(const std::exception_ptr& error, Extent& dropped) noe
   return state_ == State::committing;
 }
 
-bool MultipartWrite::put(std::uint64_t at, Memory&& memory, std::optional<std::uint64_t> digest, const CallPtr& call) {
+bool MultipartWrite::put(std::uint64_t at, Memory&& memory, std::optional<std::uint64_t> digest, const CallPtr& call,
+                         Engine::Full when_full) {
   {
     std::lock_guard lock(mutex_);
     expect_open();
@@ -137,12 +138,12 @@ bool MultipartWrite::put(std::uint64_t at, Memory&& memory, std::optional<std::u
   if (memory.size() == 0) {
     ended(*part, nullptr);
   } else {
-    submit(part, std::move(memory));
+    submit(part, std::move(memory), when_full);
   }
   return true;
 }
 
-void MultipartWrite::submit(const std::shared_ptr<Part>& part, Memory&& memory) {
+void MultipartWrite::submit(const std::shared_ptr<Part>& part, Memory&& memory, Engine::Full when_full) {
   const CallPtr& call = part->call;
   Request request;
   request.direction = Direction::write;
@@ -158,7 +159,7 @@ void MultipartWrite::submit(const std::shared_ptr<Part>& part, Memory&& memory) 
   then(request.future, [self = shared_from_this(), part](Future& done) { self->ended(*part, error_of(done)); });
   add(store_->counters_.transfers);
   try {
-    store_->engine_->submit(std::move(request));
+    store_->engine_->submit(std::move(request), when_full);
   } catch (...) {
     call->part_released();
     ended(*part, std::current_exception());

@@ -22,16 +22,11 @@
 #include <vector>
 
 #include "io/checksum.h"
+#include "io/engine.h"
 #include "store/call.h"
 #include "store/entry.h"
 #include "store/slabs.h"
 #include "store/write_batcher.h"
-
-namespace cudafuture::io {
-
-class Engine;
-
-}  // namespace cudafuture::io
 
 namespace cudafuture::store {
 
@@ -55,7 +50,8 @@ class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite>
 
   // Writes a part, which consists of whole leaves. `digest`: the required checksum of its bytes. Returns false and does
   // nothing if some of the bytes belong to an earlier part. Throws Error after commit() or abort().
-  bool put(std::uint64_t at, io::Memory&& memory, std::optional<std::uint64_t> digest, const CallPtr& call);
+  bool put(std::uint64_t at, io::Memory&& memory, std::optional<std::uint64_t> digest, const CallPtr& call,
+           io::Engine::Full when_full = io::Engine::Full::wait);
   // Installs the tensor when no part is in flight, or fails and aborts. Throws Error after commit() or abort().
   void commit(std::optional<std::uint64_t> digest, const CallPtr& call);
   void abort() noexcept;  // does nothing after commit() or abort()
@@ -70,7 +66,7 @@ class MultipartWrite final : public std::enable_shared_from_this<MultipartWrite>
 
   void expect_open() const;
   bool claim(std::uint64_t at, std::uint64_t size);
-  void submit(const std::shared_ptr<Part>& part, io::Memory&& memory);
+  void submit(const std::shared_ptr<Part>& part, io::Memory&& memory, io::Engine::Full when_full);
   void ended(const Part& part, std::exception_ptr error) noexcept;
   bool leave(const std::exception_ptr& error, Extent& dropped) noexcept;
   void finish() noexcept;

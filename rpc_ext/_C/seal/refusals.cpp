@@ -34,13 +34,8 @@ void Refusals::end_telling() {
 }
 
 void Refusals::tell(const Refused& refused) {
-  const Gil gil;
-  if (!gil) return;
-  try {
-    call_python(tell_.get(), py::int_(refused.sender), py::str(refused.reason));
-  } catch (py::error_already_set& e) {
-    e.discard_as_unraisable("rpc_ext: reporting a message that was refused");
-  }
+  run_with_gil("rpc_ext: reporting a message that was refused",
+               [&] { call_python(tell_.get(), py::int_(refused.sender), py::str(refused.reason)); });
 }
 
 std::map<int, std::uint64_t> Refusals::counts() {

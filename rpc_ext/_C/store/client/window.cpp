@@ -1,7 +1,5 @@
 #include "store/client/window.h"
 
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -9,15 +7,15 @@
 #include <unordered_set>
 #include <utility>
 
+#include "api/error.h"
 #include "clock.h"
 
 namespace rpc_ext::store::client {
 namespace {
 
-constexpr double kPause = 0.005;     // seconds until a message that RPC had no room for is sent again
+constexpr double kPause = 0.005;  // seconds until a message that RPC had no room for is sent again
+constexpr std::uint64_t kBuffered = 8 * (kPack + kLine * kMostEntries);  // bytes of batches that were not answered
 constexpr double kShortest = 0.001;  // seconds: timeout of a message whose requests are about to expire
-
-py::object python(const char* module, const char* name) { return py::module_::import(module).attr(name); }
 
 // The windows that send on this thread.
 thread_local std::vector<const Window*> sending;
@@ -30,80 +28,56 @@ class SendingHere {
   SendingHere& operator=(const SendingHere&) = delete;
 };
 
-bool is_interrupt(const py::object& error) { return PyObject_IsInstance(error.ptr(), PyExc_Exception) == 0; }
-
 // Tells the service that the client gave up a request.
 class Abandon final : public StoreMessage {
  public:
-  Abandon(WindowPtr window, const RequestPtr& request) : StoreMessage(std::move(window), Verb::abandon, {request}, 0) {}
+  Abandon(WindowPtr window, const RequestPtr& request)
+      : StoreMessage(std::move(window), Verb::abandon, entries_of({request}), 0) {}
 
-  // The request itself is done.
-  void start() override { window->send(*this, {requests.front()->entry()}, no_data()); }
+  void start() override { window->send(*this); }
   void take(Answer&&) override {}
 };
 
+std::exception_ptr too_late(const std::string& worker, double seconds, bool was_sent) {
+  std::array<char, 32> limit{};
+  std::snprintf(limit.data(), limit.size(), "%g", seconds);
+  return std::make_exception_ptr(
+      api::Failure({.kind = api::Problem::Kind::timeout,
+                    .message = "worker '" + worker + "' took more than " + limit.data() + " s; " +
+                               (was_sent ? "it has no reply" : "it was not sent: there was no room")}));
+}
+
 }  // namespace
 
-Window::Window(py::object channel, std::string service, std::string token, std::string worker, std::uint64_t size,
-               double seconds, py::object buffers)
-    : token(std::move(token)),
-      size(size),
-      buffers(std::move(buffers)),
-      store_thread(python("rpc_ext.store._buffers", "store_thread")),
-      future_class(python("cudafuture", "CUDAFuture")),
-      digest(python("cudafuture.io", "digest")),
-      digest_class(python("cudafuture.io", "Digest")),
-      expected_digest_class(python("rpc_ext.store._source", "ExpectedDigest")),
-      expect_digest(python("rpc_ext.store._source", "expect_digest")),
-      checksum_error(python("cudafuture.errors", "ChecksumError")),
-      error_from(python("rpc_ext.store._errors", "error_from")),
-      digests_(python("cudafuture.io", "digests")),
-      schedule_(python("rpc_ext._timer", "schedule")),
-      service_(std::move(service)),
-      worker_(std::move(worker)),
-      seconds_(seconds) {
-  set_channel(std::move(channel));
-}
-
-void Window::set_channel(py::object channel) {
-  native_channel_ = py::isinstance<Channel>(channel) ? channel.cast<Channel*>() : nullptr;
-  channel_ = std::move(channel);
-}
-
-void Window::set_seconds(double seconds) {
-  seconds_ = seconds;
-  timer_runs_ = false;  // the next request starts it
-}
-
-std::vector<std::uint64_t> Window::digests_of(const at::Tensor& data,
-                                              const std::vector<std::pair<std::uint64_t, std::uint64_t>>& places,
-                                              const std::optional<std::vector<std::uint64_t>>& seeds) const {
-  return call(digests_, data, places, seeds).cast<std::vector<std::uint64_t>>();
-}
+Window::Window(OperationsPtr operations, Options options)
+    : operations_(std::move(operations)), buffers_(api::make_buffer_pool(kBuffered)), options_(std::move(options)) {}
 
 void Window::submit(const std::vector<RequestPtr>& requests) {
-  const double now = rpc_ext::now();
-  const double deadline = seconds_ > 0 ? now + seconds_ : 0;
-  for (const RequestPtr& request : requests) {
-    request->deadline = deadline;
-    issued_.push_back({request, sequence_ + 1});
-    enter(request);
+  double deadline = 0;
+  bool starts_timer = false;
+  {
+    const Lock lock(mutex_);
+    if (options_.seconds > 0) deadline = now() + options_.seconds;
+    for (const RequestPtr& request : requests) {
+      request->deadline = deadline;
+      issued_.push_back({request, sequence_ + 1});
+      enter(request);
+    }
+    starts_timer = deadline > 0 && !std::exchange(timer_runs_, timer_runs_ || deadline > 0);
   }
-  if (deadline > 0 && !timer_runs_) {
-    timer_runs_ = true;
+  if (starts_timer) {
     try {
-      set_timer(deadline);
+      options_.set_timer(shared_from_this(), deadline);
     } catch (...) {  // the system has no more threads
-      timer_runs_ = false;
-      const py::object error = error_of(std::current_exception());
-      for (const RequestPtr& request : requests) end(request, py::none(), error);
+      {
+        const Lock lock(mutex_);
+        timer_runs_ = false;
+      }
+      for (const RequestPtr& request : requests) end(request, {.error = std::current_exception()});
       throw;
     }
   }
-  if (const py::object interrupt = go_on(); !interrupt.is_none()) {
-    PyErr_SetObject(py::type::handle_of(interrupt).ptr(), interrupt.ptr());
-    throw py::error_already_set();
-  }
+  go_on();
 }
 
 // Puts a request behind the others of its key. It is ready unless it has to wait.
@@ -119,16 +93,11 @@ void Window::enter(const RequestPtr& request) {
   if (request->holds == 0) make_ready(request);
 }
 
-// Takes the oldest request out of the queue, and drops it only then: that may run Python, which may call the window.
-void Window::take_oldest() {
-  const RequestPtr oldest = std::move(issued_.front().request);
-  issued_.pop_front();
-}
-
-void Window::set_timer(double due) { call(schedule_, shared_from_this(), due); }
-
 void Window::release_hold(const RequestPtr& request) {
-  remove_hold(request);
+  {
+    const Lock lock(mutex_);
+    remove_hold(request);
+  }
   go_on();
 }
 
@@ -148,27 +117,33 @@ void Window::make_ready(const RequestPtr& request) {
 }
 
 void Window::enqueue(const std::vector<MessagePtr>& messages) {
-  outgoing_.insert(outgoing_.end(), messages.begin(), messages.end());
+  {
+    const Lock lock(mutex_);
+    outgoing_.insert(outgoing_.end(), messages.begin(), messages.end());
+  }
   go_on();
 }
 
 // ---- sending
 
-py::object Window::go_on() {
-  py::object interrupt = py::none();
-  if (std::find(sending.begin(), sending.end(), this) != sending.end()) return interrupt;
+void Window::go_on() {
+  if (std::find(sending.begin(), sending.end(), this) != sending.end()) return;
   const SendingHere here(this);
+  const PlainTensors plain;
   const auto self = shared_from_this();
-  while (const MessagePtr message = next()) {
+  while (true) {
+    MessagePtr message;
+    {
+      const Lock lock(mutex_);
+      message = next();
+    }
+    if (message == nullptr) return;
     try {
       message->start();
     } catch (...) {
-      const py::object error = error_of(std::current_exception());
-      message->failed(error);
-      if (interrupt.is_none() && is_interrupt(error)) interrupt = error;
+      message->fail(std::current_exception());
     }
   }
-  return interrupt;
 }
 
 // Takes the next message, and room for it.
@@ -180,7 +155,7 @@ MessagePtr Window::next() {
   }
   if (outgoing_.empty() || is_held_) return nullptr;
   const std::uint64_t nbytes = outgoing_.front()->nbytes;
-  if (in_flight_ > 0 && in_flight_ + nbytes > size) return nullptr;
+  if (in_flight_ > 0 && in_flight_ + nbytes > options_.size) return nullptr;
   in_flight_ += nbytes;
   MessagePtr message = std::move(outgoing_.front());
   outgoing_.pop_front();
@@ -208,86 +183,118 @@ MessagePtr Window::form_batch(std::size_t verb) {
   ready.nbytes -= nbytes;
   ++ready.batches;
   KeyRequest& first = *requests.front();
-  return first.batch(shared_from_this(), std::move(requests));
+  const MessagePtr message = first.batch(shared_from_this(), std::move(requests));
+  message->is_counted = true;
+  return message;
 }
 
-void Window::send(StoreMessage& message, std::vector<KeyEntry> entries, const at::Tensor& data) {
-  const double now = rpc_ext::now();
-  double timeout = seconds_;
-  if (seconds_ > 0 && !message.requests.empty()) {
-    double last = 0;
-    for (const RequestPtr& request : message.requests) last = std::max(last, request->deadline);
-    timeout = std::max(last - now, kShortest);
+void Window::send(StoreMessage& message) {
+  StoreRequest request;
+  double seconds = 0;
+  MessageSenderPtr sender;
+  {
+    const Lock lock(mutex_);
+    request = request_of(message);
+    seconds = options_.seconds;
+    if (seconds > 0 && message.verb != Verb::abandon) {
+      double last = 0;
+      for (const SentEntry& each : message.entries) last = std::max(last, each.request->deadline);
+      seconds = std::max(last - request.sent, kShortest);
+    }
+    sender = options_.sender;
   }
-  while (!issued_.empty() && issued_.front().request->is_done()) take_oldest();
+  if (request.entries.empty()) return release(message);
+  request.data = message.data.defined() ? message.data : no_data();
+  Packed packed = pack_request(request);
+  const std::string_view body(packed.body.data(), packed.body.size());
+  if (!sender->send(body, std::move(packed.tensors), seconds, message.shared_from_this())) pause(message);
+}
+
+// Returns the header and the entries of a message, whose requests count as sent from then on.
+StoreRequest Window::request_of(StoreMessage& message) {
+  if (message.verb != Verb::abandon) drop_done(message);
+  drop_oldest();
   StoreRequest request;
   request.verb = message.verb;
-  request.token = token;
-  request.sent = now;
+  request.token = options_.token;
+  request.sent = now();
   request.oldest = issued_.empty() ? sequence_ + 1 : issued_.front().sequence;
-  request.service = service_;
-  request.entries = std::move(entries);
-  request.data = data;
-  auto packed = pack_request(request);
-  const std::string_view body(packed.body.data(), packed.body.size());
-  if (pass_on(body, std::move(packed.tensors), timeout, message.shared_from_this())) return;
-  is_held_ = true;
-  in_flight_ -= message.nbytes;
-  message.has_room = false;
-  outgoing_.push_front(message.shared_from_this());
+  request.service = options_.service;
+  for (const SentEntry& each : message.entries) {
+    if (each.request->state == KeyRequest::State::waiting) {
+      each.request->state = KeyRequest::State::sent;
+      for (const RequestPtr& follower : each.request->followers) remove_hold(follower);
+    }
+    KeyEntry& entry = request.entries.emplace_back(each.request->entry());
+    entry.part = each.part;
+    entry.at = static_cast<std::uint32_t>(each.at);
+    entry.length = static_cast<std::uint32_t>(each.length);
+    entry.digest = each.digest;
+  }
+  return request;
+}
+
+// Puts a message back that RPC had no room for.
+void Window::pause(StoreMessage& message) {
+  {
+    const Lock lock(mutex_);
+    is_held_ = true;
+    in_flight_ -= message.nbytes;
+    message.has_room = false;
+    outgoing_.push_front(message.shared_from_this());
+  }
   try {
-    set_timer(rpc_ext::now() + kPause);  // last: the timer thread may call at once
+    options_.set_timer(shared_from_this(), now() + kPause);  // last: the timer may call at once
   } catch (...) {
+    const Lock lock(mutex_);
     is_held_ = false;
-    throw;
+    if (std::erase(outgoing_, message.shared_from_this()) != 0) throw;  // otherwise another thread sends it by now
   }
 }
 
-// Sends a message through the channel; false: RPC has no room for it.
-bool Window::pass_on(std::string_view body, std::vector<at::Tensor> tensors, double seconds,
-                     const MessagePtr& message) {
-  if (native_channel_ != nullptr) return native_channel_->send(body, std::move(tensors), seconds, message);
-  try {
-    call(channel_.attr("send"), py::bytes(body.data(), body.size()), std::move(tensors), seconds, message);
-  } catch (py::error_already_set& e) {
-    if (!e.matches(PyExc_BlockingIOError)) throw;
-    return false;
-  }
-  return true;
+// Drops the oldest requests that are done.
+void Window::drop_oldest() {
+  while (!issued_.empty() && issued_.front().request->state == KeyRequest::State::done) issued_.pop_front();
 }
 
-void Window::mark_sent(const std::vector<RequestPtr>& requests) {
-  for (const RequestPtr& request : requests) {
-    if (request->state != KeyRequest::State::waiting) continue;
-    request->state = KeyRequest::State::sent;
-    for (const RequestPtr& follower : std::vector(request->followers)) remove_hold(follower);
+void Window::drop_done(StoreMessage& message) {
+  std::erase_if(message.entries, [](const SentEntry& each) { return each.request->state == KeyRequest::State::done; });
+}
+
+bool Window::has_pending(StoreMessage& message) {
+  {
+    const Lock lock(mutex_);
+    drop_done(message);
   }
+  if (message.entries.empty()) release(message);
+  return !message.entries.empty();
 }
 
 void Window::release(StoreMessage& message) {
-  if (message.has_room) {
-    message.has_room = false;
-    in_flight_ -= message.nbytes;
-    if (message.is_batch) --ready_.at(static_cast<std::size_t>(message.verb)).batches;
+  {
+    const Lock lock(mutex_);
+    if (std::exchange(message.has_room, false)) in_flight_ -= message.nbytes;
+    if (std::exchange(message.is_counted, false)) --ready_.at(static_cast<std::size_t>(message.verb)).batches;
   }
   go_on();
 }
 
 // ---- outcomes
 
-bool Window::end(const RequestPtr& request, const py::object& value, const py::object& error, bool answered) {
-  if (request->is_done()) return false;
-  const bool was_sent = request->state == KeyRequest::State::sent;
-  const bool abandons = was_sent && !answered && !request->followers.empty();
-  request->state = KeyRequest::State::done;
-  unchain(request, was_sent);
-  const OperationPtr operation = std::move(request->operation);
-  request->drop();
-  if (error.is_none() && request->gives_future()) {
-    operation->join(request->index, value);
-  } else {
-    operation->end(request->index, value, error);
+bool Window::end(const RequestPtr& request, const RequestEnd& outcome) {
+  bool was_sent = false, abandons = false;
+  OperationPtr operation;
+  {
+    const Lock lock(mutex_);
+    if (request->state == KeyRequest::State::done) return false;
+    was_sent = request->state == KeyRequest::State::sent;
+    abandons = was_sent && !outcome.is_answered && !request->followers.empty();
+    request->state = KeyRequest::State::done;
+    unchain(request, was_sent);
+    operation = std::move(request->operation);
   }
+  request->drop();
+  operation->end(request->index, outcome.error, outcome.nbytes, outcome.digest);
   if (abandons) {
     abandon(request);
   } else if (!was_sent) {
@@ -296,29 +303,29 @@ bool Window::end(const RequestPtr& request, const py::object& value, const py::o
   return true;
 }
 
-void Window::replace(const RequestPtr& request, const RequestPtr& by) {
-  if (request->is_done()) return;
-  const auto is_its = [&](const Issued& issued) { return issued.request == request; };
-  std::find_if(issued_.begin(), issued_.end(), is_its)->request = by;
-  by->deadline = request->deadline;
-  request->state = KeyRequest::State::done;
-  unchain(request, true);
-  request->operation = nullptr;
-  request->drop();
-  ++replaced_;
-  try {
+bool Window::replace(const RequestPtr& request, const RequestPtr& by) {
+  {
+    const Lock lock(mutex_);
+    if (request->state == KeyRequest::State::done || !request->followers.empty()) return false;
+    const auto is_its = [&](const Issued& issued) { return issued.request == request; };
+    std::find_if(issued_.begin(), issued_.end(), is_its)->request = by;
+    by->deadline = request->deadline;
+    request->state = KeyRequest::State::done;
+    unchain(request, true);
+    request->operation = nullptr;  // the other request has it, too
+    ++replaced_;
     enter(by);
-  } catch (...) {
-    end(by, py::none(), error_of(std::current_exception()));
   }
+  request->drop();
   go_on();
+  return true;
 }
 
 // Takes a request that is done out of the order of its key: those behind it follow the one before it.
 void Window::unchain(const RequestPtr& request, bool was_sent) {
   RequestPtr before = request->previous;
-  while (before != nullptr && before->is_done()) before = before->previous;
-  const RequestPtr replaced = std::exchange(request->previous, before);  // dropped at the end: see take_oldest
+  while (before != nullptr && before->state == KeyRequest::State::done) before = before->previous;
+  request->previous = before;
   if (const auto last = last_.find(request->key); last != last_.end() && last->second == request) {
     if (before == nullptr) {
       last_.erase(last);
@@ -326,8 +333,7 @@ void Window::unchain(const RequestPtr& request, bool was_sent) {
       last->second = before;
     }
   }
-  const auto followers = std::move(request->followers);
-  request->followers.clear();
+  const auto followers = std::exchange(request->followers, {});
   if (before != nullptr) before->followers.insert(before->followers.end(), followers.begin(), followers.end());
   if (!was_sent && (before == nullptr || before->state != KeyRequest::State::waiting)) {
     for (const RequestPtr& follower : followers) remove_hold(follower);
@@ -336,37 +342,60 @@ void Window::unchain(const RequestPtr& request, bool was_sent) {
 
 void Window::abandon(const RequestPtr& request) { enqueue({std::make_shared<Abandon>(shared_from_this(), request)}); }
 
+bool Window::is_done(const KeyRequest& request) const {
+  const Lock lock(mutex_);
+  return request.state == KeyRequest::State::done;
+}
+
 std::optional<double> Window::look(double now) {
-  const bool was_held = std::exchange(is_held_, false);
-  while (!issued_.empty()) {
-    const RequestPtr oldest = issued_.front().request;
-    if (oldest->is_done()) {
-      take_oldest();
-      continue;
-    }
-    if (oldest->deadline == 0 || oldest->deadline > now) break;
-    const bool waits = oldest->state == KeyRequest::State::waiting;
-    std::array<char, 32> limit{};
-    std::snprintf(limit.data(), limit.size(), "%g", seconds_);
-    const std::string message = "worker '" + worker_ + "' took more than " + limit.data() + " s; " +
-                                (waits ? "it was not sent: there was no room" : "it has no reply");
-    end(oldest, py::none(), py::reinterpret_borrow<py::object>(PyExc_TimeoutError)(message), false);
-  }
-  if (was_held) go_on();
+  bool was_held = false;
+  std::vector<std::pair<RequestPtr, bool>> expired;  // and whether it was sent
   std::optional<double> due;
-  if (!issued_.empty() && issued_.front().request->deadline > 0) due = issued_.front().request->deadline;
-  timer_runs_ = due.has_value();
+  double seconds = 0;
+  {
+    const Lock lock(mutex_);
+    was_held = std::exchange(is_held_, false);
+    seconds = options_.seconds;
+    drop_oldest();
+    for (const auto& [request, sequence] : issued_) {
+      if (request->state == KeyRequest::State::done) continue;
+      if (request->deadline == 0 || request->deadline > now) {
+        if (request->deadline > 0) due = request->deadline;
+        break;
+      }
+      expired.emplace_back(request, request->state == KeyRequest::State::sent);
+    }
+    timer_runs_ = due.has_value();
+  }
+  for (const auto& [request, was_sent] : expired) {
+    end(request, {.error = too_late(operations_->worker(), seconds, was_sent), .is_answered = false});
+  }
+  if (was_held || !expired.empty()) go_on();
   return due;
 }
 
-std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t> Window::statistics() const {
+// ---- options and counts
+
+Window::Statistics Window::statistics() const {
+  const Lock lock(mutex_);
   std::uint64_t waiting = 0;
   for (const auto& [request, sequence] : issued_) {
     if (request->holds > 0 && request->state == KeyRequest::State::waiting) waiting += request->weight;
   }
   for (const MessagePtr& message : outgoing_) waiting += message->nbytes;
   for (const Ready& ready : ready_) waiting += ready.nbytes;
-  return {in_flight_, waiting, size, replaced_};
+  return {in_flight_, waiting, options_.size, replaced_};
+}
+
+Window::Options Window::options() const {
+  const Lock lock(mutex_);
+  return options_;
+}
+
+void Window::set_options(Options options) {
+  const Lock lock(mutex_);
+  std::swap(options_, options);  // the old ones are dropped without the lock
+  timer_runs_ = false;           // the next request starts it
 }
 
 }  // namespace rpc_ext::store::client

@@ -1,11 +1,11 @@
 #include "store/client/writes.h"
 
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 #include <utility>
+
+#include "api/error.h"
+#include "api/thread.h"
 
 namespace rpc_ext::store::client {
 namespace {
@@ -13,188 +13,127 @@ namespace {
 constexpr std::uint64_t kLeastPooled = 1 << 16;  // bytes from which on a buffer of a pool costs less than new memory
 constexpr std::uint64_t kQuick = 1 << 15;        // bytes that are copied under the GIL
 
-std::uint64_t line_after(std::uint64_t end) { return (end + kLine - 1) / kLine * kLine; }
-
-std::uint64_t size_of_part(std::uint64_t nbytes, std::uint32_t part) {
-  return std::min<std::uint64_t>(kPart, nbytes - part * kPart);
-}
+WriteRequest& write_of(const SentEntry& entry) { return static_cast<WriteRequest&>(*entry.request); }
 
 // Small tensors, copied side by side into one buffer.
 class WriteBatch final : public StoreMessage {
  public:
   WriteBatch(WindowPtr window, std::vector<RequestPtr> requests, std::uint64_t nbytes)
-      : StoreMessage(std::move(window), Verb::put, std::move(requests), nbytes, true) {}
+      : StoreMessage(std::move(window), Verb::put, entries_of(std::move(requests)), nbytes) {}
 
   void start() override {
-    if (data_.defined()) return send();
-    if (!expects_answer()) return;
-    std::uint64_t room = 0;
-    for (const RequestPtr& request : requests) room += line_after(write_of(request).nbytes);
-    if (room < kLeastPooled) return fill(bytes_of(room));
-    const py::object taken = call(window->buffers.attr("take"), room);
-    if (call(taken.attr("done")).cast<bool>()) return fill(call(taken.attr("value")).cast<at::Tensor>());
-    window->when_done(taken, [self = shared_from_this()](const py::object& done) {
-      auto& batch = static_cast<WriteBatch&>(*self);
-      try {
-        batch.fill(call(done.attr("value")).cast<at::Tensor>());
-      } catch (...) {
-        batch.fail();
-      }
+    if (data.defined()) return window->send(*this);  // RPC had no room for it
+    if (!window->has_pending(*this)) return;
+    std::uint64_t size = 0;
+    for (const SentEntry& each : entries) size = next_line(size) + write_of(each).nbytes;
+    if (size < kLeastPooled) return fill(bytes_of(size));
+    window->buffers().take(size, [self = shared_from_this()](at::Tensor buffer) {
+      self->go_on([&] { static_cast<WriteBatch&>(*self).fill(std::move(buffer)); });
     });
-  }
-
-  void answered(std::string_view body, const std::vector<at::Tensor>& tensors) override {
-    data_.reset();
-    StoreMessage::answered(body, tensors);
-  }
-
-  void failed(const py::object& error) override {
-    data_.reset();
-    StoreMessage::failed(error);
   }
 
   void take(Answer&& answer) override { end_all(answer); }
 
  private:
-  struct Place {
-    std::uint64_t at, length, digest;
-  };
-
-  static WriteRequest& write_of(const RequestPtr& request) { return static_cast<WriteRequest&>(*request); }
-
-  void fail() { failed(error_of(std::current_exception())); }
-
-  void fill(const at::Tensor& buffer) {
-    if (!expects_answer()) return;
-    copy(buffer);
-    if (expects_answer()) send();
-  }
-
-  // Copies the tensors into the buffer, and releases them.
-  void copy(const at::Tensor& buffer) {
-    std::vector<at::Tensor> parts;
-    std::vector<std::pair<std::uint64_t, std::uint64_t>> places;
-    std::uint64_t end = 0;
-    for (const RequestPtr& request : requests) {
-      const at::Tensor& data = write_of(request).data;
-      parts.push_back(data);
-      const std::uint64_t length = data.defined() ? data.nbytes() : 0;  // undefined: it has just expired
-      places.emplace_back(line_after(end), length);
-      end = places.back().first + length;
-    }
-    if (end > buffer.nbytes()) throw std::invalid_argument("a tensor has grown while it was written");
-    auto* const to = static_cast<std::byte*>(buffer.mutable_data_ptr());
-    const auto copy_all = [&] {
-      std::uint64_t at = 0;
-      for (std::size_t i = 0; i < parts.size(); ++i) {
-        const auto [begin, length] = places[i];
-        std::memset(to + at, 0, begin - at);
-        if (length > 0) std::memcpy(to + begin, parts[i].const_data_ptr(), length);
-        at = begin + length;
-      }
-    };
-    if (end <= kQuick) {
-      copy_all();
-    } else {
-      const GilRelease released;
-      copy_all();
-    }
-    parts.clear();
-    data_ = alone(buffer, 0, static_cast<std::int64_t>(end));
-    const auto digests = window->digests_of(data_, places);
-    places_.clear();
-    for (std::size_t i = 0; i < requests.size(); ++i) {
-      places_[requests[i].get()] = {places[i].first, places[i].second, digests[i]};
-    }
-    for (const RequestPtr& each : std::vector(requests)) {
-      WriteRequest& request = write_of(each);
-      request.release();
-      if (request.expected.is_none()) continue;
+  void fill(at::Tensor buffer) {
+    if (!window->has_pending(*this)) return;
+    data = std::move(buffer);
+    for (const auto& [request, error] : copy()) window->end(request, {.error = error});
+    for (const SentEntry& each : std::vector(entries)) {
+      write_of(each).release();
       try {
-        call(window->expect_digest, request.key, places_.at(&request).digest, request.expected);
-      } catch (py::error_already_set& e) {
-        if (!e.matches(window->checksum_error)) throw;
-        window->end(each, py::none(), error_of(std::current_exception()));
+        write_of(each).expect_digest(each.digest);
+      } catch (const api::Failure&) {
+        window->end(each.request, {.error = std::current_exception()});
       }
     }
+    if (window->has_pending(*this)) window->send(*this);
   }
 
-  void send() {
-    window->mark_sent(requests);
-    std::vector<KeyEntry> entries;
-    for (const RequestPtr& request : requests) {
-      const Place& place = places_.at(request.get());
-      entries.push_back(write_of(request).put(0, place.at, place.length, place.digest));
+  // Copies the tensors into the buffer, and takes their digests. Returns the requests whose tensors cannot be copied.
+  std::vector<std::pair<RequestPtr, std::exception_ptr>> copy() {
+    std::vector<std::pair<RequestPtr, std::exception_ptr>> failed;
+    std::optional<GilRelease> paused;
+    if (data.nbytes() > kQuick) paused.emplace();
+    auto* const to = static_cast<std::byte*>(data.mutable_data_ptr());
+    std::uint64_t end = 0;
+    for (SentEntry& each : entries) {
+      each.at = next_line(end);
+      each.length = 0;
+      try {
+        const bool is_there = write_of(each).gather(to + each.at);  // false: it has just expired
+        if (is_there) each.length = write_of(each).nbytes;
+      } catch (const api::Failure&) {  // its storage was freed
+        failed.emplace_back(each.request, std::current_exception());
+      }
+      std::memset(to + end, 0, each.at - end);
+      each.digest = api::digest_of(to + each.at, each.length);
+      end = each.at + each.length;
     }
-    window->send(*this, std::move(entries), data_);
+    data = alone(data, 0, static_cast<std::int64_t>(end));
+    return failed;
   }
-
-  at::Tensor data_;
-  std::unordered_map<const KeyRequest*, Place> places_;
 };
 
 // A tensor that travels alone, or one part of it.
 class WritePart final : public StoreMessage {
  public:
   WritePart(WindowPtr window, WriteRequestPtr request, std::uint32_t part)
-      : StoreMessage(std::move(window), Verb::put, {request}, size_of_part(request->nbytes, part)),
+      : StoreMessage(std::move(window), Verb::put, {{request, part}}, part_length(request->nbytes, part)),
         request_(std::move(request)),
-        part_(part) {}
+        begin_(part * kPart) {}
 
   void start() override {
-    if (!expects_answer()) return;
-    if (data_.defined()) return send();
-    const py::object part = call(request_->source.attr("part"), begin(), nbytes);
-    if (!py::isinstance(part, window->future_class)) return take_data(part);
-    window->when_done(part, [self = shared_from_this()](const py::object& done) {
-      auto& message = static_cast<WritePart&>(*self);
-      try {
-        message.take_data(call(done.attr("value")));
-      } catch (...) {
-        message.failed(error_of(std::current_exception()));
-      }
+    if (data.defined()) return window->send(*this);
+    if (!window->has_pending(*this)) return;
+    const auto source = request_->source();
+    if (source == nullptr) return window->release(*this);  // it has just expired
+    if (!source->is_on_device()) {
+      const GilRelease paused;
+      return send_data(source->part(begin_, nbytes));
+    }
+    source->copy_to_host(begin_, nbytes, [self = shared_from_this()](at::Tensor bytes, std::exception_ptr error) {
+      self->go_on_elsewhere([self, bytes = std::move(bytes), error = std::move(error)] {
+        if (error != nullptr) std::rethrow_exception(error);
+        static_cast<WritePart&>(*self).take_copy(bytes);
+      });
     });
   }
 
   void take(Answer&& answer) override {
-    const py::object error = errors_of(answer).front();
-    --request_->left;
-    if (!error.is_none() || request_->left == 0) window->end(request_, py::none(), error);
-    if (!error.is_none() && request_->nbytes > kPart) window->abandon(request_);
+    const std::exception_ptr error = errors_of(*this, answer).front();
+    if (request_->part_was_written() || error != nullptr) window->end(request_, {.error = error});
+    if (error != nullptr && request_->nbytes > kPart) window->abandon(request_);
   }
 
-  void failed(const py::object& error) override {
-    StoreMessage::failed(error);
+  void fail(const std::exception_ptr& error) override {
+    StoreMessage::fail(error);
     if (request_->nbytes > kPart) window->abandon(request_);
   }
 
  private:
-  std::uint64_t begin() const { return part_ * kPart; }
-
-  void take_data(const py::object& data) {
-    digest_ = (request_->due.is_none() ? call(window->digest, data) : call(request_->due.attr("add"), begin(), data))
-                  .cast<std::uint64_t>();
-    data_ = data.cast<at::Tensor>();
-    send();
+  void take_copy(const at::Tensor& bytes) {
+    if (request_->part_was_copied()) request_->release();
+    send_data(bytes);
   }
 
-  void send() {
-    window->mark_sent({request_});
-    window->send(*this, {request_->put(part_, 0, nbytes, digest_)}, data_);
+  void send_data(at::Tensor bytes) {
+    entries.front().length = nbytes;
+    entries.front().digest = request_->digest_of(begin_, bytes);
+    data = std::move(bytes);
+    window->send(*this);
   }
 
   const WriteRequestPtr request_;
-  const std::uint32_t part_;
-  at::Tensor data_;
-  std::uint64_t digest_ = 0;
+  const std::uint64_t begin_;  // in the tensor
 };
 
 class DeleteBatch final : public StoreMessage {
  public:
   DeleteBatch(WindowPtr window, std::vector<RequestPtr> requests)
-      : StoreMessage(std::move(window), Verb::erase, std::move(requests), 0, true) {}
+      : StoreMessage(std::move(window), Verb::erase, entries_of(std::move(requests)), 0) {}
 
-  void start() override { send_entries(); }
+  void start() override { window->send(*this); }
   void take(Answer&& answer) override { end_all(answer); }
 };
 
@@ -202,42 +141,49 @@ class DeleteBatch final : public StoreMessage {
 
 // ---- WriteRequest
 
-WriteRequest::WriteRequest(std::string key, py::object source, py::object expected, OperationPtr operation,
+WriteRequest::WriteRequest(SourcePtr source, std::optional<std::uint64_t> expected, OperationPtr operation,
                            std::size_t index)
-    : KeyRequest(Verb::put, std::move(key), std::move(operation), index, source.attr("nbytes").cast<std::uint64_t>()),
-      dtype(source.attr("dtype").cast<at::ScalarType>()),
-      sizes(source.attr("shape").cast<std::vector<std::int64_t>>()),
-      nbytes(weight),
-      left(parts_of(nbytes)),
-      source(std::move(source)),
-      expected(std::move(expected)),
-      is_on_device_(this->source.attr("data").is_none() && nbytes < kLarge) {
-  if (const py::object bytes = this->source.attr("data"); !bytes.is_none()) data = bytes.cast<at::Tensor>();
-  holds = is_on_device_ ? 1 : 0;
+    : KeyRequest(Verb::put, std::move(operation), index, source->nbytes()),
+      dtype(source->dtype()),
+      sizes(source->sizes()),
+      nbytes(source->nbytes()),
+      expected_(expected),
+      digest_(expected && nbytes >= kLarge ? api::make_digest(nbytes) : nullptr),
+      undigested_(nbytes),
+      left_(parts_of(nbytes)),
+      uncopied_(parts_of(nbytes)),
+      releases_(this->operation),
+      source_(std::move(source)) {
+  holds = source_->is_on_device() && nbytes < kLarge ? 1 : 0;
 }
 
 void WriteRequest::copy_to_host(const WindowPtr& window) {
-  if (!is_on_device_) return;
-  const auto go_on = [self = shared(), window](const py::object& done) {
-    try {
-      self->data = call(done.attr("value")).cast<at::Tensor>();
-      window->release_hold(self);
-    } catch (...) {
-      window->end(self, py::none(), error_of(std::current_exception()));
-    }
-  };
+  const SourcePtr source = this->source();
+  if (source == nullptr || !source->is_on_device() || nbytes >= kLarge) return;
+  const auto self = std::static_pointer_cast<WriteRequest>(shared_from_this());
+  const auto end = [self, window](const std::exception_ptr& error) { window->end(self, {.error = error}); };
   try {
-    window->when_done(call(source.attr("part"), 0, nbytes), go_on);
+    source->copy_to_host(0, nbytes, [self, window, end](at::Tensor bytes, std::exception_ptr error) {
+      api::call_elsewhere([self, window, end, bytes = std::move(bytes), error = std::move(error)] {
+        if (error != nullptr) return end(error);
+        {
+          const std::lock_guard lock(self->mutex_);
+          if (self->source_ != nullptr) self->on_host_ = bytes;  // otherwise it has expired
+        }
+        window->release_hold(self);
+      });
+    });
   } catch (...) {
-    window->end(shared_from_this(), py::none(), error_of(std::current_exception()));
+    end(std::current_exception());
   }
 }
 
 std::vector<MessagePtr> WriteRequest::messages(const WindowPtr& window) {
   if (nbytes < kLarge) return {};
+  const auto self = std::static_pointer_cast<WriteRequest>(shared_from_this());
   std::vector<MessagePtr> messages;
   for (std::uint32_t part = 0; part < parts_of(nbytes); ++part) {
-    messages.push_back(std::make_shared<WritePart>(window, shared(), part));
+    messages.push_back(std::make_shared<WritePart>(window, self, part));
   }
   return messages;
 }
@@ -248,21 +194,62 @@ MessagePtr WriteRequest::batch(const WindowPtr& window, std::vector<RequestPtr> 
   return std::make_shared<WriteBatch>(window, std::move(requests), all);
 }
 
-void WriteRequest::release() {
-  data.reset();
-  call(source.attr("release"));
-}
-
-KeyEntry WriteRequest::put(std::uint32_t part, std::uint64_t at, std::uint64_t length, std::uint64_t found) const {
+KeyEntry WriteRequest::entry() const {
   KeyEntry entry = KeyRequest::entry();
   entry.dtype = dtype;
   entry.sizes = sizes;
   entry.nbytes = nbytes;
-  entry.part = part;
-  entry.at = static_cast<std::uint32_t>(at);
-  entry.length = static_cast<std::uint32_t>(length);
-  entry.digest = found;
   return entry;
+}
+
+WriteRequest::SourcePtr WriteRequest::source() const {
+  const std::lock_guard lock(mutex_);
+  return source_;
+}
+
+void WriteRequest::release() {
+  OperationPtr operation;
+  SourcePtr source;
+  at::Tensor bytes;
+  {
+    const std::lock_guard lock(mutex_);
+    operation.swap(releases_);
+    source.swap(source_);
+    std::swap(bytes, on_host_);
+  }
+  if (operation != nullptr) operation->release_source();
+}
+
+bool WriteRequest::gather(std::byte* into) const {
+  SourcePtr source;
+  at::Tensor bytes;
+  {
+    const std::lock_guard lock(mutex_);
+    source = source_;
+    bytes = on_host_;
+  }
+  if (source == nullptr) return false;
+  if (bytes.defined()) {
+    std::memcpy(into, bytes.const_data_ptr(), nbytes);
+  } else {
+    source->gather(0, nbytes, into);
+  }
+  return true;
+}
+
+std::uint64_t WriteRequest::digest_of(std::uint64_t at, const at::Tensor& bytes) {
+  const GilRelease paused;
+  if (digest_ == nullptr) return api::digest_of(bytes.const_data_ptr(), bytes.nbytes());
+  const std::uint64_t found = digest_->add(at, bytes.const_data_ptr(), bytes.nbytes());
+  if (undigested_.fetch_sub(bytes.nbytes()) == bytes.nbytes()) expect_digest(digest_->value());
+  return found;
+}
+
+void WriteRequest::expect_digest(std::uint64_t found) const {
+  if (!expected_ || *expected_ == found) return;
+  throw api::Failure(
+      {.kind = api::Problem::Kind::checksum,
+       .message = "key '" + key + "': the bytes to be written do not have the digest that was given for them"});
 }
 
 MessagePtr DeleteRequest::batch(const WindowPtr& window, std::vector<RequestPtr> requests) {

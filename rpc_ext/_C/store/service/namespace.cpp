@@ -1,7 +1,6 @@
 #include "store/service/namespace.h"
 
 #include <algorithm>
-#include <tuple>
 
 namespace rpc_ext::store {
 namespace {
@@ -85,6 +84,7 @@ void Namespace::settle(const std::string& key, std::uint64_t nbytes, bool has_su
 // ---- the store
 
 void Namespace::write(const KeyEntry& entry, const std::byte* from, Done done) {
+  if (const auto problem = take(entry.nbytes)) return done(&*problem);
   auto ended = [self = shared_from_this(), key = entry.key, nbytes = entry.nbytes, order = next_order(),
                 done = std::move(done)](const Problem* problem) {
     self->settle(key, nbytes, problem == nullptr, order);
@@ -139,6 +139,12 @@ void Namespace::remove(std::vector<std::string> names) {
 }
 
 // ---- problems
+
+Problem bytes_differ(const std::string& key, std::uint64_t length) {
+  return {
+      .kind = Problem::Kind::checksum,
+      .message = "key '" + key + "': the " + std::to_string(length) + " bytes received are not those that were sent"};
+}
 
 Problem no_such_key(const std::string& key) {
   return {.kind = Problem::Kind::not_found, .message = "there is no key '" + key + "'"};

@@ -13,20 +13,20 @@
 #include <utility>
 #include <vector>
 
+#include "api/store.h"
 #include "store/service/order.h"
-#include "store/store_access.h"
 #include "store/wire/message.h"
 
 namespace rpc_ext::store {
 
-using cudafuture::store::FoundTensor;
-using cudafuture::store::StoreAccess;
-using StorePtr = std::shared_ptr<StoreAccess>;
+namespace api = cudafuture::api;
+using api::FoundTensor;
+using StorePtr = std::shared_ptr<api::Store>;
 
 // Lock: mutex_ guards what follows it; nothing is taken under it.
 class Namespace final : public std::enable_shared_from_this<Namespace> {
  public:
-  using Done = StoreAccess::Done;
+  using Done = api::Done;
 
   // `sizes`: the keys that the store has of it from before, with their bytes, in the order of writing. `capacity`:
   // bytes that its tensors may have, unfinished writes included; none: no limit.
@@ -47,9 +47,9 @@ class Namespace final : public std::enable_shared_from_this<Namespace> {
   void settle(const std::string& key, std::uint64_t nbytes, bool has_succeeded, std::uint64_t order);
   std::uint64_t next_order();
 
-  // ---- the store; `done` as of StoreAccess
+  // ---- the store; `done` as of api::Store
   std::optional<FoundTensor> find(const std::string& key) const { return store_->find(name_of(key)); }
-  // Writes a tensor for which quota was taken. The caller keeps its bytes and the entry.
+  // Writes a tensor, with its quota. The caller keeps its bytes and the entry.
   void write(const KeyEntry& entry, const std::byte* from, Done done);
   void erase(const std::string& key, Done done);  // not_found where there is no such key
   void clear();                                   // deletes all keys for good, also those that are being written
@@ -75,6 +75,8 @@ class Namespace final : public std::enable_shared_from_this<Namespace> {
   bool is_gone_ = false;
 };
 
+// ---- the problems of requests
+Problem bytes_differ(const std::string& key, std::uint64_t length);
 Problem no_such_key(const std::string& key);
 
 // The problem of a store in the words of a client, with its key, and the bytes of its tensor where they are given.

@@ -1,6 +1,8 @@
 #include "store/service/order.h"
 
 #include <algorithm>
+#include <array>
+#include <cstdio>
 #include <limits>
 #include <utility>
 
@@ -10,6 +12,18 @@ namespace rpc_ext::store {
 namespace {
 
 constexpr std::size_t kPurge = 1024;  // operations between two searches for keys that nothing can refer to any more
+
+Problem superseded(const std::string& key) {
+  return {.kind = Problem::Kind::timeout,
+          .message = "the request to change key '" + key + "' has reached the store service after a later one"};
+}
+
+Problem too_late(double seconds) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.3g", seconds);
+  return {.kind = Problem::Kind::timeout,
+          .message = std::string("the request has reached the store service ") + text.data() + " s after its deadline"};
+}
 
 }  // namespace
 
@@ -54,6 +68,32 @@ void RequestOrder::note_arrival(double sent, std::uint64_t oldest) {
   const std::lock_guard lock(mutex_);
   offset_.add(now(), sent);
   oldest_ = std::max(oldest_, oldest);
+}
+
+void RequestOrder::enqueue(const KeyEntry& entry, KeyQueues& queues, bool is_change, Turn turn) {
+  const auto queued = std::make_shared<const Queued>(Queued{entry, queues, is_change, std::move(turn)});
+  if (arrive(entry.key, entry.after, [this, queued] { enter(queued); })) enter(queued);
+}
+
+// Takes a place in the key's queue.
+void RequestOrder::enter(const QueuedPtr& queued) {
+  const auto& [entry, queues, is_change, turn] = *queued;
+  bool has_turn = false;
+  if (is_change && !note_change(entry.key, entry.sequence, entry.expires)) {
+    turn(superseded(entry.key));
+  } else {
+    has_turn = queues.enter(entry.key, is_change, [this, queued] { take_turn(*queued); });
+  }
+  if (has_turn && !is_change) take_turn(*queued);  // before a later change begins
+  pass_on(entry.key, entry.sequence);
+  if (has_turn && is_change) take_turn(*queued);
+}
+
+void RequestOrder::take_turn(const Queued& queued) {
+  auto problem = late(queued.entry.expires);
+  const bool leaves = problem && queued.is_change;
+  queued.turn(std::move(problem));
+  if (leaves) queued.queues.leave(queued.entry.key);
 }
 
 bool RequestOrder::arrive(const std::string& key, std::uint64_t after, Begin begin) {
@@ -110,11 +150,11 @@ void RequestOrder::end() {
   begins_.run(std::move(begins));
 }
 
-std::optional<double> RequestOrder::late(double expires) {
+std::optional<Problem> RequestOrder::late(double expires) {
   const double seconds = -left(expires);
   if (expires == 0 || seconds <= 0) return std::nullopt;
   late_->fetch_add(1, std::memory_order_relaxed);
-  return seconds;
+  return too_late(seconds);
 }
 
 double RequestOrder::left(double expires) const {

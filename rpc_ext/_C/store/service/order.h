@@ -21,7 +21,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "store/wire/message.h"
+
 namespace rpc_ext::store {
+
+class KeyQueues;
 
 using Begin = std::function<void()>;  // begins an operation; it must not throw
 
@@ -67,11 +71,18 @@ class ClockOffset {
 // Lock: mutex_ guards what follows it; nothing is taken under it.
 class RequestOrder {
  public:
+  // Called once, when an operation has its turn, or with the reason why it does not take effect. It must not throw.
+  using Turn = std::function<void(std::optional<Problem>)>;
+
   // `sent`: the client's clock when it asked for its session. `late`: counts the operations that are dropped.
   RequestOrder(double sent, std::shared_ptr<std::atomic<std::uint64_t>> late);
 
   // Takes the client's clock and its lowest sequence number that is not done, as a request names them.
   void note_arrival(double sent, std::uint64_t oldest);
+
+  // Enters an operation, and after it the ones that wait for it, into the queue of its key. A change that has its turn
+  // without a problem ends it by queues.leave(). `turn` keeps the entry, the queues and this object alive.
+  void enqueue(const KeyEntry& entry, KeyQueues& queues, bool is_change, Turn turn);
 
   // True: the operation may begin. Otherwise `begin` is called when the operation before it has its turn.
   bool arrive(const std::string& key, std::uint64_t after, Begin begin);
@@ -87,8 +98,8 @@ class RequestOrder {
   // not arrive any more.
   void end();
 
-  // Returns the seconds since the deadline of an operation, which is dropped then; none: it is in time.
-  std::optional<double> late(double expires);
+  // Returns the problem of an operation after its deadline, which is dropped then; none: it is in time.
+  std::optional<Problem> late(double expires);
 
   // Returns the seconds until a deadline of the client, which may be negative; infinity: there is none.
   double left(double expires) const;
@@ -100,7 +111,16 @@ class RequestOrder {
     std::uint64_t sequence;
     double expires;
   };
+  struct Queued {
+    const KeyEntry& entry;
+    KeyQueues& queues;
+    bool is_change;
+    Turn turn;
+  };
+  using QueuedPtr = std::shared_ptr<const Queued>;
 
+  void enter(const QueuedPtr& queued);
+  void take_turn(const Queued& queued);
   void purge();
 
   const std::shared_ptr<std::atomic<std::uint64_t>> late_;

@@ -4,12 +4,9 @@
 #include <cstring>
 #include <utility>
 
+#include "api/checksum.h"
+
 namespace rpc_ext::store {
-namespace {
-
-std::uint64_t next_line(std::uint64_t end) { return (end + kLine - 1) / kLine * kLine; }
-
-}  // namespace
 
 Reading::Reading(std::shared_ptr<Service> service, Service::SessionPtr session, StoreRequest&& request,
                  Service::ReplyPtr reply)
@@ -23,30 +20,20 @@ Reading::Reading(std::shared_ptr<Service> service, Service::SessionPtr session, 
 void Reading::begin() {
   if (request_.verb == Verb::fetch) return place_kept();
   for (std::size_t i = 0; i < request_.entries.size(); ++i) {
-    const KeyEntry& entry = request_.entries[i];
-    if (session_->order->arrive(entry.key, entry.after, [self = shared_from_this(), i] { self->enter(i); })) enter(i);
+    session_->order->enqueue(
+        request_.entries[i], session_->space->queues, false,
+        [self = shared_from_this(), i](std::optional<Problem> problem) { self->look_up(i, std::move(problem)); });
   }
 }
 
-void Reading::enter(std::size_t i) {
-  const KeyEntry& entry = request_.entries[i];
-  const bool has_turn =
-      session_->space->queues.enter(entry.key, false, [self = shared_from_this(), i] { self->look_up(i); });
-  if (has_turn) look_up(i);
-  session_->order->pass_on(entry.key, entry.sequence);
-}
-
 // Takes the snapshot of a key that has its turn. With the last one the bytes are read.
-void Reading::look_up(std::size_t i) {
-  const KeyEntry& entry = request_.entries[i];
-  std::optional<Problem> problem;
+void Reading::look_up(std::size_t i, std::optional<Problem> problem) {
+  const std::string& key = request_.entries[i].key;
   if (service_->store().is_closed()) {
     problem = Problem{.kind = Problem::Kind::invalid_state, .message = "the store is closed"};
-  } else if (const auto seconds = session_->order->late(entry.expires)) {
-    problem = too_late(*seconds);
-  } else {
-    found_[i] = session_->space->find(entry.key);
-    if (!found_[i]) problem = no_such_key(entry.key);
+  } else if (!problem) {
+    found_[i] = session_->space->find(key);
+    if (!found_[i]) problem = no_such_key(key);
   }
   {
     const std::lock_guard lock(mutex_);
@@ -66,7 +53,7 @@ void Reading::place_found() {
     has_deadline = has_deadline && entry.expires != 0;
     if (!found_[i]) continue;
     const FoundTensor& tensor = *found_[i];
-    const std::uint64_t at = next_line(nbytes_), length = std::min<std::uint64_t>(kPart, tensor.nbytes);
+    const std::uint64_t at = next_line(nbytes_), length = part_length(tensor.nbytes, 0);
     const bool fits = at + length <= kPart;
     if (!fits || length < tensor.nbytes) session_->keep(entry, tensor, fits);
     places_.push_back(
@@ -89,7 +76,7 @@ void Reading::place_kept() {
       continue;
     }
     const std::uint64_t begin = std::uint64_t{entry.part} * kPart, at = next_line(nbytes_);
-    const std::uint64_t length = std::min<std::uint64_t>(kPart, kept->tensor.nbytes - begin);
+    const std::uint64_t length = part_length(kept->tensor.nbytes, entry.part);
     if (at + length > kPart) {
       errors_.emplace_back(
           i, Problem{.kind = Problem::Kind::value,
@@ -118,12 +105,12 @@ void Reading::take_buffer(double expires) {
 }
 
 void Reading::read() {
-  std::vector<cudafuture::store::PartRead> parts;
+  std::vector<api::PartRead> parts;
   for (std::size_t i = 0; i < places_.size(); ++i) {
     Place& place = places_[i];
     if (place.length == 0) {
       place.needs_digest = true;
-      place.digest = service_->store().digest(nullptr, 0);
+      place.digest = api::digest_of(nullptr, 0);
       continue;
     }
     filled_.push_back(i);
@@ -141,7 +128,7 @@ void Reading::read() {
   });
 }
 
-cudafuture::store::PartRead Reading::part_of(Place& place) const {
+api::PartRead Reading::part_of(Place& place) const {
   auto* const into = static_cast<std::byte*>(data_.mutable_data_ptr()) + place.at;
   return {&place.tensor, place.begin, into, place.length, place.needs_digest ? &place.digest : nullptr};
 }

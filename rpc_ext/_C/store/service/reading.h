@@ -45,13 +45,12 @@ class Reading final : public std::enable_shared_from_this<Reading> {
     std::optional<Problem> problem = std::nullopt;
   };
 
-  void enter(std::size_t i);
-  void look_up(std::size_t i);
+  void look_up(std::size_t i, std::optional<Problem> problem);
   void place_found();
   void place_kept();
   void take_buffer(double expires);
   void read();
-  cudafuture::store::PartRead part_of(Place& place) const;
+  api::PartRead part_of(Place& place) const;
   void read_one(std::size_t at);
   void one_was_read();
   void answer();

@@ -1,8 +1,6 @@
 #include "store/service/service.h"
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
 #include <stdexcept>
 #include <utility>
 
@@ -26,8 +24,7 @@ class Changing final : public std::enable_shared_from_this<Changing> {
   void begin();
 
  private:
-  void enter(std::size_t i);
-  void take_turn(std::size_t i);
+  void take_turn(std::size_t i, std::optional<Problem> problem);
   void write(std::size_t i);
   void erase(std::size_t i);
   void leave(std::size_t i, std::optional<Problem> problem);
@@ -54,27 +51,15 @@ Changing::Changing(std::shared_ptr<Service> service, Service::SessionPtr session
 
 void Changing::begin() {
   for (std::size_t i = 0; i < request_.entries.size(); ++i) {
-    const KeyEntry& entry = request_.entries[i];
-    if (session_->order->arrive(entry.key, entry.after, [self = shared_from_this(), i] { self->enter(i); })) enter(i);
+    session_->order->enqueue(
+        request_.entries[i], session_->space->queues, true,
+        [self = shared_from_this(), i](std::optional<Problem> problem) { self->take_turn(i, std::move(problem)); });
   }
 }
 
-// Takes a place in the key's queue.
-void Changing::enter(std::size_t i) {
-  const KeyEntry& entry = request_.entries[i];
-  bool has_turn = false;
-  if (session_->order->note_change(entry.key, entry.sequence, entry.expires)) {
-    has_turn = session_->space->queues.enter(entry.key, true, [self = shared_from_this(), i] { self->take_turn(i); });
-  } else {
-    end(i, superseded(entry.key));
-  }
-  session_->order->pass_on(entry.key, entry.sequence);
-  if (has_turn) take_turn(i);
-}
-
-// Changes a key, unless the operation is late.
-void Changing::take_turn(std::size_t i) {
-  if (const auto seconds = session_->order->late(request_.entries[i].expires)) return leave(i, too_late(*seconds));
+// Changes a key, unless there is a problem.
+void Changing::take_turn(std::size_t i, std::optional<Problem> problem) {
+  if (problem) return end(i, std::move(problem));
   if (request_.verb == Verb::put) {
     write(i);
   } else {
@@ -84,7 +69,6 @@ void Changing::take_turn(std::size_t i) {
 
 void Changing::write(std::size_t i) {
   const KeyEntry& entry = request_.entries[i];
-  if (auto problem = session_->space->take(entry.nbytes)) return leave(i, std::move(problem));
   const auto* const data = static_cast<const std::byte*>(request_.data.const_data_ptr());
   const std::byte* const from = entry.length == 0 ? nullptr : data + entry.at;
   session_->space->write(entry, from, [self = shared_from_this(), i](const Problem* problem) {
@@ -129,17 +113,7 @@ void Changing::end(std::size_t i, std::optional<Problem> problem) {
 
 }  // namespace
 
-// ---- Service
-
-void Service::close() {
-  std::shared_ptr<Slow> slow;
-  std::unordered_map<std::string, SessionPtr> sessions;
-  const std::lock_guard lock(mutex_);
-  slow.swap(slow_);
-  sessions.swap(sessions_);
-}
-
-// ---- sessions
+// ---- Service: sessions
 
 void Service::add(const std::string& token, SessionPtr session) {
   const std::lock_guard lock(mutex_);
@@ -162,14 +136,9 @@ Service::SessionPtr Service::find(const std::string& token) const {
 void Service::handle(StoreRequest&& request, const SessionPtr& session, const ReplyPtr& reply) {
   session->heard = now();
   session->order->note_arrival(request.sent, request.oldest);
-  if (request.verb == Verb::abandon || (request.verb == Verb::put && request.entries.front().is_part())) {
-    std::shared_ptr<Slow> slow;
-    {
-      const std::lock_guard lock(mutex_);
-      slow = slow_;
-    }
-    if (slow != nullptr) (*slow)(request, reply);
-    return;
+  if (request.verb == Verb::abandon) {
+    for (const KeyEntry& entry : request.entries) session->abandon(entry);
+    return send_answer(*reply, request.entries.size(), {});
   }
   if (request.verb == Verb::get || request.verb == Verb::fetch) {
     std::make_shared<Reading>(shared_from_this(), session, std::move(request), reply)->begin();
@@ -181,7 +150,24 @@ void Service::handle(StoreRequest&& request, const SessionPtr& session, const Re
     for (std::size_t i = 0; i < request.entries.size(); ++i) errors.emplace_back(i, over_window(*session));
     return send_answer(*reply, request.entries.size(), errors);
   }
+  if (request.verb == Verb::put && request.entries.front().is_part()) {
+    return write_part(std::move(request), session, reply, *counted);
+  }
   std::make_shared<Changing>(shared_from_this(), session, std::move(request), reply, *counted)->begin();
+}
+
+void Service::write_part(StoreRequest&& request, const SessionPtr& session, const ReplyPtr& reply,
+                         const Counted& counted) {
+  const KeyEntry& entry = request.entries.front();
+  session->put(entry, std::move(request.data),
+               [self = shared_from_this(), session, reply, counted, key = entry.key, nbytes = entry.nbytes,
+                length = entry.length](const Problem* problem, bool is_refused) {
+                 self->count_out(*session, counted);
+                 self->count(problem == nullptr ? length : 0, 0, is_refused ? 1 : 0);
+                 Errors errors;
+                 if (problem != nullptr) errors.emplace_back(0, for_client(key, *problem, nbytes));
+                 send_answer(*reply, 1, errors);
+               });
 }
 
 // ---- counts
@@ -249,18 +235,18 @@ void MessageRoute::remove(const std::string& name) {
 
 bool MessageRoute::handle(std::string_view body, const std::vector<at::Tensor>& tensors,
                           const std::shared_ptr<Reply>& reply) {
-  std::shared_ptr<Service> service;
   StoreRequest request;
   try {
-    {
-      const std::lock_guard lock(mutex_);
-      const auto found = services_.find(service_of(body));
-      if (found == services_.end()) return false;
-      service = found->second;
-    }
     request = parse_request(body, tensors);
   } catch (const std::invalid_argument&) {
     return false;
+  }
+  std::shared_ptr<Service> service;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = services_.find(request.service);
+    if (found == services_.end()) return false;
+    service = found->second;
   }
   const auto session = service->find(request.token);
   if (session == nullptr || !session->is_watched) return false;
@@ -269,24 +255,6 @@ bool MessageRoute::handle(std::string_view body, const std::vector<at::Tensor>& 
 }
 
 // ---- answers
-
-Problem superseded(const std::string& key) {
-  return {.kind = Problem::Kind::timeout,
-          .message = "the request to change key '" + key + "' has reached the store service after a later one"};
-}
-
-Problem too_late(double seconds) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.3g", seconds);
-  return {.kind = Problem::Kind::timeout,
-          .message = std::string("the request has reached the store service ") + text.data() + " s after its deadline"};
-}
-
-Problem bytes_differ(const std::string& key, std::uint64_t length) {
-  return {
-      .kind = Problem::Kind::checksum,
-      .message = "key '" + key + "': the " + std::to_string(length) + " bytes received are not those that were sent"};
-}
 
 void send_answer(Reply& reply, std::size_t count, const Errors& errors, Verb verb, const std::vector<Found>& entries,
                  const at::Tensor& data) {

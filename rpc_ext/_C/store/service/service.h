@@ -2,14 +2,15 @@
 //
 // One small write, continued from the client:
 //
-//      5  MessageRoute::handle      parses the request, finds the service and the session     service, wire, session
-//      6  Changing::begin           takes room in the client's window                         service
-//      7  RequestOrder::arrive      after the client's earlier operations on the key          order
-//      8  KeyQueues::enter          after all earlier changes of the key                      order
-//      9  Namespace::write          quota, the store, the answer                              namespace
+//      6  MessageRoute::handle      parses the request, finds the service and the session     service, wire/parser
+//      7  Changing::begin           takes room in the client's window                         service
+//      8  RequestOrder::enqueue     after the client's earlier operations on the key          order
+//      9  KeyQueues::enter          after all earlier changes of the key                      order
+//     10  Namespace::write          quota, the store, the answer                              namespace
 //
-// A read goes the same way with Reading in place of Changing: it takes its snapshot at its turn in the per-key queue.
-// The operations that a request begins continue in threads of the store, which answer without the interpreter.
+// A part of a large tensor goes the same way with Upload in place of Changing. A read goes the same way with Reading:
+// it takes its snapshot at its turn in the per-key queue. The operations that a request begins continue in threads of
+// the store, which answer without the interpreter.
 #pragma once
 
 #include <atomic>
@@ -28,7 +29,6 @@
 
 #include "histogram.h"
 #include "message_handler.h"
-#include "reply.h"
 #include "store/service/store_session.h"
 #include "store/wire/message.h"
 
@@ -40,15 +40,10 @@ class Service final : public std::enable_shared_from_this<Service> {
   using ReplyPtr = std::shared_ptr<Reply>;
   using SessionPtr = std::shared_ptr<StoreSession>;
 
-  // The requests that go to Python: parts of large tensors, and operations that a client gave up.
-  using Slow = std::function<void(const StoreRequest&, const ReplyPtr&)>;
-
   // `window`: bytes that each client may have in flight.
-  Service(StorePtr store, std::uint64_t window, Slow slow)
-      : store_(std::move(store)), window_(window), slow_(std::make_shared<Slow>(std::move(slow))) {}
+  Service(StorePtr store, std::uint64_t window) : store_(std::move(store)), window_(window) {}
 
-  StoreAccess& store() const noexcept { return *store_; }
-  void close();  // drops the Python objects: a thread of the store may be the last to hold the service
+  api::Store& store() const noexcept { return *store_; }
 
   // ---- sessions, by token
   void add(const std::string& token, SessionPtr session);
@@ -77,11 +72,12 @@ class Service final : public std::enable_shared_from_this<Service> {
   Statistics statistics() const;
 
  private:
+  void write_part(StoreRequest&& request, const SessionPtr& session, const ReplyPtr& reply, const Counted& counted);
+
   const StorePtr store_;
   const std::uint64_t window_;
   const std::shared_ptr<std::atomic<std::uint64_t>> late_ = std::make_shared<std::atomic<std::uint64_t>>(0);
   mutable std::mutex mutex_;
-  std::shared_ptr<Slow> slow_;
   std::unordered_map<std::string, SessionPtr> sessions_;
   std::uint64_t in_flight_ = 0, most_in_flight_ = 0, written_ = 0, read_ = 0, refused_ = 0;
   Histogram latencies_;
@@ -105,11 +101,6 @@ class MessageRoute final : public MessageHandler {
   mutable std::mutex mutex_;
   std::map<std::string, std::shared_ptr<Service>, std::less<>> services_;
 };
-
-// The problems of requests.
-Problem superseded(const std::string& key);
-Problem too_late(double seconds);
-Problem bytes_differ(const std::string& key, std::uint64_t length);
 
 // Sends the answer to a request.
 void send_answer(Reply& reply, std::size_t count, const Errors& errors, Verb verb = Verb::put,

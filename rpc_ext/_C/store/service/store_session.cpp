@@ -17,13 +17,40 @@ constexpr std::uint64_t kLeastBuffer = 1 << 16;  // bytes from which on a buffer
 }  // namespace
 
 StoreSession::StoreSession(std::shared_ptr<Namespace> space, std::shared_ptr<RequestOrder> order,
-                           std::shared_ptr<PoolAccess> pool, SetTimer set_timer)
+                           std::uint64_t buffered, SetTimer set_timer)
     : space(std::move(space)),
       order(std::move(order)),
       heard(now()),
-      pool_(std::move(pool)),
+      uploads_(std::make_shared<Uploads>(this->space, this->order)),
+      pool_(api::make_buffer_pool(buffered)),
       set_timer_(std::make_shared<SetTimer>(std::move(set_timer))),
       timer_at_(kNever) {}
+
+void StoreSession::put(const KeyEntry& entry, at::Tensor data, Uploads::Ended ended) {
+  if (uploads_->put(entry, std::move(data), std::move(ended))) note_deadline(entry.expires);
+}
+
+void StoreSession::abandon(const KeyEntry& entry) {
+  {
+    KeptReads::node_type dropped;  // without the lock
+    const std::lock_guard lock(mutex_);
+    dropped = kept_.extract(entry.sequence);
+  }
+  uploads_->fail(entry.sequence, {.kind = Problem::Kind::timeout,
+                                  .message = "the client abandoned the write of key '" + entry.key + "'"});
+  order->pass_on(entry.key, entry.sequence);
+}
+
+void StoreSession::end() {
+  pool_->close();
+  uploads_->end();
+  KeptReads kept;
+  std::shared_ptr<SetTimer> timer;
+  const std::lock_guard lock(mutex_);
+  has_ended_ = true;
+  kept.swap(kept_);
+  timer.swap(set_timer_);
+}
 
 // ---- kept reads
 
@@ -51,19 +78,6 @@ std::optional<StoreSession::Kept> StoreSession::take(std::uint64_t sequence, std
   return kept;
 }
 
-void StoreSession::drop(std::uint64_t sequence) {
-  const std::lock_guard lock(mutex_);
-  kept_.erase(sequence);
-}
-
-void StoreSession::clear() {
-  std::shared_ptr<SetTimer> timer;
-  const std::lock_guard lock(mutex_);
-  has_ended_ = true;
-  kept_.clear();
-  timer.swap(set_timer_);
-}
-
 // ---- buffers
 
 void StoreSession::take_buffer(std::uint64_t nbytes, double expires, Taken taken) {
@@ -72,13 +86,26 @@ void StoreSession::take_buffer(std::uint64_t nbytes, double expires, Taken taken
     taken(at::empty({static_cast<std::int64_t>(nbytes)}, at::TensorOptions().dtype(at::kByte).device(c10::kCPU)));
     return;
   }
-  std::function<void()> cancel = pool_->take(nbytes, std::move(taken));
+  const auto wait = std::make_shared<BufferWait>(BufferWait{expires});
+  std::function<void()> cancel =
+      pool_->take(nbytes, [self = shared_from_this(), wait, taken = std::move(taken)](at::Tensor data) {
+        self->end_wait(wait);
+        taken(std::move(data));
+      });
   if (!cancel) return;
   {
     const std::lock_guard lock(mutex_);
-    waits_.push_back({expires, std::move(cancel)});
+    if (wait->is_over) return;  // it was served meanwhile
+    wait->cancel = std::move(cancel);
+    waits_.insert(wait);
   }
   note_deadline(expires);
+}
+
+void StoreSession::end_wait(const BufferWaitPtr& wait) {
+  const std::lock_guard lock(mutex_);
+  wait->is_over = true;
+  waits_.erase(wait);
 }
 
 // ---- deadlines
@@ -94,11 +121,18 @@ void StoreSession::note_deadline(double expires) {
     timer_at_ = at;
     set_timer = set_timer_;
   }
-  if (set_timer != nullptr) (*set_timer)(seconds);
+  if (set_timer == nullptr) return;
+  (*set_timer)(seconds, [weak = weak_from_this()] {
+    const auto self = weak.lock();
+    if (self == nullptr) return;
+    const std::lock_guard lock(self->mutex_);
+    self->timer_at_ = kNever;  // the next deadline tries again
+  });
 }
 
 std::optional<double> StoreSession::look() {
   std::vector<std::function<void()>> over;
+  UploadList uploads;
   double due = kNever;
   {
     const std::lock_guard lock(mutex_);
@@ -107,18 +141,18 @@ std::optional<double> StoreSession::look() {
       if (left > 0) due = std::min(due, left);
       return left <= 0;
     });
-    // Cancelling a wait that was served does nothing.
-    std::erase_if(waits_, [&](BufferWait& wait) {
-      const double left = order->left(wait.expires);
+    for (const BufferWaitPtr& wait : waits_) {
+      const double left = order->left(wait->expires);
       if (left > 0) {
         due = std::min(due, left);
       } else {
-        over.push_back(std::move(wait.cancel));
+        over.push_back(wait->cancel);  // which ends the wait
       }
-      return left <= 0;
-    });
+    }
+    due = std::min(due, uploads_->find_expired(uploads));
     timer_at_ = now() + due;
   }
+  for (const auto& upload : uploads) upload->expire();
   for (const auto& cancel : over) cancel();
   return due == kNever ? std::nullopt : std::optional(due);
 }

@@ -87,6 +87,12 @@ std::uint32_t parts_of(std::uint64_t nbytes) noexcept {
   return static_cast<std::uint32_t>(std::max<std::uint64_t>(1, (nbytes + kPart - 1) / kPart));
 }
 
+std::uint64_t part_length(std::uint64_t nbytes, std::uint32_t part) noexcept {
+  return std::min<std::uint64_t>(kPart, nbytes - part * kPart);
+}
+
+std::uint64_t next_line(std::uint64_t end) noexcept { return (end + kLine - 1) / kLine * kLine; }
+
 at::Tensor bytes_of(std::size_t size) {
   const c10::InferenceMode plain(false);
   return at::empty({static_cast<std::int64_t>(size)}, at::TensorOptions().dtype(at::kByte).device(c10::kCPU));

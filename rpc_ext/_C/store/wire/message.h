@@ -28,11 +28,11 @@
 #include <utility>
 #include <vector>
 
-#include "store/store_access.h"
+#include "api/error.h"
 
 namespace rpc_ext::store {
 
-using cudafuture::store::Problem;
+using cudafuture::api::Problem;
 
 inline constexpr std::size_t kPart = 16 << 20;     // bytes of the data of one message; larger tensors travel in parts
 inline constexpr std::size_t kPack = 4 << 20;      // most bytes of small tensors in one message
@@ -108,7 +108,9 @@ struct Packed {
 };
 
 std::uint32_t parts_of(std::uint64_t nbytes) noexcept;
-at::Tensor bytes_of(std::size_t size);  // not initialized
+std::uint64_t part_length(std::uint64_t nbytes, std::uint32_t part) noexcept;  // bytes of a part of a tensor
+std::uint64_t next_line(std::uint64_t end) noexcept;                           // where the next tensor begins
+at::Tensor bytes_of(std::size_t size);                                         // not initialized
 at::Tensor no_data();
 
 // Returns a part of a tensor of bytes on the host as a tensor whose storage holds only the part: torch's RPC copies a

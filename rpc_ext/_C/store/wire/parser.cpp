@@ -122,7 +122,14 @@ class WireReader {
       refuse("the data of a message are up to " + std::to_string(kPart) + " bytes, not " +
              c10::toString(data.scalar_type()) + " " + c10::str(data.sizes()));
     }
-    return data.storage_offset() != 0 || !data.is_contiguous() ? data.clone() : data;
+    // The sender chooses where the tensor lies in its storage.
+    const std::size_t size = data.nbytes(), stored = data.storage().nbytes();
+    const std::int64_t offset = data.storage_offset();
+    if (!data.is_contiguous() || offset < 0 || size > stored || static_cast<std::uint64_t>(offset) > stored - size) {
+      refuse("the data of a message are " + std::to_string(size) + " bytes in a row at " + std::to_string(offset) +
+             " of a storage of " + std::to_string(stored));
+    }
+    return data;
   }
 
  private:
@@ -148,8 +155,7 @@ KeyEntry parse_put(WireReader& reader) {
   KeyEntry entry = parse_operation(reader);
   reader.tensor(entry);
   entry.digest = reader.place(entry.part, entry);
-  const std::uint64_t begin = std::uint64_t{entry.part} * kPart;
-  if (entry.part >= parts_of(entry.nbytes) || entry.length != std::min<std::uint64_t>(kPart, entry.nbytes - begin)) {
+  if (entry.part >= parts_of(entry.nbytes) || entry.length != part_length(entry.nbytes, entry.part)) {
     refuse("key '" + entry.key + "': part " + std::to_string(entry.part) + " of " + std::to_string(entry.nbytes) +
            " bytes does not have " + std::to_string(entry.length));
   }
@@ -295,7 +301,7 @@ Answer parse_answer(Verb verb, std::size_t count, std::string_view body, const s
       entry.has_kept = reader.number<std::uint8_t>() != 0;
       entry.kept = reader.number<std::uint64_t>();
       entry.seed = reader.number<std::uint64_t>();
-      if (entry.length != 0 && entry.length != std::min<std::uint64_t>(kPart, entry.nbytes)) {
+      if (entry.length != 0 && entry.length != part_length(entry.nbytes, 0)) {
         refuse("the first part of " + std::to_string(entry.nbytes) + " bytes does not have " +
                std::to_string(entry.length));
       }
