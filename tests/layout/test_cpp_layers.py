@@ -1,9 +1,10 @@
-"""Python ends at ``bind/``: nothing below it sees a Python header, not even through another header.
+"""Only ``bind/`` and ``api/`` include Python: nothing below them sees a Python header, not even through another one.
 
-There are three native modules, and none includes from another, but for the header with which the core's stores are used
-from other modules. The simulated accelerator's ``runtime/`` does not even see torch. The libraries of fakecuda see no
-Python, and only ``operators/`` sees torch; they use that runtime's race detector. In the module of ``rpc_ext`` each
-header with its source is a layer, and so are the folder of the seals and those of remote stores.
+There are three native modules, and none includes from another, but for the interface of the core's module in ``api/``,
+whose headers need no other of its headers. The simulated accelerator's ``runtime/`` does not even see torch. The
+libraries of fakecuda see no Python, and only ``operators/`` sees torch; they use that runtime's race detector. In the
+module of ``rpc_ext`` each header with its source is a layer, and so are the folder of the seals and those of remote
+stores.
 """
 
 from __future__ import annotations
@@ -23,13 +24,20 @@ from layout.tree import (
     fakecuda_files,
     include_root,
     includes,
+    interface_headers,
     rpc_files,
     sim_files,
 )
 
 # The folders that a folder may include from, besides itself; in rpc_ext, the headers.
 LAYERS = {
-    NATIVE: {"core": set(), "io": {"core"}, "store": {"core", "io"}, "bind": {"core", "io", "store"}},
+    NATIVE: {
+        "core": set(),
+        "io": {"core"},
+        "store": {"core", "io"},
+        "bind": {"core", "io", "store"},
+        "api": {"core", "io", "store", "bind"},
+    },
     SIM: {"runtime": set(), "device": {"runtime"}, "ops": {"device", "runtime"}, "bind": {"ops", "device", "runtime"}},
     FAKECUDA: {
         "machine": set(),
@@ -40,7 +48,6 @@ LAYERS = {
         "nccl": {"machine"},
     },
     RPC_NATIVE: {
-        "reply": set(),
         "sendable": set(),
         "private": set(),
         "references": {"private"},
@@ -50,32 +57,32 @@ LAYERS = {
         "clock": set(),
         "histogram": set(),
         "seal": {"python"},
-        "message_handler": {"reply"},
+        "message_handler": set(),
         "destination": {"clock", "histogram", "python"},
-        "callback": {"message_handler", "python", "references", "reply", "seal"},
+        "callback": {"message_handler", "python", "references", "seal"},
         "rendezvous": {"python"},
         "agent": {"callback", "python", "rendezvous", "seal", "sendable"},
         "channel": {"agent", "clock", "destination", "message_handler", "python"},
-        "store/wire": {"clock", "python", "reply"},
-        "store/service": {"clock", "histogram", "message_handler", "python", "reply", "store/wire"},
-        "store/client": {"channel", "clock", "python", "store/wire"},
+        "store/wire": set(),
+        "store/service": {"clock", "histogram", "message_handler", "python", "store/wire"},
+        "store/client": {"channel", "clock", "histogram", "python", "sendable", "store/wire"},
         "module": {
             "agent",
             "autograd",
             "channel",
             "destination",
             "histogram",
+            "message_handler",
             "python",
             "receiving",
             "references",
-            "reply",
             "sendable",
             "store/client",
             "store/service",
         },
     },
 }
-SHARED = {"store/store_access.h", "core/tensor_memory.h"}  # of the core, included by the module of rpc_ext, too
+SHARED = {str(f.relative_to(NATIVE)) for f in interface_headers()}  # the module of rpc_ext includes them, too
 RPC_WITHOUT_PYTHON = {
     *(
         "announcement",
@@ -88,7 +95,6 @@ RPC_WITHOUT_PYTHON = {
         "private",
         "receiving",
         "references",
-        "reply",
         "seal",
         "sendable",
         "symbols",
@@ -184,10 +190,15 @@ def test_includes_point_down(file: Path) -> None:
             assert folder(ours) in allowed, f"{folder(file)}/ may not include {name}"
 
 
-def test_rpc_module_includes_one_core_header() -> None:
+def test_rpc_module_includes_interface_alone() -> None:
     shared = {name for file in rpc_files() for name, ours in includes(file) if not ours and (NATIVE / name).is_file()}
-    assert shared == SHARED
-    assert not [name for file in SHARED for name, ours in includes(NATIVE / file) if ours is not None]
+    assert shared <= SHARED
+
+
+@pytest.mark.parametrize("file", interface_headers(), ids=ids)
+def test_interface_includes_no_other_header(file: Path) -> None:
+    assert {ours for _, ours in includes(file)} <= {None, *interface_headers()}
+    assert not [header for header in foreign_headers(file) if PYTHON_HEADER.fullmatch(header)]
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)

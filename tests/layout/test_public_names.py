@@ -183,7 +183,6 @@ def test_a_private_name_is_found_in_python(source: str) -> None:
     [
         "class Sessions:\n    def add(self): self._native.add(token)",
         "class Store: ...\ndef close(store: Store | None): store._native",
-        "store.native_access()",
         "rref._limited(1.0)",
         "from cudafuture import CUDAFuture, __version__, executors",
         "from cudafuture.io import Digest",

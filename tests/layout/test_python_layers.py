@@ -56,7 +56,7 @@ PACKAGES = {"cudafuture": CUDAFUTURE, "rpc_ext": RPC_EXT}
 ROW_OF = {f"{p}.{name}": row for p, rows in PACKAGES.items() for row, names in enumerate(rows) for name in names}
 
 # Modules that the native module imports by name while it runs. No arrow, as long as they import nothing from above.
-CALLED_BY_NATIVE = {"errors", "_arguments", "_frames", "_log", "_tensors", "_await", "_work"}
+CALLED_BY_NATIVE = {"errors", "_arguments", "_frames", "_log", "_tensors", "_await", "_work", "_xxhash"}
 
 FILES = python_files(*PACKAGES)
 BELOW_THE_FRONT_DOOR = [f for f in FILES if module_name(f) not in PACKAGES]

@@ -29,6 +29,11 @@ def cpp_files(*folders: str) -> list[Path]:
     return _cpp_files(NATIVE, folders)
 
 
+def interface_headers() -> list[Path]:
+    """Return the headers of the native module that other modules may include."""
+    return [f for f in cpp_files("api") if f.suffix == ".h" and f.stem != "implementation"]
+
+
 def sim_files(*folders: str) -> list[Path]:
     """Return the C++ files in the named folders of cudafuture/testing/_sim, or in all of it."""
     return _cpp_files(SIM, folders)

@@ -142,6 +142,10 @@ def test_plain_install_works_without_checkout(sdist: Path, tmp_path: Path) -> No
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert run.stderr == ""
     assert Path(run.stdout.strip()).is_relative_to(target)
+    environment["PYTHONPATH"] = sysconfig.get_path("purelib")
+    for names in [("cudafuture", "rpc_ext"), ("rpc_ext", "cudafuture")]:
+        script = Path(__file__).with_name("one_core.py")
+        subprocess.run([sys.executable, "-S", str(script), str(target), *names], env=environment, check=True)
     testing = Path("cudafuture", "testing")
     sources = {file.relative_to(target).parents[-4] for file in target.rglob("*.cpp")}
     assert sources == {testing / "_fakecuda", testing / "_sim"}  # fakecuda builds them when it is first used

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,13 +22,16 @@ from cudafuture.errors import InvalidStateError
 from cudafuture.io import Engine, digest
 from remote_store import messages as wire
 from rpc_ext import _C, RemoteStore, StoreService
-from rpc_ext._channel import Listener, Reply
+from rpc_ext._channel import Reply
 from rpc_ext.store import _calls as services
 from rpc_ext.store import client
 from rpc_ext.store._handler import RequestHandler
 from support.patience import PATIENCE
 from support.rpc_callees import wait_for
 from support.storing import flip, slabs
+
+if TYPE_CHECKING:
+    from rpc_ext._C import MessageListener
 
 VERBS = {"put": wire.PUT, "get": wire.GET, "delete": wire.DELETE, "fetch": wire.FETCH, "abandon": wire.ABANDON}
 _sequences = itertools.count(1 << 40)  # of requests that a test makes itself
@@ -57,7 +60,19 @@ def spoil(folder: Path, tensor: torch.Tensor) -> Callable[[], None]:
     return partial(flip, slab, offset)
 
 
-Answered = Callable[[_C.StoreMessage, bytes, "list[torch.Tensor]"], None]
+class Redirected:
+    """A message that a client has sent, whose reply a test takes first.
+
+    Attributes:
+        verb: verb of the message.
+        answered: gives the client a reply.
+    """
+
+    def __init__(self, verb: int, listener: MessageListener) -> None:
+        self.verb, self.answered = verb, listener.answered
+
+
+Answered = Callable[[Redirected, bytes, "list[torch.Tensor]"], None]
 
 
 @contextlib.contextmanager
@@ -66,15 +81,15 @@ def redirect_replies(remote: RemoteStore, answered: Answered) -> Iterator[None]:
     real = remote._window.channel
 
     class Between:
-        def __init__(self, message: _C.StoreMessage) -> None:
-            self._message = message
-            self.failed = message.failed
+        def __init__(self, body: bytes, listener: MessageListener) -> None:
+            self._message = Redirected(body[1], listener)
+            self.failed = listener.failed
 
         def answered(self, body: bytes, tensors: list[torch.Tensor]) -> None:
             answered(self._message, body, tensors)
 
-    def send(body: bytes, tensors: list[torch.Tensor], seconds: float, message: _C.StoreMessage) -> None:
-        real.send(body, tensors, seconds, Between(message))
+    def send(body: bytes, tensors: list[torch.Tensor], seconds: float, listener: MessageListener) -> None:
+        real.send(body, tensors, seconds, Between(body, listener))
 
     remote._window.channel = SimpleNamespace(send=send)
     try:
@@ -95,9 +110,9 @@ def change_last_byte(body: bytes, tensors: list[torch.Tensor]) -> tuple[bytes, l
 @contextlib.contextmanager
 def change_one_reply(remote: RemoteStore, verb: int) -> Iterator[None]:
     """Change a byte of the first reply to a message with a verb in the block. Require such a reply."""
-    messages: list[_C.StoreMessage] = []
+    messages: list[Redirected] = []
 
-    def answered(message: _C.StoreMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
+    def answered(message: Redirected, body: bytes, tensors: list[torch.Tensor]) -> None:
         is_first = message.verb == verb and not messages
         if is_first:
             messages.append(message)
@@ -284,7 +299,7 @@ class Departures:
         def make_channel(*arguments: Any) -> Any:
             channel = real(*arguments)
 
-            def count(body: bytes, tensors: list[torch.Tensor], seconds: float, to: Listener) -> None:
+            def count(body: bytes, tensors: list[torch.Tensor], seconds: float, to: MessageListener) -> None:
                 channel.send(body, tensors, seconds, to)
                 with lock:
                     self.sent += 1

@@ -19,14 +19,15 @@ from cudafuture.errors import (
     QuotaError,
     StorageError,
 )
-from cudafuture.io import digest
+from cudafuture.io import Engine, digest
 from cudafuture.io.engine import PAGE
 from cudafuture.store import DiskStore
 from remote_store import messages as wire
+from remote_store.messages import MOST_ENTRIES, Put
 from remote_store.seams import change_of, in_time, make_idle_engine, put_of, release_at_end, send
 from rpc_ext import rpc_sync
 from rpc_ext.store import _calls as services
-from rpc_ext.store._wire import LONGEST_KEY, MOST_ENTRIES, PIECE, Put
+from rpc_ext.store._wire import LONGEST_KEY, PIECE
 from rpc_ext.store.client import RemoteStore
 from rpc_ext.store.service import serve_store
 from support.patience import PATIENCE
@@ -129,6 +130,24 @@ def test_claimed_size_takes_no_memory(tmp_path: Path, parts: int, end: str) -> N
         remote.write("x", torch.ones(3)).wait(timeout=PATIENCE)
         assert remote.keys() == ["x"]
         assert service.store.statistics().used == 12
+
+
+@needs_a_worker
+def test_parts_do_not_wait_for_room_in_engine(tmp_path: Path) -> None:
+    """The worker has one thread, and the engine has room for one part."""
+    held = {"held": True}
+    with (
+        Engine("threads", queue_depth=1, block_size=1 << 18, max_pending=1, _faults=held) as engine,
+        serve_store(tmp_path / "served", engine=engine),
+        RemoteStore(ME) as remote,
+        release_at_end(engine),
+    ):
+        write = remote.write("x", zeros(2 * PIECE + 64))
+        wait_for(lambda: engine.statistics().pending == 3)
+        assert remote.keys() == []
+        assert not write.done()
+        engine._native.release_held()
+        assert write.wait(timeout=PATIENCE) == 2 * PIECE + 64
 
 
 @needs_a_worker

@@ -15,14 +15,16 @@ import torch
 from cudafuture import CUDAFuture, executors, wait_all
 from cudafuture.errors import ChecksumError, NotFoundError
 from cudafuture.io import Engine
-from remote_store.seams import Kept, handler_of, spoil
+from remote_store import messages as wire
+from remote_store.messages import PACK, PIECE
+from remote_store.seams import Kept, change_of, handler_of, make_idle_engine, release_at_end, send, spoil
 from rpc_ext import Session, rpc_sync, serve_store, statistics
-from rpc_ext.store._wire import LINE, MOST_ENTRIES, PACK, PIECE
+from rpc_ext.store import _session
 from rpc_ext.store.client import RemoteStore
 from rpc_ext.store.service import StoreService
 from support.child import run_script
 from support.patience import PATIENCE
-from support.rpc_callees import ME, alone
+from support.rpc_callees import ME, alone, wait_for
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store")]
 
@@ -88,20 +90,19 @@ def test_waiting_write_fails_at_deadline(service: StoreService) -> None:
     """Also where it waits together with one that has more time, and is written in the end."""
     tensors = list(pack_of("x").items())
     with RemoteStore(ME, namespace="kept", timeout=HOUR) as remote:
-        unsent = [remote._window.buffers.take(PACK + LINE * MOST_ENTRIES) for _ in range(BUFFERS)]
-        assert all(buffer.done() for buffer in unsent)
-        brief = remote.writev(pack_of("brief"))
-        first = remote.writev(dict(tensors[: IN_PACK // 2]))
-        remote._window.seconds = 3 * HOUR
-        second = remote.writev(dict(tensors[IN_PACK // 2 :]))  # with which the request is full
-        assert remote.statistics().in_flight == 2 * PACK
-        remote._window.look(time.perf_counter() + 2 * HOUR)
-        for late in (brief, first):
-            assert isinstance(late.exception(timeout=PATIENCE), TimeoutError)
-        assert not second.done()
-        unsent.clear()
+        with NoBuffers(remote) as held:
+            brief = remote.writev(pack_of("brief"))
+            first = remote.writev(dict(tensors[: IN_PACK // 2]))
+            remote._window.seconds = 3 * HOUR
+            second = remote.writev(dict(tensors[IN_PACK // 2 :]))  # with which the request is full
+            assert remote.statistics().in_flight == (BUFFERS + 2) * PACK
+            remote._window.look(time.perf_counter() + 2 * HOUR)
+            for late in (*held.writes, brief, first):
+                assert isinstance(late.exception(timeout=PATIENCE), TimeoutError)
+            assert not second.done()
         assert second.wait(timeout=PATIENCE) == PACK // 2
-        assert sorted(remote.keys()) == sorted(key for key, _ in tensors[IN_PACK // 2 :])
+        keys = remote.keys()
+        assert {key for key in keys if not key.startswith("first ")} == {key for key, _ in tensors[IN_PACK // 2 :]}
         wait_all([remote.writev(pack_of(f"{i}")) for i in range(BUFFERS)], timeout=PATIENCE)
 
 
@@ -129,32 +130,57 @@ def test_blocked_callback_thread_delays_no_write(remote: RemoteStore) -> None:
         waits.set_result(None)
 
 
-def test_unsent_replies_delay_only_their_client(service: StoreService, remote: RemoteStore) -> None:
-    remote.write("x", make_small(1)).wait(timeout=PATIENCE)
-    with RemoteStore(ME, namespace="other") as other:
-        other.write("x", make_small(2)).wait(timeout=PATIENCE)
-        buffers = handler_of(service).session(remote._token).buffers
-        unsent = [buffers.take(PIECE) for _ in range(2 * remote.statistics().window // PIECE)]
-        assert all(buffer.done() for buffer in unsent)
-        mine = remote.read("x")
-        assert torch.equal(other.read("x").wait(timeout=PATIENCE), make_small(2))
-        assert not mine.done()
-        unsent.pop()
-        assert torch.equal(mine.wait(timeout=PATIENCE), make_small(1))
+@pytest.fixture
+def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, StoreService]]:
+    """A service with one buffer for the replies to each client, whose disk completes nothing yet, with two tensors."""
+    monkeypatch.setattr(_session, "_MOST_BUFFERED", SMALL)
+    with alone(tmp_path / "rendezvous"):
+        with serve_store(tmp_path / "served", durable=True), RemoteStore(ME, namespace="kept") as remote:
+            remote.writev({"x": make_small(1), "y": make_small(2)}).wait(timeout=PATIENCE)
+        with (
+            make_idle_engine() as engine,
+            serve_store(tmp_path / "served", durable=True, engine=engine) as service,
+            release_at_end(engine),
+        ):
+            yield engine, service
 
 
-def test_session_end_fails_waiting_reads(service: StoreService) -> None:
-    remote = RemoteStore(ME, namespace="kept")
-    remote.write("x", make_small(1)).wait(timeout=PATIENCE)
-    buffers = handler_of(service).session(remote._token).buffers
-    unsent = [buffers.take(PIECE) for _ in range(2 * remote.statistics().window // PIECE)]
-    mine = remote.read("x")
-    while not service.statistics().in_flight:
-        assert not mine.done()
-    handler_of(service).end(remote._token)
-    assert mine.exception(timeout=PATIENCE) is not None
-    del unsent
-    remote.close()
+def ask_for(remote: RemoteStore, key: str) -> CUDAFuture[wire.Answer]:
+    """Read a key past the client's window, and past the read that its later reads wait for."""
+    return send(remote, wire.GET, [change_of(key)])
+
+
+def test_unsent_replies_delay_only_their_client(idle: tuple[Engine, StoreService]) -> None:
+    engine, service = idle
+    with (
+        RemoteStore(ME, namespace="kept") as one,
+        RemoteStore(ME, namespace="kept") as other,
+        release_at_end(engine),
+    ):
+        first = ask_for(one, "x")
+        wait_for(lambda: engine.statistics().pending == 1)
+        second = ask_for(one, "y")
+        wait_for(lambda: service.statistics().in_flight == 2 * SMALL)
+        theirs = ask_for(other, "y")
+        wait_for(lambda: service.statistics().in_flight == 3 * SMALL and engine.statistics().pending == 2)
+        engine._native.release_held()
+        assert torch.equal(first.wait(timeout=PATIENCE).data, make_small(1))
+        for read in (second, theirs):
+            assert torch.equal(read.wait(timeout=PATIENCE).data, make_small(2))
+
+
+def test_session_end_fails_waiting_reads(idle: tuple[Engine, StoreService]) -> None:
+    engine, service = idle
+    with RemoteStore(ME, namespace="kept") as remote, release_at_end(engine):
+        first = ask_for(remote, "x")
+        wait_for(lambda: engine.statistics().pending == 1)
+        second = ask_for(remote, "y")
+        wait_for(lambda: service.statistics().in_flight == 2 * SMALL)
+        handler_of(service).end(remote._token)
+        assert "session has ended" in str(second.wait(timeout=PATIENCE).errors[0])
+        assert not first.done()
+        engine._native.release_held()
+        assert torch.equal(first.wait(timeout=PATIENCE).data, make_small(1))
 
 
 def test_scarce_calls_and_buffers_cause_no_deadlock(tmp_path: Path) -> None:
@@ -241,7 +267,7 @@ def test_failed_calls_return_received_memory() -> None:
 EXHAUSTED = """
 import sys, torch, rpc_ext
 from support.patience import PATIENCE
-from support.rpc_callees import ME, alone
+from support.rpc_callees import ME, alone, wait_for
 
 size = 1 << 20
 tensor = torch.full((size,), 7, dtype=torch.uint8)

@@ -6,13 +6,11 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from cudafuture import _C, CUDAFuture, copy, gather
+from cudafuture import _C, gather
 from cudafuture.errors import ChecksumError
 from cudafuture.io import digest
 from cudafuture.testing import World, sim
@@ -20,8 +18,6 @@ from cudafuture.testing.sim import RaceError
 from remote_store import messages as wire
 from remote_store.seams import change_one_reply
 from rpc_ext import RemoteStore, serve_store
-from rpc_ext.store import _source as source
-from rpc_ext.store import _target as target
 from rpc_ext.store._wire import PIECE
 from support.device_calls import LONG, calling, only, start_fill
 from support.simulated import SCHEDULES
@@ -180,12 +176,11 @@ def test_device_tensors_cause_no_race(
 @pytest.mark.parametrize(
     ("scenario", "edge"),
     [
-        (read_to_device, "copy.source_wait"),
-        (read_to_device, "copy.done_record"),
-        (read_into_pending_tensor, "copy.done_record"),
-        (overwrite_released_tensor, "copy.source_wait"),
+        (read_to_device, "io.read_record"),
+        (read_into_pending_tensor, "io.target_wait"),
+        (overwrite_released_tensor, "io.source_wait"),
     ],
-    ids=["source", "device", "out", "released"],
+    ids=["device", "out", "released"],
 )
 def test_missing_sync_edge_is_reported(
     process: World, tmp_path: Path, scenario: Callable[[RemoteStore, int], None], edge: str
@@ -197,33 +192,6 @@ def test_missing_sync_edge_is_reported(
             cut_edge(edge),
         ):
             scenario(remote, SMALL)
-
-    process.run(run)
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "pieces"])
-def test_copies_keep_priority_and_use_pinned_memory(process: World, tmp_path: Path, size: int) -> None:
-    def run() -> None:
-        priorities: list[int] = []
-        on_host: list[torch.Tensor] = []
-
-        def record_copy(value: torch.Tensor, device: Any, *, priority: int = 0) -> CUDAFuture[torch.Tensor]:
-            priorities.append(priority)
-            copied = copy(value, device, priority=priority)
-            if device == "cpu":
-                on_host.append(copied.value())
-            return copied
-
-        with (
-            mock.patch.object(source, "copy", record_copy),
-            mock.patch.object(target, "copy", record_copy),
-            serve_on_devices("lazy", tmp_path) as remote,
-        ):
-            remote.write("x", start_fill(1.0, size=size), priority=-1).wait(timeout=LONG)
-            assert len(on_host) == (1 if size == SMALL else 2)
-            assert all(tensor.is_pinned() for tensor in on_host)
-            assert only(remote.read("x", device="sim", priority=-1).wait(timeout=LONG, non_blocking=True)) == 1.0
-            assert priorities == [-1] * 2 * len(on_host)
 
     process.run(run)
 

@@ -13,11 +13,10 @@ import torch
 from cudafuture import wait_all
 from cudafuture.errors import NotFoundError, QuotaError, StorageError
 from cudafuture.io import Engine
-from cudafuture.store import DiskStore, MultipartWrite
+from cudafuture.store import DiskStore
 from remote_store.seams import put_of, release_at_end, send
 from rpc_ext import RemoteStore, serve_store
 from rpc_ext.store._session import names_by_prefix, prefix_of
-from rpc_ext.store._wire import PIECE
 from support.patience import PATIENCE
 from support.rpc_callees import ME, alone, wait_for
 
@@ -28,19 +27,6 @@ pytestmark = pytest.mark.world
 def session(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path / "rendezvous"):
         yield
-
-
-def test_failed_part_names_client_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = MultipartWrite.put
-
-    def put_aborted(write: MultipartWrite, at: int, tensor: torch.Tensor, *, digest: int | None = None) -> Any:
-        write.abort()
-        return put(write, at, tensor, digest=digest)
-
-    monkeypatch.setattr(MultipartWrite, "put", put_aborted)
-    with serve_store(tmp_path / "store"), RemoteStore(ME, namespace="n") as remote:
-        written = remote.write("k", torch.empty(PIECE + 1, dtype=torch.uint8))
-        assert str(written.exception(timeout=PATIENCE)).startswith("the multipart write of key 'k' was aborted")
 
 
 @pytest.mark.parametrize("wrong", [{"namespace": 7}, {"namespace": b"n"}, {"name": None}, {"timeout": "5"}], ids=str)

@@ -17,15 +17,31 @@ import torch
 
 import rpc_ext
 from cudafuture import CUDAFuture, executors, wait_all
-from cudafuture.errors import AuthenticationError, ChecksumError, InvalidStateError, NotFoundError, QuotaError
+from cudafuture.errors import (
+    AuthenticationError,
+    ChecksumError,
+    InvalidStateError,
+    NotFoundError,
+    QuotaError,
+    TensorError,
+)
 from cudafuture.io import Engine
 from cudafuture.io.engine import PAGE
 from remote_store import messages as wire
-from remote_store.seams import HandledInPython, change_of, expect_idle, put_of, redirect_replies, send, send_body
-from rpc_ext import _C, rpc_sync
+from remote_store.seams import (
+    HandledInPython,
+    Redirected,
+    change_of,
+    expect_idle,
+    in_time,
+    put_of,
+    redirect_replies,
+    send,
+    send_body,
+)
+from rpc_ext import rpc_sync
 from rpc_ext._channel import Reply
 from rpc_ext.store import _calls as services
-from rpc_ext.store._errors import problem_of
 from rpc_ext.store._handler import RequestHandler
 from rpc_ext.store._wire import LONGEST_KEY, PIECE, TOKEN
 from rpc_ext.store.client import RemoteStore
@@ -93,7 +109,7 @@ def change_before_rest(
 ) -> contextlib.AbstractContextManager[None]:
     """Delay the first reply to a read of a client until a change by another client is done."""
 
-    def take_late(message: _C.StoreMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
+    def take_late(message: Redirected, body: bytes, tensors: list[torch.Tensor]) -> None:
         if message.verb == wire.GET:
             change().add_done_callback(lambda _: message.answered(body, tensors), executor=executors.inline)
         else:
@@ -131,18 +147,18 @@ FOUND = wire.Found(torch.uint8, (64,), 64, 0, 64, 0, None)
 ANSWERS: dict[str, tuple[bytes, list[torch.Tensor]]] = {
     "nothing": (b"", []),
     "no entries": wire.pack_answer(wire.GET, 3),
-    "of another version": (b"\0" + wire.pack_answer(wire.GET, 3, [], [FOUND] * 3)[0][1:], []),
-    "too few": wire.pack_answer(wire.GET, 3, [], [FOUND], torch.zeros(64, dtype=torch.uint8)),
-    "to others": wire.pack_answer(wire.GET, 2, [], [FOUND] * 2, torch.zeros(64, dtype=torch.uint8)),
-    "errors of others": wire.pack_answer(wire.GET, 3, [(i, problem_of(KeyError("x"))) for i in (7, 8, 9)]),
-    "more errors": wire.pack_answer(wire.GET, 3, [(i, problem_of(KeyError("x"))) for i in range(9)]),
-    "no errors": (struct.pack("<BHH", wire.VERSION, 3, 1) + b"none", []),
-    "no bytes": wire.pack_answer(wire.GET, 3, [], [FOUND] * 3),
-    "bytes of others": wire.pack_answer(wire.GET, 3, [], [FOUND] * 3, torch.zeros(64, dtype=torch.uint8)),
+    "of another version": (b"\0" + wire.pack_answer(wire.GET, 3, {}, [FOUND] * 3)[0][1:], []),
+    "too few": wire.pack_answer(wire.GET, 3, {}, [FOUND], torch.zeros(64, dtype=torch.uint8)),
+    "to others": wire.pack_answer(wire.GET, 2, {}, [FOUND] * 2, torch.zeros(64, dtype=torch.uint8)),
+    "errors of others": wire.pack_answer(wire.GET, 3, {i: KeyError("x") for i in (7, 8, 9)}),
+    "more errors": wire.pack_answer(wire.GET, 3, {i: KeyError("x") for i in range(9)}),
+    "no errors": (wire.ANSWER.pack(wire.VERSION, 3, 1) + b"none", []),
+    "no bytes": wire.pack_answer(wire.GET, 3, {}, [FOUND] * 3),
+    "bytes of others": wire.pack_answer(wire.GET, 3, {}, [FOUND] * 3, torch.zeros(64, dtype=torch.uint8)),
     "other bytes": wire.pack_answer(
-        wire.GET, 3, [], [FOUND._replace(at=64 * i) for i in range(3)], torch.ones(192, dtype=torch.uint8)
+        wire.GET, 3, {}, [FOUND._replace(at=64 * i) for i in range(3)], torch.ones(192, dtype=torch.uint8)
     ),
-    "numbers": (wire.pack_answer(wire.GET, 3, [], [FOUND] * 3)[0], [torch.ones(64)]),
+    "numbers": (wire.pack_answer(wire.GET, 3, {}, [FOUND] * 3)[0], [torch.ones(64)]),
 }
 
 
@@ -222,7 +238,7 @@ def test_full_store_error_names_tensor_and_size(tmp_path: Path, key: str, nbytes
         assert str(error).startswith(f"no room for {nbytes} bytes: ")
         assert str(10 << 20) in str(error)
         if sys.version_info >= (3, 11):  # exceptions have notes
-            assert error.__notes__ == [f"write {key} on worker 'me'", f"in CUDAFuture 'write {key}'"]
+            assert error.__notes__ == [f"write {key} on worker 'me'"]
 
 
 def test_key_has_1_to_1000_bytes(remote: RemoteStore) -> None:
@@ -367,15 +383,21 @@ def corrupt(good: bytes, at: int, form: str, *values: Any) -> bytes:
     return bytes(found)
 
 
-HEAD = 39 + len("store")  # bytes of a request before its first entry
-KEY = HEAD + 26  # before the first key
+HEAD = wire.HEAD.size + len("store")  # bytes of a request before its first entry
+KEY = HEAD + wire.OPERATION.size  # before the first key
 TENSOR = KEY + 1  # before what an entry of the key "x" says of its tensor
 
 
-def make_hostile(numbers: random.Random, token: bytes, other: bytes, kept: int) -> tuple[bytes, list[torch.Tensor]]:
+MALFORMED = {1, 2, 4}  # kinds of requests that have no answer
+
+
+def make_hostile(
+    kind: int, numbers: random.Random, token: bytes, other: bytes, kept: int
+) -> tuple[bytes, list[torch.Tensor]]:
     """Return a request that must be refused.
 
     Args:
+        kind: 0 to 5.
         token: of the session that asks.
         other: token of another session.
         kept: number of a read of the other session, whose parts the service keeps.
@@ -391,7 +413,6 @@ def make_hostile(numbers: random.Random, token: bytes, other: bytes, kept: int) 
     large, _ = put_of("x", torch.zeros(PIECE + 64, dtype=torch.uint8), part=1)
     good, _ = request(entry)
     get, _ = request(change_of("x"), verb=wire.GET, data=none)
-    kind = numbers.randrange(6)
     if kind == 0:  # of no session
         wrong = numbers.choice([b"", b"x" * 16, other[::-1], numbers.randbytes(16)])
         verb = numbers.choice([wire.GET, wire.DELETE, wire.ABANDON, wire.FETCH])
@@ -466,7 +487,7 @@ def test_hostile_requests_change_nothing(service: StoreService, tmp_path: Path) 
     large = make_numbers(PIECE // 2)
     with RemoteStore(ME, namespace="mine") as mine, RemoteStore(ME, namespace="other") as other:
         other.writev({"secret": make_numbers(100), "large": large}).wait(timeout=PATIENCE)
-        looked_up = change_of("large")
+        looked_up = change_of("large", expires=in_time(10 * PATIENCE))  # its parts are kept to the end of the test
         (found,) = send(other, wire.GET, [looked_up]).wait(timeout=PATIENCE).entries
         assert isinstance(found, wire.Found)
         assert (found.nbytes, found.length) == (2 * PIECE, PIECE)
@@ -475,11 +496,13 @@ def test_hostile_requests_change_nothing(service: StoreService, tmp_path: Path) 
         refused = service.statistics().refused
         before = files_in(tmp_path)
         for _ in range(soak_count(500)):
-            body, tensors = make_hostile(numbers, token, others, looked_up.sequence)
+            kind = numbers.randrange(6)
+            body, tensors = make_hostile(kind, numbers, token, others, looked_up.sequence)
             try:
                 answer = send_body(mine, body, tensors).wait(timeout=PATIENCE)
             except (ValueError, TypeError, AuthenticationError):
                 continue
+            assert kind not in MALFORMED, body
             assert wire.parse_answer(body[1], 1, answer, []).errors.keys() == {0}, body
         assert service.statistics().refused > refused + soak_count(500) // 2
         assert service.statistics().in_flight == 0
@@ -493,6 +516,14 @@ def test_hostile_requests_change_nothing(service: StoreService, tmp_path: Path) 
     with RemoteStore(ME, namespace="mine") as mine:
         mine.write("x", make_numbers(3)).wait(timeout=PATIENCE)
         assert "x" in mine
+
+
+def test_tensors_that_no_message_describes_are_refused(remote: RemoteStore) -> None:
+    with pytest.raises(TensorError, match="cannot be sent"):
+        remote.write("x", torch.zeros(3).to(torch.float8_e8m0fnu))
+    with pytest.raises(ValueError, match="at most 64 dimensions, not 65"):
+        remote.write("x", torch.ones([1] * 65))
+    assert remote.keys() == []
 
 
 def test_only_clients_find_keys_and_trim(remote: RemoteStore, service: StoreService) -> None:

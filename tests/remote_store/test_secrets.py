@@ -20,7 +20,7 @@ from cudafuture.testing import World
 from remote_store import messages as wire
 from remote_store.contents import content_of, version_of
 from remote_store.seams import change_of, put_of
-from rpc_ext import RemoteStore, StoreService, _codec, _listeners, serve_store
+from rpc_ext import _C, RemoteStore, StoreService, _codec, _listeners, serve_store
 from rpc_ext.store import _calls as services
 from rpc_ext.store._wire import PIECE
 from support.attacker import SEAL_SIZE, Stranger, key_of
@@ -52,7 +52,7 @@ def message(token: bytes, verb: int, entries: Sequence[Any], data: torch.Tensor 
     """Return the payload and the tensors of a message to the service."""
     data = torch.empty(0, dtype=torch.uint8) if data is None else data
     body, tensors = wire.pack_request(verb, token, time.perf_counter(), 0, "store", entries, data)
-    return _codec.channel_header(services.CHANNEL) + body, tensors
+    return _C.channel_header(services.CHANNEL) + body, tensors
 
 
 def put(token: bytes, key: str, content: torch.Tensor) -> Message:

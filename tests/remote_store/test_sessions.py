@@ -26,11 +26,12 @@ from cudafuture.io import digest
 from cudafuture.store import DiskStore
 from remote_store import messages as wire
 from remote_store.contents import content_of
-from remote_store.messages import Fetch, Found, Part, data_of
+from remote_store.messages import Fetch, Found, Part, Put, data_of
 from remote_store.seams import (
     HandledInPython,
     Kept,
     Lost,
+    Redirected,
     change_last_byte,
     change_of,
     change_one_reply,
@@ -39,11 +40,11 @@ from remote_store.seams import (
     send,
     spoil,
 )
-from rpc_ext import _C, RemoteStore, StoreService, rpc_sync, serve_store
+from rpc_ext import RemoteStore, StoreService, rpc_sync, serve_store
 from rpc_ext._channel import Reply
 from rpc_ext.store import _calls as services
 from rpc_ext.store._handler import RequestHandler
-from rpc_ext.store._wire import LONGEST_KEY, PIECE, TOKEN, Put
+from rpc_ext.store._wire import LONGEST_KEY, PIECE, TOKEN
 from support.child import run_script
 from support.patience import PATIENCE
 from support.ranks import run_ranks
@@ -356,7 +357,7 @@ def test_unreadable_tensor_is_not_sent(service: StoreService, tmp_path: Path, ba
 def test_corrupted_reply_returns_no_tensor(service: StoreService, key: str, verb: int) -> None:
     content = content_of(key, 1)
 
-    def change(message: _C.StoreMessage, body: bytes, tensors: list[torch.Tensor]) -> None:
+    def change(message: Redirected, body: bytes, tensors: list[torch.Tensor]) -> None:
         message.answered(*(change_last_byte(body, tensors) if message.verb == verb else (body, tensors)))
 
     with RemoteStore(ME) as remote:
@@ -543,10 +544,9 @@ def test_waiting_request_keeps_own_deadline(service: StoreService) -> None:
     handle = RequestHandler.handle
 
     def record(handler: RequestHandler, body: bytes, tensors: list[torch.Tensor], reply: Reply) -> None:
-        request = wire.StoreRequest(*_C.parse_request(body, tensors))
-        found = [Put(*entry) for entry in request.entries] if request.verb == wire.PUT else []
-        if len(found) == 2:
-            sent.update({entry.key: entry.expires for entry in found})
+        request = wire.parse_request(body, tensors)
+        if len(request.entries) == 2:
+            sent.update({entry.key: entry.expires for entry in request.entries})
         handle(handler, body, tensors, reply)
 
     with RemoteStore(ME, timeout=PATIENCE) as remote, Kept("put") as puts:

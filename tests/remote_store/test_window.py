@@ -1,122 +1,22 @@
-"""The client's window: the messages that it sends, their order, and the outcome of requests after failures.
-
-The channel is one of the test's own, which keeps the messages and answers them when the test says so.
-"""
+"""The client's window: the messages that it sends, their order, and the outcome of requests after failures."""
 
 from __future__ import annotations
 
 import gc
-import queue
 import time
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cudafuture import CUDAFuture
 from cudafuture.errors import ChecksumError, StorageError, WorkerLostError
-from cudafuture.io import Digest, digest, digests
+from cudafuture.io import digest, digests
 from remote_store import messages as wire
-from rpc_ext import _C
-from rpc_ext.store._buffers import SendBuffers
-from rpc_ext.store._errors import problem_of
-from rpc_ext.store._operation import Operations, StoreOperation
-from rpc_ext.store._source import source_of
-from rpc_ext.store._target import target_of
+from remote_store.windows import HOUR, Client
 from support.patience import PATIENCE
-
-HOUR = 3600.0
-
-
-class Message:
-    """A message that a window has sent."""
-
-    def __init__(self, body: bytes, tensors: list[torch.Tensor], listener: Any) -> None:
-        self.request = wire.parse_request(body, tensors)
-        self.listener = listener
-
-    @property
-    def verb(self) -> int:
-        return self.request.verb
-
-    @property
-    def entries(self) -> list[Any]:
-        return self.request.entries
-
-    @property
-    def keys(self) -> list[str]:
-        return [entry.key for entry in self.entries]
-
-    def answer(self, errors: dict[int, BaseException] | None = None) -> None:
-        """Answer a write or a deletion."""
-        problems = [(i, problem_of(error)) for i, error in (errors or {}).items()]
-        self.listener.answered(*wire.pack_answer(self.verb, len(self.entries), problems))
-
-    def give(self, *tensors: torch.Tensor, kept: tuple[int, int] | None = None) -> None:
-        """Answer a read with tensors of at most 64 bytes, and their digests or the digest and seed of a store."""
-        data = torch.zeros(64 * len(tensors), dtype=torch.uint8)
-        found = []
-        for i, tensor in enumerate(tensors):
-            data[64 * i : 64 * i + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
-            n = tensor.nbytes
-            sent = None if kept else digest(tensor)
-            found.append(wire.Found(tensor.dtype, tuple(tensor.shape), n, 64 * i, n, sent, kept))
-        self.listener.answered(*wire.pack_answer(self.verb, len(tensors), [], found, data))
-
-
-class Channel:
-    """A channel that keeps messages instead of sending them."""
-
-    def __init__(self) -> None:
-        self.sent: list[Message] = []
-        self.arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """one entry for each message in ``sent``"""
-        self.refusals = 0  # of the next messages
-        self.error: Exception | None = None
-
-    def send(self, body: bytes, tensors: list[torch.Tensor], seconds: float, listener: Any) -> None:
-        if self.error is not None:
-            raise self.error
-        if self.refusals:
-            self.refusals -= 1
-            raise BlockingIOError("no room")
-        self.sent.append(Message(body, tensors, listener))
-        self.arrived.put(None)
-
-
-class Client:
-    """A window with a channel of the test's own."""
-
-    def __init__(self, size: int = 1 << 30, seconds: float = 0.0) -> None:
-        self.channel = Channel()
-        self.window = _C.StoreWindow(self.channel, "store", bytes(16), "there", size, seconds, SendBuffers(1 << 25))
-        self.operations = Operations("there")
-
-    @property
-    def messages(self) -> list[Message]:
-        return self.channel.sent
-
-    def write(self, key: str, tensor: torch.Tensor, digest: int | None = None) -> Any:
-        operation = StoreOperation(self.operations, "write", [key], nbytes=tensor.nbytes)
-        self.window.write(operation.native, [key], [source_of(tensor, 0)], [digest])
-        return operation.future
-
-    def read(self, *keys: str, outs: list[torch.Tensor] | None = None) -> Any:
-        operation = StoreOperation(self.operations, "read", keys, gives_list=True)
-        given: Sequence[torch.Tensor | None] = outs or [None] * len(keys)
-        targets = [target_of(out, None, 0) for out in given]
-        self.window.read(operation.native, list(keys), targets, False)
-        return operation.future
-
-    def end_time(self) -> None:
-        """Let all requests exceed their deadlines."""
-        self.window.look(time.perf_counter() + 2 * HOUR)
-
-    def delete(self, key: str) -> Any:
-        operation = StoreOperation(self.operations, "delete", [key])
-        self.window.delete(operation.native, [key])
-        return operation.future
 
 
 @pytest.fixture
@@ -186,14 +86,14 @@ def test_window_bounds_bytes_in_flight() -> None:
     client = Client(size=3 << 20)
     futures = [client.write(f"{i}", torch.zeros(2 << 20, dtype=torch.uint8)) for i in range(3)]
     large = client.write("large", torch.zeros(4 << 20, dtype=torch.uint8))
-    assert client.window.statistics()[:3] == (2 << 20, 8 << 20, 3 << 20)
+    assert client.statistics()[:3] == (2 << 20, 8 << 20, 3 << 20)
     for i in range(3):
         assert [message.keys for message in client.messages[i:]] == [[f"{i}"]]
         client.messages[i].answer()
     assert client.messages[3].keys == ["large"]  # more than the window, alone
     client.messages[3].answer()
     assert [future.wait(timeout=PATIENCE) for future in [*futures, large]] == [2 << 20] * 3 + [4 << 20]
-    assert client.window.statistics()[:3] == (0, 0, 3 << 20)
+    assert client.statistics()[:3] == (0, 0, 3 << 20)
 
 
 def test_message_is_resent_after_full_rpc(client: Client) -> None:
@@ -217,6 +117,51 @@ def test_immediate_timer_resends_message(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [message.keys for message in client.messages] == [["a"]]
 
 
+def test_failed_timer_blocks_no_later_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no more threads")
+
+    monkeypatch.setattr("rpc_ext._timer.schedule", refuse)
+    client = Client()
+    client.channel.refusals = 1
+    assert "no more threads" in str(client.write("a", torch.ones(1)).exception(timeout=PATIENCE))
+    client.write("b", torch.ones(1))
+    assert [message.keys for message in client.messages] == [["b"]]
+
+
+def test_freed_tensor_fails_its_write_alone(client: Client) -> None:
+    freed = torch.ones(1)
+    client.write("first", torch.ones(1))
+    lost, kept = client.write("a", freed), client.write("b", torch.ones(1))
+    freed.untyped_storage().resize_(0)
+    client.messages[0].answer()
+    assert isinstance(lost.exception(timeout=PATIENCE), ValueError)
+    assert client.messages[1].keys == ["b"]
+    client.messages[1].answer()
+    assert kept.wait(timeout=PATIENCE) == 4
+
+
+def test_number_of_tensors_is_that_of_keys(client: Client) -> None:
+    for tensors, expected in (([torch.ones(1)] * 2, [None]), ([], []), ([torch.ones(1)], [None, None])):
+        with pytest.raises(ValueError, match="one for each key"):
+            client.window.write(["a"], tensors, 0, expected, None)
+    assert client.flush(with_reads=True).done()
+
+
+def test_modes_of_a_thread_do_not_apply_to_messages(client: Client) -> None:
+    tensors = {"small": torch.arange(3), "large": torch.arange(1 << 18).view(2, -1).t()}
+    with FakeTensorMode(), torch.inference_mode():
+        for key, tensor in tensors.items():
+            client.write(key, tensor)
+        reading = client.read("x")
+    for message, tensor in zip(client.messages, tensors.values(), strict=False):
+        (entry,) = message.entries
+        sent = wire.data_of(message.request.data, entry)
+        assert torch.equal(sent.view(tensor.dtype), tensor.reshape(-1))
+    client.messages[2].give(torch.arange(3))
+    assert reading.wait(timeout=PATIENCE)[0].tolist() == [0, 1, 2]
+
+
 def test_deadline_fails_request_anywhere() -> None:
     client = Client(size=1 << 20, seconds=HOUR)
     in_flight = client.write("a", torch.zeros(1 << 20, dtype=torch.uint8))
@@ -230,7 +175,7 @@ def test_deadline_fails_request_anywhere() -> None:
         assert "write" in str(error) or "delete" in str(error)
     client.messages[0].answer()  # too late, and nothing of the others is sent
     assert [message.verb for message in client.messages] == [wire.PUT]
-    assert client.window.statistics()[:2] == (0, 0)
+    assert client.statistics()[:2] == (0, 0)
 
 
 def test_unsent_predecessor_is_not_named() -> None:
@@ -268,7 +213,7 @@ def test_message_returns_room_once(client: Client) -> None:
     client.messages[0].listener.failed(RuntimeError("it was interrupted"))
     client.messages[0].answer()
     client.write("b", torch.ones(1))
-    assert client.window.statistics()[0] == 4
+    assert client.statistics()[0] == 4
     assert client.messages[-1].keys == ["b"]
 
 
@@ -292,10 +237,10 @@ def test_failed_part_abandons_tensor(client: Client) -> None:
 
 def test_worker_loss_fails_all_requests(client: Client) -> None:
     client.channel.error = WorkerLostError("it is gone", worker="there")
-    futures = [client.write("a", torch.ones(1)), client.read("b", "c"), client.delete("a")]
+    futures: list[CUDAFuture[Any]] = [client.write("a", torch.ones(1)), client.read("b", "c"), client.delete("a")]
     for future in futures:
         assert isinstance(future.exception(timeout=PATIENCE), WorkerLostError)
-    assert client.window.statistics()[:2] == (0, 0)
+    assert client.statistics()[:2] == (0, 0)
 
 
 def test_failed_read_spares_others_in_message(client: Client) -> None:
@@ -325,7 +270,7 @@ def test_corrupted_bytes_are_reread_and_verified(seed: int) -> None:
     assert out.tolist() == [1, 1, 1]
     client.messages[2].answer()
     behind.wait(timeout=PATIENCE)
-    assert client.window.statistics()[:2] == (0, 0)
+    assert client.statistics()[:2] == (0, 0)
 
 
 def test_matching_store_digest_ends_read(client: Client) -> None:
@@ -347,18 +292,17 @@ def test_second_read_needs_service_digest(client: Client) -> None:
     assert "the reply has no digest" in str(error)
     (again,) = (message for message in client.messages[3:] if message.keys == ["b"])
     changed = wire.Found(torch.float32, (1,), 4, 0, 4, 1, (1, 1))
-    again.listener.answered(*wire.pack_answer(wire.GET, 1, [], [changed], torch.zeros(64, dtype=torch.uint8)))
+    again.listener.answered(*wire.pack_answer(wire.GET, 1, {}, [changed], torch.zeros(64, dtype=torch.uint8)))
     assert isinstance(other.exception(timeout=PATIENCE), ChecksumError)
-    assert client.window.statistics() == (0, 0, 1 << 30, 2)
+    assert client.statistics() == (0, 0, 1 << 30, 2)
 
 
 def test_caller_gets_only_service_digests(client: Client) -> None:
     told = torch.zeros(1, dtype=torch.uint64)
-    operation = StoreOperation(client.operations, "read", ["a"], gives_list=True, digests=told)
-    client.window.read(operation.native, ["a"], [None], True)
+    reading = client.read("a", digests=told)
     assert client.messages[0].entries[0].needs_digest
     client.messages[0].give(torch.ones(1), kept=(digest(torch.ones(1)), 0))
-    assert isinstance(operation.future.exception(timeout=PATIENCE), ValueError)
+    assert isinstance(reading.exception(timeout=PATIENCE), ValueError)
 
 
 def test_second_read_keeps_deadline_or_gets_error() -> None:
@@ -377,27 +321,18 @@ def test_second_read_keeps_deadline_or_gets_error() -> None:
     assert not younger.done()
 
 
-def test_read_ended_during_verification_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Client(seconds=HOUR)
-
-    class Expiring(Digest):
-        """A digest whose computation outlasts the deadline of all requests."""
-
-        def value(self, seed: int = 0) -> int:
-            client.end_time()
-            return super().value(seed)
-
-    monkeypatch.setattr("cudafuture.io.Digest", Expiring)
-    client.window = _C.StoreWindow(client.channel, "store", bytes(16), "there", 1 << 30, HOUR, SendBuffers(1 << 25))
-    data = torch.zeros(wire.PIECE + 64, dtype=torch.uint8)
-    reading = client.read("a", outs=[torch.empty_like(data)])
+def test_expired_read_is_not_repeated() -> None:
+    """The last part of a damaged tensor arrives after the deadline."""
+    reader, data = Client(seconds=HOUR), torch.zeros(wire.PIECE + 64, dtype=torch.uint8)
+    reading = reader.read("a", outs=[torch.empty_like(data)])
     first = wire.Found(torch.uint8, tuple(data.shape), data.nbytes, 0, wire.PIECE, None, (1, 1))
-    client.messages[0].listener.answered(*wire.pack_answer(wire.GET, 1, [], [first], data[: wire.PIECE].clone()))
-    client.messages[1].listener.answered(
-        *wire.pack_answer(wire.FETCH, 1, [], [wire.Part(0, 64, None)], data[:64].clone())
+    reader.messages[0].listener.answered(*wire.pack_answer(wire.GET, 1, {}, [first], data[: wire.PIECE].clone()))
+    reader.end_time()
+    reader.messages[1].listener.answered(
+        *wire.pack_answer(wire.FETCH, 1, {}, [wire.Part(0, 64, None)], data[:64].clone())
     )
     assert isinstance(reading.exception(timeout=PATIENCE), TimeoutError)
-    assert [message.verb for message in client.messages] == [wire.GET, wire.FETCH]
+    assert [message.verb for message in reader.messages] == [wire.GET, wire.FETCH]
 
 
 def test_read_behind_later_operation_is_not_repeated(client: Client) -> None:
@@ -439,14 +374,14 @@ def test_finalizer_may_use_window() -> None:
     """The window drops the objects of a done request, whose finalizers may call the window again."""
     client = Client(seconds=HOUR)
     stuck = client.delete("stuck")
-    operation, source = StoreOperation(client.operations, "write", ["a"], nbytes=4), source_of(torch.ones(1), 0)
-    client.window.write(operation.native, ["a"], [source], [None])
+    written = torch.zeros(1, dtype=torch.bool)
+    client.write("a", torch.ones(1), written=written)
     later: list[Any] = []
-    weakref.finalize(source.released, lambda: later.append(client.delete("later")))
+    weakref.finalize(written, lambda: later.append(client.delete("later")))
+    del written
     client.messages[1].answer()
-    del operation, source
     client.messages[0].answer()
-    client.messages.clear()
+    del client.messages[:2]
     client.window.look(time.perf_counter())
     gc.collect()
     client.read("b")
@@ -459,11 +394,10 @@ def test_finalizer_may_use_window() -> None:
 
 def test_disk_error_survives_resized_outcome_tensor(client: Client) -> None:
     written = torch.zeros(1, dtype=torch.bool)
-    operation = StoreOperation(client.operations, "write", ["a"], nbytes=4, written=written)
-    client.window.write(operation.native, ["a"], [source_of(torch.ones(1), 0)], [None])
+    writing = client.write("a", torch.ones(1), written=written)
     written.resize_(5)
     client.messages[0].answer({0: StorageError("no disk")})
-    assert isinstance(operation.future.exception(timeout=PATIENCE), StorageError)
+    assert isinstance(writing.exception(timeout=PATIENCE), StorageError)
 
 
 def test_invalid_answer_fails_its_requests(client: Client) -> None:
@@ -491,10 +425,10 @@ def test_error_without_notes_ends_operation(client: Client) -> None:
 
 def test_flush_waits_and_raises_errors(client: Client) -> None:
     client.read("a")
-    assert client.operations.flush(with_reads=False).done()
+    assert client.flush(with_reads=False).done()
     client.write("b", torch.ones(1))
-    flush = client.operations.flush(with_reads=False)
+    flush = client.flush(with_reads=False)
     assert not flush.done()
     client.messages[1].answer({0: StorageError("no disk")})
     assert isinstance(flush.exception(timeout=PATIENCE), StorageError)
-    assert not client.operations.flush(with_reads=True).done()
+    assert not client.flush(with_reads=True).done()

@@ -120,6 +120,70 @@ def test_interrupted_wait_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None
     assert of.try_admit(1)
 
 
+def test_call_that_ends_before_another_waits_admits_it() -> None:
+    class EndsBefore(Destination):
+        def try_admit(self, size: int) -> bool:
+            fits = super().try_admit(size)
+            if not fits:
+                finish(self, 1)  # finds no call that waits
+            return fits
+
+    of = EndsBefore("other", 1, NO_DEVICES, 1, 100)
+    of.take_room(1)
+    of.admit(50, PATIENCE)
+    assert (of.statistics().bytes_in_flight, of.statistics().waiting) == (50, 0)
+
+
+def test_call_that_ends_while_another_begins_to_wait_admits_it() -> None:
+    class EndsMeanwhile(Destination):
+        def take_room(self, size: int) -> bool:
+            fits = super().take_room(size)
+            if not fits:
+                ender.start()
+                assert counted.wait(PATIENCE)
+            return fits
+
+        def note_room(self) -> None:
+            counted.set()  # the thread that admits still has the lock
+            super().note_room()
+
+    of = EndsMeanwhile("other", 1, NO_DEVICES, 1, 100)
+    counted = threading.Event()
+    ender = threading.Thread(target=finish, args=(of, 1))
+    assert of.try_admit(1)
+    of.admit(50, PATIENCE)
+    ender.join(PATIENCE)
+    assert (of.statistics().bytes_in_flight, of.statistics().waiting) == (50, 0)
+
+
+@pytest.mark.parametrize("is_awaited", [False, True], ids=["before", "after"])
+def test_call_that_ends_while_a_thread_begins_to_wait_until_idle(is_awaited: bool) -> None:
+    class EndsMeanwhile(Destination):
+        def __setattr__(self, name: str, value: object) -> None:
+            if (name, value) != ("is_awaited", True):
+                super().__setattr__(name, value)
+            elif is_awaited:
+                super().__setattr__(name, value)
+                ender.start()
+                assert counted.wait(PATIENCE)
+            else:
+                finish(self, 1)  # finds no thread that waits
+                super().__setattr__(name, value)
+
+        def note_room(self) -> None:
+            counted.set()  # the thread that waits still has the lock
+            super().note_room()
+
+    of = EndsMeanwhile("other", 1, NO_DEVICES, 1, 100)
+    counted = threading.Event()
+    ender = threading.Thread(target=finish, args=(of, 1))
+    assert of.try_admit(1)
+    of.wait_until_idle(PATIENCE)
+    if is_awaited:
+        ender.join(PATIENCE)
+    assert of.in_flight == 0
+
+
 def test_close_releases_waiting_callers() -> None:
     of = destination(1, 100)
     assert of.try_admit(1)

@@ -82,13 +82,15 @@ FORKS = """
 import os, sys
 from support.rpc_workers import *
 from cudafuture import InvalidStateError
-begin(0, 1, sys.argv[1])
+from rpc_ext._channel import channel
+session = begin(0, 1, sys.argv[1])
+opened = channel(session, session.destinations[0], 9, "a service")
 pending = rpc_ext.rpc_async(0, hold)
 child = os.fork()
 uses = [
     lambda: rpc_ext.rpc_async(0, same, (1,)), lambda: rpc_ext.rpc_sync(0, same, (1,)), rpc_ext.shutdown,
     lambda: rpc_ext.remote(0, same, (1,)), lambda: begin(0, 1, sys.argv[1] + "child"), rpc_ext.statistics,
-    lambda: rpc_ext.RRef(1), lambda: rpc_ext.batch(0),
+    lambda: rpc_ext.RRef(1), lambda: rpc_ext.batch(0), lambda: opened.send(b"", [], 1, None),
 ]
 if child == 0:
     for use in uses:
