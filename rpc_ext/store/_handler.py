@@ -87,7 +87,7 @@ class RequestHandler:
     def stat(self, token: object, key: object) -> Entry:
         """Return dtype, shape and size of a key."""
         session = self.session(token)
-        self._checked(lambda: wire.expect_key(key))
+        self._checked(lambda: _C.expect_key(key))
         try:
             found = self.store.stat(f"{session.namespace.prefix}{key}")
         except NotFoundError:
@@ -144,5 +144,5 @@ def _expect_keys(keys: object) -> list[str]:
     if not isinstance(keys, list):
         raise TypeError(f"keys are a list of str, not {type(keys).__qualname__}")
     for key in keys:
-        wire.expect_key(key)
+        _C.expect_key(key)
     return keys

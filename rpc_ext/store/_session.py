@@ -17,7 +17,7 @@ from cudafuture import CUDAFuture, executors
 from cudafuture.errors import AuthenticationError, InvalidStateError, StorageError, WorkerLostError
 from cudafuture.store import DiskStore
 from rpc_ext import _C, _timer
-from rpc_ext.store._wire import PIECE
+from rpc_ext.store._wire import PART
 from rpc_ext.watch import watch
 
 __all__ = ["ClientSession", "Sessions", "names_by_prefix", "prefix_of"]
@@ -26,7 +26,7 @@ _HASH = 16  # characters
 _NAME = re.compile(rf"k[0-9a-f]{{{_HASH}}}[/~]")
 
 _REMEMBERED = 1024  # sessions that have ended
-_MOST_BUFFERED = 16 * PIECE  # bytes of the replies to one client that have not been sent
+_MOST_BUFFERED = 16 * PART  # bytes of the replies to one client that have not been sent
 _SPARE = 64  # namespaces without a session or a tensor that are kept
 
 _store_thread = executors.serial("store")  # a callback of the program that blocks its own thread ends no session late

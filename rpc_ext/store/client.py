@@ -52,7 +52,7 @@ from rpc_ext.store import _calls as calls
 from rpc_ext.store import _closing as closing
 from rpc_ext.store._errors import named
 from rpc_ext.store._statistics import RemoteStoreStatistics
-from rpc_ext.store._wire import TOKEN, expect_key
+from rpc_ext.store._wire import TOKEN
 
 __all__ = ["RemoteStore"]
 
@@ -157,11 +157,9 @@ class RemoteStore:
         48
         """
         expect_tensors(tensors)
-        expected = expected_digests(tensors, digests)
+        expected = [None] * len(tensors) if digests is None else expected_digests(tensors, digests)
         if written is not None:
             expect_one_for_each(written, torch.bool, len(tensors), "written")
-        for key in tensors:
-            expect_key(key)
         self._expect_open()
         if not tensors:
             return CUDAFuture.completed(0)
@@ -190,7 +188,6 @@ class RemoteStore:
         ...     remote.read("weight").wait()
         tensor([0, 1, 2])
         """
-        expect_key(key)
         if device is not None:
             device = device_to_read_into(out, device)
         self._expect_open()
@@ -222,8 +219,6 @@ class RemoteStore:
         if device is not None:
             device = device_to_read_into(outs, device)
         into = None if outs is None else tensors_to_fill(outs, len(names))
-        for key in names:
-            expect_key(key)
         expect_one_for_each(digests, torch.uint64, len(names), "digests")
         self._expect_open()
         if not names:
@@ -266,7 +261,7 @@ class RemoteStore:
         ...     remote.stat("weight")
         Entry(key='weight', dtype=torch.float32, shape=torch.Size([3, 3]), nbytes=36)
         """
-        expect_key(key)
+        _C.expect_key(key)
         self._expect_open()
         return rpc_sync(self._worker, calls.stat, (self._name, self._token, key), timeout=self._timeout or math.inf)
 
@@ -282,7 +277,7 @@ class RemoteStore:
         self._expect_open()
         names = list(keys)
         for key in names:
-            expect_key(key)
+            _C.expect_key(key)
         groups = [names[i : i + _MOST_KEYS] for i in range(0, len(names), _MOST_KEYS)]
 
         def entries(done: CUDAFuture[list[list[Entry | None]]]) -> list[Entry | None]:
@@ -321,8 +316,6 @@ class RemoteStore:
         ...     remote.deletev([]).wait()
         """
         names = listed_keys(keys)
-        for key in names:
-            expect_key(key)
         self._expect_open()
         if not names:
             return CUDAFuture.completed(None)

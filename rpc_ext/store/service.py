@@ -103,8 +103,8 @@ def serve_store(
     for what, value in (("memory", memory), ("clients", clients)):
         if not isinstance(value, int):
             raise TypeError(f"{what} is an int, not {value!r}")
-    if clients < 1 or memory // clients < 2 * wire.PIECE:
-        raise ValueError(f"memory={memory} for {clients} clients: each needs at least {2 * wire.PIECE} bytes")
+    if clients < 1 or memory // clients < 2 * wire.PART:
+        raise ValueError(f"memory={memory} for {clients} clients: each needs at least {2 * wire.PART} bytes")
     limit(patience, "patience")
     if not isinstance(name, str) or not name:
         raise ValueError(f"name={name!r}: pass a str that is not empty")

@@ -16,7 +16,7 @@ from cudafuture import errors
 VERSION = 5
 PUT, GET, DELETE, FETCH, ABANDON = 1, 2, 3, 4, 5
 TOKEN = 16  # bytes of the token that identifies a session
-PIECE = 16 << 20  # most bytes of data in one message; larger tensors are sent in parts of this size
+PART = 16 << 20  # most bytes of data in one message; larger tensors are sent in parts of this size
 PACK = 4 << 20  # most bytes of small tensors in one message
 INLINE = 16 << 10  # most bytes of data at the end of the body; more are a tensor beside it
 LINE = 64  # alignment of the tensors of one message, in bytes

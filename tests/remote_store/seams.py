@@ -218,7 +218,7 @@ def put_of(
     expires: float | None = None,
 ) -> tuple[wire.Put, torch.Tensor]:
     """Return the entry of a tensor on the host, or of one part of it, and its bytes."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)[part * wire.PIECE : (part + 1) * wire.PIECE].clone()
+    data = tensor.contiguous().view(-1).view(torch.uint8)[part * wire.PART : (part + 1) * wire.PART].clone()
     change = change_of(key, sequence=sequence, after=after, expires=expires)
     entry = wire.Put(*change, tensor.dtype, tuple(tensor.shape), tensor.nbytes, part, at, data.numel(), digest(data))
     return entry, data

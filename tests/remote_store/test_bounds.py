@@ -27,7 +27,7 @@ from remote_store.messages import MOST_ENTRIES, Put
 from remote_store.seams import change_of, in_time, make_idle_engine, put_of, release_at_end, send
 from rpc_ext import rpc_sync
 from rpc_ext.store import _calls as services
-from rpc_ext.store._wire import LONGEST_KEY, PIECE
+from rpc_ext.store._wire import LONGEST_KEY, PART
 from rpc_ext.store.client import RemoteStore
 from rpc_ext.store.service import serve_store
 from support.patience import PATIENCE
@@ -35,7 +35,7 @@ from support.rpc_callees import ME, alone, wait_for
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store")]
 
-CAPACITY = PIECE + 64  # of a namespace
+CAPACITY = PART + 64  # of a namespace
 LONG = "long " + "k" * (LONGEST_KEY - 5)
 
 needs_a_worker = pytest.mark.usefixtures("worker")
@@ -78,7 +78,7 @@ def test_full_rpc_blocks_no_caller(tmp_path: Path, limits: dict[str, Any]) -> No
     with (
         alone(tmp_path / "rendezvous", num_worker_threads=2, **limits),
         make_idle_engine() as engine,
-        serve_store(tmp_path / "served", engine=engine, memory=16 * PIECE, clients=2),
+        serve_store(tmp_path / "served", engine=engine, memory=16 * PART, clients=2),
         RemoteStore(ME) as one,
         RemoteStore(ME) as other,
         release_at_end(engine),
@@ -110,7 +110,7 @@ def most_resident() -> int:
 @pytest.mark.parametrize("end", ["given up", "closed"])
 @pytest.mark.parametrize("parts", [2, 1 << 22], ids=["32 MiB", "64 TiB"])
 def test_claimed_size_takes_no_memory(tmp_path: Path, parts: int, end: str) -> None:
-    nbytes = (parts - 1) * PIECE + 1
+    nbytes = (parts - 1) * PART + 1
     entry, data = put_of("x", zeros(1))
     entry = entry._replace(shape=(nbytes,), nbytes=nbytes, part=parts - 1)
     with (
@@ -142,19 +142,19 @@ def test_parts_do_not_wait_for_room_in_engine(tmp_path: Path) -> None:
         RemoteStore(ME) as remote,
         release_at_end(engine),
     ):
-        write = remote.write("x", zeros(2 * PIECE + 64))
+        write = remote.write("x", zeros(2 * PART + 64))
         wait_for(lambda: engine.statistics().pending == 3)
         assert remote.keys() == []
         assert not write.done()
         engine._native.release_held()
-        assert write.wait(timeout=PATIENCE) == 2 * PIECE + 64
+        assert write.wait(timeout=PATIENCE) == 2 * PART + 64
 
 
 @needs_a_worker
 def test_oversized_request_is_refused(tmp_path: Path) -> None:
     with serve_store(tmp_path / "served") as service, RemoteStore(ME) as remote:
-        with pytest.raises(ValueError, match=f"up to {PIECE} bytes"):
-            put(remote, [make_small()], zeros(5 * PIECE))
+        with pytest.raises(ValueError, match=f"up to {PART} bytes"):
+            put(remote, [make_small()], zeros(5 * PART))
         found = service.statistics()
         assert (found.refused, found.most_in_flight) == (1, 0)
         assert remote.keys() == []
@@ -193,7 +193,7 @@ def test_client_needs_known_worker(tmp_path: Path, name: Any) -> None:
 @pytest.mark.parametrize("verb", [wire.PUT, wire.DELETE], ids=["put", "delete"])
 def test_ended_session_frees_waiting_requests(tmp_path: Path, verb: int) -> None:
     """The awaited request never arrives."""
-    with serve_store(tmp_path / "served", memory=2 * PIECE, clients=1) as service:
+    with serve_store(tmp_path / "served", memory=2 * PART, clients=1) as service:
         with RemoteStore(ME, namespace="kept") as remote:
             data = torch.ones(1 << 20, dtype=torch.uint8)
             entry, _ = put_of("x", data, after=1 << 50)
@@ -341,7 +341,7 @@ def test_data_needs_no_alignment(tmp_path: Path, size: int) -> None:
 )
 def test_refusing_store_takes_no_quota(tmp_path: Path, keys: list[str], size: int) -> None:
     with (
-        serve_store(tmp_path / "served", capacity=2 * (PIECE + PAGE), namespace_capacity=CAPACITY),
+        serve_store(tmp_path / "served", capacity=2 * (PART + PAGE), namespace_capacity=CAPACITY),
         RemoteStore(ME, namespace="kept") as one,
         RemoteStore(ME, namespace="kept") as other,
     ):

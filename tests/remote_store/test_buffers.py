@@ -16,7 +16,7 @@ from cudafuture import CUDAFuture, executors, wait_all
 from cudafuture.errors import ChecksumError, NotFoundError
 from cudafuture.io import Engine
 from remote_store import messages as wire
-from remote_store.messages import PACK, PIECE
+from remote_store.messages import PACK, PART
 from remote_store.seams import Kept, change_of, handler_of, make_idle_engine, release_at_end, send, spoil
 from rpc_ext import Session, rpc_sync, serve_store, statistics
 from rpc_ext.store import _session
@@ -187,11 +187,11 @@ def test_scarce_calls_and_buffers_cause_no_deadlock(tmp_path: Path) -> None:
     """Requests that have their buffers wait for calls, and calls wait for buffers: both on one worker."""
     with (
         alone(tmp_path / "rendezvous", num_worker_threads=1, max_in_flight=2),
-        serve_store(tmp_path / "served", memory=4 * PIECE, clients=2),
+        serve_store(tmp_path / "served", memory=4 * PART, clients=2),
         RemoteStore(ME, namespace="shared") as one,
         RemoteStore(ME, namespace="shared") as other,
     ):
-        large = {f"large {i}": torch.full((PIECE + 100,), i, dtype=torch.uint8) for i in range(2)}
+        large = {f"large {i}": torch.full((PART + 100,), i, dtype=torch.uint8) for i in range(2)}
         packs = {key: tensor for i in range(2 * BUFFERS) for key, tensor in pack_of(f"{i}").items()}
         wait_all([one.writev({**packs, **large}), other.writev({**packs, **large})], timeout=PATIENCE)
         mixed = [client.writev(pack_of(f"{i}")) for i in range(BUFFERS) for client in (one, other)]
@@ -219,23 +219,23 @@ def test_service_copies_no_tensor(worker: Session, tmp_path: Path) -> None:
 def test_partly_failed_replies_return_buffers(worker: Session, tmp_path: Path) -> None:
     """The session has buffers for four replies. The fifth read gets one only if the first reads left no garbage."""
     with (
-        serve_store(tmp_path / "served", memory=2 * PIECE, clients=1),
+        serve_store(tmp_path / "served", memory=2 * PART, clients=1),
         RemoteStore(ME, timeout=10) as remote,
     ):
-        remote.write("x", torch.zeros(PIECE, dtype=torch.uint8)).wait(timeout=PATIENCE)
+        remote.write("x", torch.zeros(PART, dtype=torch.uint8)).wait(timeout=PATIENCE)
         for _ in range(6):
             assert isinstance(remote.readv(["x", "missing"]).exception(timeout=PATIENCE), NotFoundError)
-        assert remote.read("x").wait(timeout=PATIENCE).nbytes == PIECE
+        assert remote.read("x").wait(timeout=PATIENCE).nbytes == PART
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_disk_errors_return_reply_buffers(worker: Session, tmp_path: Path) -> None:
     """The session has buffers for four replies. Each read is of two tensors together, then of each alone."""
     with (
-        serve_store(tmp_path / "served", memory=2 * PIECE, clients=1),
+        serve_store(tmp_path / "served", memory=2 * PART, clients=1),
         RemoteStore(ME, timeout=10) as remote,
     ):
-        half = PIECE // 2
+        half = PART // 2
         tensors = {key: torch.full((half,), i, dtype=torch.uint8) for i, key in enumerate("xy")}
         remote.writev(tensors).wait(timeout=PATIENCE)
         repair = spoil(tmp_path / "served", tensors["y"])
@@ -257,9 +257,9 @@ def refuse(tensor: torch.Tensor) -> NoReturn:
 def test_failed_calls_return_received_memory() -> None:
     """All calls together have more bytes than the pool of received tensors."""
     before = statistics().received_outside
-    tensor = torch.zeros(PIECE, dtype=torch.uint8)
+    tensor = torch.zeros(PART, dtype=torch.uint8)
     for _ in range(36):
-        with pytest.raises(ValueError, match=f"{PIECE} bytes"):
+        with pytest.raises(ValueError, match=f"{PART} bytes"):
             rpc_sync(ME, refuse, (tensor,), timeout=PATIENCE)
     assert statistics().received_outside == before
 
@@ -294,5 +294,5 @@ def test_kept_received_tensors_block_no_client(tmp_path: Path) -> None:
 
 def test_statistics_count_tensors_outside_pool(remote: RemoteStore) -> None:
     before = statistics().received_outside
-    remote.write("x", torch.ones(PIECE, dtype=torch.uint8)).wait(timeout=PATIENCE)
+    remote.write("x", torch.ones(PART, dtype=torch.uint8)).wait(timeout=PATIENCE)
     assert statistics().received_outside == before

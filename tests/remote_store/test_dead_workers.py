@@ -15,7 +15,7 @@ import rpc_ext
 from cudafuture.errors import InvalidStateError, StorageError, WorkerLostError
 from cudafuture.io import Engine
 from rpc_ext import rpc_sync
-from rpc_ext.store._wire import PIECE
+from rpc_ext.store._wire import PART
 from rpc_ext.store.client import RemoteStore
 from rpc_ext.store.service import serve_store
 from support.ranks import run_ranks
@@ -24,7 +24,7 @@ from support.rpc_workers import LONG, be_lost, begin, go_on, wait_for_release
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store-survival")]
 
-LARGE = PIECE // 4 * 2 + 100  # float32s: three parts
+LARGE = PART // 4 * 2 + 100  # float32s: three parts
 
 
 def tensor_of(i: int) -> torch.Tensor:

@@ -18,14 +18,14 @@ from cudafuture.testing.sim import RaceError
 from remote_store import messages as wire
 from remote_store.seams import change_one_reply
 from rpc_ext import RemoteStore, serve_store
-from rpc_ext.store._wire import PIECE
+from rpc_ext.store._wire import PART
 from support.device_calls import LONG, calling, only, start_fill
 from support.simulated import SCHEDULES
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store-devices")]
 
 ME = "worker0"
-SMALL, LARGE = 1000, PIECE // 4 + 100  # float32s: in a batch; in two parts
+SMALL, LARGE = 1000, PART // 4 + 100  # float32s: in a batch; in two parts
 
 
 def read_to_host(remote: RemoteStore, size: int) -> None:

@@ -19,7 +19,7 @@ from cudafuture.io import Engine
 from remote_store import messages as wire
 from remote_store.seams import put_of, release_at_end, send
 from rpc_ext.store import _calls as services
-from rpc_ext.store._wire import PIECE
+from rpc_ext.store._wire import PART
 from rpc_ext.store.client import RemoteStore
 from rpc_ext.store.service import serve_store
 from support.patience import PATIENCE
@@ -27,11 +27,11 @@ from support.rpc_callees import ME, alone, wait_for
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store")]
 
-WINDOW = 2 * PIECE  # of a client: the least that there is
+WINDOW = 2 * PART  # of a client: the least that there is
 MEG = torch.full((1 << 20,), 4, dtype=torch.uint8)
 SMALL = torch.arange(64 << 10, dtype=torch.int32).view(torch.uint8)[: 64 << 10]
-LARGE = torch.full((PIECE // 2,), 3, dtype=torch.uint8)
-PIECES = torch.full((PIECE + 100,), 5, dtype=torch.uint8)
+LARGE = torch.full((PART // 2,), 3, dtype=torch.uint8)
+PIECES = torch.full((PART + 100,), 5, dtype=torch.uint8)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -74,7 +74,7 @@ def test_flooding_client_blocks_no_other(served_folder: Path, kind: str) -> None
         release_at_end(engine),
     ):
         flood = start_flood(flooding, kind)
-        wait_for(lambda: service.statistics().in_flight > WINDOW - PIECE // 2)
+        wait_for(lambda: service.statistics().in_flight > WINDOW - PART // 2)
         mine: list[CUDAFuture[Any]] = [other.read("large"), other.write("mine", LARGE)]
         # More than a window and one of them: so both are with the disk, and thousands that were asked for earlier wait.
         wait_for(lambda: service.statistics().in_flight > WINDOW + LARGE.nbytes)
@@ -99,19 +99,19 @@ def test_service_memory_bounds_requests_in_flight(served_folder: Path, kind: str
         floods = [future for remote in remotes for future in start_flood(remote, kind)]
         if kind == "writes":
             floods += [remote.write(f"pieces {i}", PIECES) for i, remote in enumerate(remotes)]
-        wait_for(lambda: service.statistics().in_flight > memory - clients * PIECE)
+        wait_for(lambda: service.statistics().in_flight > memory - clients * PART)
         assert not any(future.done() for future in floods)
         assert service.statistics().most_in_flight <= memory
         engine._native.release_held()
         wait_all(floods, timeout=PATIENCE)
         found = service.statistics()
         assert found.in_flight == 0
-        assert memory - clients * PIECE < found.most_in_flight <= memory
+        assert memory - clients * PART < found.most_in_flight <= memory
 
 
 def test_client_without_window_gets_no_extra_memory(tmp_path: Path) -> None:
     """Check that requests in flight keep within the memory of the service, whether they are refused or wait."""
-    data = torch.zeros(PIECE, dtype=torch.uint8)
+    data = torch.zeros(PART, dtype=torch.uint8)
     count = 10
     with (
         make_idle_engine() as engine,

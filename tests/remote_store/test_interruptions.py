@@ -25,13 +25,13 @@ from rpc_ext._channel import Reply
 from rpc_ext._destination import Destination
 from rpc_ext.store import _calls as services
 from rpc_ext.store._handler import RequestHandler
-from rpc_ext.store._wire import PIECE
+from rpc_ext.store._wire import PART
 from support.patience import PATIENCE
 from support.rpc_callees import ME, Gate, alone, pending, wait_for
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store")]
 
-SIZES = {"small": 100, "alone": 1 << 19, "parts": PIECE // 4 + 10}  # elements
+SIZES = {"small": 100, "alone": 1 << 19, "parts": PART // 4 + 10}  # elements
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_ctrl_c_fails_only_interrupted_requests(
 
 def test_unsendable_requests_all_fail(remote: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """They fail one after the other in one thread, which has room for no call of a thousand others."""
-    tensor, first_size = make_numbers(1 << 18), 2 * PIECE
+    tensor, first_size = make_numbers(1 << 18), 2 * PART
 
     def refuse(*_: object) -> NoReturn:
         raise InvalidStateError("of the test")

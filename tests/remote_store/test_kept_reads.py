@@ -14,13 +14,13 @@ from remote_store import messages as wire
 from remote_store.messages import Fetch
 from remote_store.seams import change_of, send
 from rpc_ext import RemoteStore, StoreService, serve_store
-from rpc_ext.store._wire import PIECE
+from rpc_ext.store._wire import PART
 from support.patience import PATIENCE
 from support.rpc_callees import ME, alone, wait_for
 
 pytestmark = pytest.mark.world
 
-LARGE = torch.arange(2 * PIECE + 8, dtype=torch.uint8)
+LARGE = torch.arange(2 * PART + 8, dtype=torch.uint8)
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def fetch(remote: RemoteStore, sequence: int, part: int) -> torch.Tensor:
 def test_last_fetched_part_drops_tensor(service: StoreService, remote: RemoteStore) -> None:
     entry = change_of("x")
     answer = send(remote, wire.GET, [entry]).wait(timeout=PATIENCE)
-    assert torch.equal(answer.data, LARGE[:PIECE])
+    assert torch.equal(answer.data, LARGE[:PART])
     remote.write("x", torch.zeros(8)).wait(timeout=PATIENCE)  # the read keeps the tensor that it has found
-    assert torch.equal(fetch(remote, entry.sequence, 2), LARGE[2 * PIECE :])
+    assert torch.equal(fetch(remote, entry.sequence, 2), LARGE[2 * PART :])
     for part in (0, 2, 3):
         with pytest.raises(InvalidStateError, match="does not keep this read"):
             fetch(remote, entry.sequence, part)
     used = service.store.statistics().used
-    assert torch.equal(fetch(remote, entry.sequence, 1), LARGE[PIECE : 2 * PIECE])
+    assert torch.equal(fetch(remote, entry.sequence, 1), LARGE[PART : 2 * PART])
     wait_for(lambda: service.store.statistics().used <= used - LARGE.nbytes)
     with pytest.raises(InvalidStateError):
         fetch(remote, entry.sequence, 1)
@@ -81,5 +81,5 @@ def test_expired_read_is_dropped(service: StoreService, remote: RemoteStore) -> 
     wait_for(lambda: service.store.statistics().used < 2 * LARGE.nbytes)
     with pytest.raises(InvalidStateError):
         fetch(remote, short.sequence, 1)
-    assert torch.equal(fetch(remote, long.sequence, 1), LARGE[PIECE : 2 * PIECE])
-    assert torch.equal(fetch(remote, long.sequence, 2), LARGE[2 * PIECE :])
+    assert torch.equal(fetch(remote, long.sequence, 1), LARGE[PART : 2 * PART])
+    assert torch.equal(fetch(remote, long.sequence, 2), LARGE[2 * PART :])

@@ -15,7 +15,7 @@ from cudafuture import wait_all
 from cudafuture.errors import ChecksumError
 from cudafuture.io import digest
 from remote_store.seams import Kept, expect_idle, make_idle_engine, release_at_end
-from rpc_ext.store._wire import PIECE
+from rpc_ext.store._wire import PART
 from rpc_ext.store.client import RemoteStore
 from rpc_ext.store.service import StoreService, serve_store
 from support.patience import PATIENCE
@@ -23,7 +23,7 @@ from support.rpc_callees import ME, alone
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("remote-store")]
 
-SIZES = pytest.mark.parametrize("size", [3, 20_000, 1 << 19, PIECE // 4 + 10], ids=["a few", "small", "alone", "parts"])
+SIZES = pytest.mark.parametrize("size", [3, 20_000, 1 << 19, PART // 4 + 10], ids=["a few", "small", "alone", "parts"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -214,9 +214,9 @@ def test_reads_outside_inference_mode_return_normal_tensors(remote: RemoteStore,
 
 @SIZES
 def test_tensor_changed_in_waiting_write_is_refused(tmp_path: Path, size: int) -> None:
-    tensor, before = make_numbers(size), make_numbers(2 * PIECE // 4)
+    tensor, before = make_numbers(size), make_numbers(2 * PART // 4)
     with (
-        serve_store(tmp_path / "store", name="narrow", memory=2 * PIECE, clients=1) as service,
+        serve_store(tmp_path / "store", name="narrow", memory=2 * PART, clients=1) as service,
         RemoteStore(ME, name="narrow") as remote,
     ):
         with Kept("put") as kept:
@@ -241,7 +241,7 @@ def test_tensor_changed_in_transit_is_never_torn(remote: RemoteStore, size: int)
     remote.write("x", make_numbers(5)).wait(timeout=PATIENCE)
     with Kept("put") as kept:
         write = remote.writev({"x": tensor}, digests={"x": digest(tensor)})
-        parts = [kept.next() for _ in range(math.ceil(tensor.nbytes / PIECE))]
+        parts = [kept.next() for _ in range(math.ceil(tensor.nbytes / PART))]
         tensor[-1] += 1
     for part in parts:
         part.set_result(None)
@@ -252,10 +252,10 @@ def test_tensor_changed_in_transit_is_never_torn(remote: RemoteStore, size: int)
 
 
 def test_tensor_changed_between_parts_is_refused(tmp_path: Path) -> None:
-    tensor = make_numbers(2 * PIECE // 4 + 10)
+    tensor = make_numbers(2 * PART // 4 + 10)
     expected = digest(tensor)
     with (
-        serve_store(tmp_path / "store", name="narrow", memory=2 * PIECE, clients=1) as service,
+        serve_store(tmp_path / "store", name="narrow", memory=2 * PART, clients=1) as service,
         RemoteStore(ME, name="narrow") as remote,
     ):
         with Kept("put") as kept:

@@ -43,7 +43,7 @@ from rpc_ext import rpc_sync
 from rpc_ext._channel import Reply
 from rpc_ext.store import _calls as services
 from rpc_ext.store._handler import RequestHandler
-from rpc_ext.store._wire import LONGEST_KEY, PIECE, TOKEN
+from rpc_ext.store._wire import LONGEST_KEY, PART, TOKEN
 from rpc_ext.store.client import RemoteStore
 from rpc_ext.store.service import StoreService, serve_store
 from support.patience import PATIENCE
@@ -84,7 +84,7 @@ def test_many_tensors_take_few_requests(remote: RemoteStore, service: StoreServi
 
 
 def test_large_batches_take_several_answers(remote: RemoteStore) -> None:
-    tensors = {f"{i}": make_numbers(PIECE // 4 // 3, i) for i in range(8)}
+    tensors = {f"{i}": make_numbers(PART // 4 // 3, i) for i in range(8)}
     remote.writev(tensors).wait(timeout=PATIENCE)
     assert all(map(torch.equal, remote.readv(tensors).wait(timeout=PATIENCE), tensors.values()))
 
@@ -93,7 +93,7 @@ def test_read_during_replacement_sees_old_or_new(
     clients: tuple[RemoteStore, RemoteStore],
 ) -> None:
     remote, another = clients
-    size = PIECE // 4 + 1000
+    size = PART // 4 + 1000
     remote.write("x", torch.full((size,), -1.0)).wait(timeout=PATIENCE)
     for turn in range(soak_count(100)):
         write = remote.write("x", torch.full((size,), float(turn)))
@@ -118,8 +118,8 @@ def change_before_rest(
     return redirect_replies(remote, take_late)
 
 
-@pytest.mark.parametrize("size", [3 * PIECE // 4 + 1000, PIECE // 4 + 1000], ids=["parts", "two parts"])
-@pytest.mark.parametrize("other", [PIECE // 4 + 1000, 500, None], ids=["by parts", "by a small one", "by nothing"])
+@pytest.mark.parametrize("size", [3 * PART // 4 + 1000, PART // 4 + 1000], ids=["parts", "two parts"])
+@pytest.mark.parametrize("other", [PART // 4 + 1000, 500, None], ids=["by parts", "by a small one", "by nothing"])
 def test_change_during_read_keeps_old_tensor(
     clients: tuple[RemoteStore, RemoteStore], size: int, other: int | None
 ) -> None:
@@ -175,7 +175,7 @@ def test_invalid_answers_end_every_read(remote: RemoteStore, answer: tuple[bytes
     expect_idle(remote)
 
 
-@pytest.mark.parametrize("nbytes", [1 << 20, (6 << 20) + 100, PIECE])
+@pytest.mark.parametrize("nbytes", [1 << 20, (6 << 20) + 100, PART])
 def test_received_tensors_are_aligned_for_disks(worker: rpc_ext.Session, nbytes: int) -> None:
     tensor = torch.arange(nbytes, dtype=torch.int32).to(torch.uint8)
     outside = rpc_ext.statistics().received_outside
@@ -206,7 +206,7 @@ def test_only_shared_keys_outlive_client(service: StoreService) -> None:
 
 
 def test_durable_service_restores_keys(tmp_path: Path) -> None:
-    large = make_numbers(PIECE // 4 + 7)
+    large = make_numbers(PART // 4 + 7)
     with serve_store(tmp_path, durable=True), RemoteStore(ME, namespace="states") as remote:
         assert remote.durable
         remote.writev({"small": make_numbers(3), "large": large}).wait(timeout=PATIENCE)
@@ -223,7 +223,7 @@ def test_namespace_keeps_within_quota(tmp_path: Path) -> None:
         both = remote.write("a", make_numbers(200)), remote.write("b", make_numbers(100))
         errors = [future.exception(timeout=PATIENCE) for future in both]
         assert sum(isinstance(error, QuotaError) for error in errors) == 1
-        assert isinstance(remote.write("c", make_numbers(PIECE)).exception(timeout=PATIENCE), QuotaError)
+        assert isinstance(remote.write("c", make_numbers(PART)).exception(timeout=PATIENCE), QuotaError)
         with RemoteStore(ME) as other:
             other.write("a", make_numbers(200)).wait(timeout=PATIENCE)
 
@@ -268,7 +268,7 @@ def test_service_limits_clients(tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused(service: StoreService, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="already"):
         serve_store(tmp_path / "another")
-    for wrong in ({"clients": 0}, {"memory": PIECE}, {"name": ""}):
+    for wrong in ({"clients": 0}, {"memory": PART}, {"name": ""}):
         with pytest.raises(ValueError, match=r"memory|name"):
             serve_store(tmp_path / "another", **wrong)
     with pytest.raises(InvalidStateError, match="serves no store called 'other'"):
@@ -279,14 +279,14 @@ def test_wrong_arguments_are_refused(service: StoreService, tmp_path: Path) -> N
 
 def test_started_operation_cannot_be_cancelled(service: StoreService) -> None:
     with RemoteStore(ME, namespace="shared") as remote:
-        write = remote.write("x", make_numbers(PIECE))
+        write = remote.write("x", make_numbers(PART))
         assert not write.cancel()
         missing = remote.read("no")
         assert not missing.cancel()
         remote.flush().wait(timeout=PATIENCE)  # of what changes something
         assert write.done()
         assert isinstance(missing.exception(timeout=PATIENCE), NotFoundError)
-        last = remote.write("y", make_numbers(PIECE))
+        last = remote.write("y", make_numbers(PART))
     assert last.done()
     with RemoteStore(ME, namespace="shared") as remote:
         assert remote.keys() == ["x", "y"]
@@ -294,7 +294,7 @@ def test_started_operation_cannot_be_cancelled(service: StoreService) -> None:
 
 def test_failed_write_releases_memory(service: StoreService, remote: RemoteStore) -> None:
     remote._window.token = bytes(TOKEN)
-    write = remote.write("x", make_numbers(PIECE))
+    write = remote.write("x", make_numbers(PART))
     assert write.released is not None
     write.released.wait(timeout=PATIENCE)
     assert isinstance(write.exception(timeout=PATIENCE), AuthenticationError)
@@ -302,13 +302,13 @@ def test_failed_write_releases_memory(service: StoreService, remote: RemoteStore
 
 def test_waiting_for_room_counts_toward_timeout(tmp_path: Path) -> None:
     engine = Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
-    with serve_store(tmp_path / "slow", name="slow", engine=engine, memory=2 * PIECE, clients=1):
+    with serve_store(tmp_path / "slow", name="slow", engine=engine, memory=2 * PART, clients=1):
         try:
             with RemoteStore(ME, name="slow", timeout=HOUR) as remote:
-                data = make_numbers(PIECE // 4)
+                data = make_numbers(PART // 4)
                 writes = {f"{i}": remote.write(f"{i}", data) for i in range(6)}
-                assert remote.statistics().in_flight == 2 * PIECE
-                assert remote.statistics().waiting == 4 * PIECE
+                assert remote.statistics().in_flight == 2 * PART
+                assert remote.statistics().waiting == 4 * PART
                 remote._window.look(time.perf_counter() + 2 * HOUR)
                 for key, write in writes.items():
                     error = write.exception(timeout=PATIENCE)
@@ -321,15 +321,15 @@ def test_waiting_for_room_counts_toward_timeout(tmp_path: Path) -> None:
 
 def test_client_beyond_window_is_refused(tmp_path: Path) -> None:
     engine = Engine("threads", queue_depth=8, block_size=1 << 18, _faults={"held": True})
-    with serve_store(tmp_path / "slow", name="slow", engine=engine, memory=2 * PIECE, clients=1) as service:
+    with serve_store(tmp_path / "slow", name="slow", engine=engine, memory=2 * PART, clients=1) as service:
         try:
             with RemoteStore(ME, name="slow") as remote:
                 remote._window.size = 1 << 40
-                data = make_numbers(PIECE // 4)
+                data = make_numbers(PART // 4)
                 writes = [remote.write(f"{i}", data) for i in range(6)]
-                while (statistics := service.statistics()).in_flight + statistics.refused * PIECE < 6 * PIECE:
+                while (statistics := service.statistics()).in_flight + statistics.refused * PART < 6 * PART:
                     assert not writes[0].done()
-                assert (statistics.in_flight, statistics.refused) == (4 * PIECE, 2)
+                assert (statistics.in_flight, statistics.refused) == (4 * PART, 2)
                 engine._native.release_held()
                 errors = [write.exception(timeout=PATIENCE) for write in writes]
             assert [type(error) for error in errors if error is not None] == [BlockingIOError] * 2
@@ -362,10 +362,10 @@ def test_each_operation_has_own_error(remote: RemoteStore) -> None:
 
 
 def test_window_bounds_bytes_in_flight(tmp_path: Path) -> None:
-    with serve_store(tmp_path, memory=4 * PIECE, clients=2) as service, RemoteStore(ME) as remote:
-        wait_all([remote.write(f"{i}", make_numbers(PIECE // 4)) for i in range(8)], timeout=PATIENCE)
+    with serve_store(tmp_path, memory=4 * PART, clients=2) as service, RemoteStore(ME) as remote:
+        wait_all([remote.write(f"{i}", make_numbers(PART // 4)) for i in range(8)], timeout=PATIENCE)
         wait_all([remote.read(f"{i}") for i in range(8)], timeout=PATIENCE)
-        assert PIECE <= service.statistics().most_in_flight <= 2 * PIECE
+        assert PART <= service.statistics().most_in_flight <= 2 * PART
 
 
 # ---- hostile clients
@@ -410,7 +410,7 @@ def make_hostile(
         return wire.pack_request(verb, token, sent, 0, "store", entries, data)
 
     none = data[:0]
-    large, _ = put_of("x", torch.zeros(PIECE + 64, dtype=torch.uint8), part=1)
+    large, _ = put_of("x", torch.zeros(PART + 64, dtype=torch.uint8), part=1)
     good, _ = request(entry)
     get, _ = request(change_of("x"), verb=wire.GET, data=none)
     if kind == 0:  # of no session
@@ -427,7 +427,7 @@ def make_hostile(
     if kind == 1:  # cut off, or with something behind it
         return numbers.choice([good[: numbers.randrange(HEAD, len(good))], get[:-1], get + b"x"]), []
     if kind == 2:  # other data
-        big = torch.zeros(PIECE + 1, dtype=torch.uint8)
+        big = torch.zeros(PART + 1, dtype=torch.uint8)
         tensors = numbers.choice(
             [[], [data.float()], [data.reshape(8, 8)], [big], [data, data], [data[:63]], [torch.tensor(1)]]
         )
@@ -475,7 +475,7 @@ def make_hostile(
         [large._replace(part=0)],
         [large._replace(length=63)],
         [large._replace(digest=large.digest ^ 1)],
-        [large, put_of("y", torch.zeros(PIECE + 64, dtype=torch.uint8), part=1)[0]],
+        [large, put_of("y", torch.zeros(PART + 64, dtype=torch.uint8), part=1)[0]],
         [entry, entry],
         [entry, put_of("y", data)[0]],
     ]
@@ -484,13 +484,13 @@ def make_hostile(
 
 def test_hostile_requests_change_nothing(service: StoreService, tmp_path: Path) -> None:
     numbers = random.Random(1)
-    large = make_numbers(PIECE // 2)
+    large = make_numbers(PART // 2)
     with RemoteStore(ME, namespace="mine") as mine, RemoteStore(ME, namespace="other") as other:
         other.writev({"secret": make_numbers(100), "large": large}).wait(timeout=PATIENCE)
         looked_up = change_of("large", expires=in_time(10 * PATIENCE))  # its parts are kept to the end of the test
         (found,) = send(other, wire.GET, [looked_up]).wait(timeout=PATIENCE).entries
         assert isinstance(found, wire.Found)
-        assert (found.nbytes, found.length) == (2 * PIECE, PIECE)
+        assert (found.nbytes, found.length) == (2 * PART, PART)
         send(mine, wire.ABANDON, [change_of("large", sequence=looked_up.sequence)]).wait(timeout=PATIENCE)
         token, others = (remote._token for remote in (mine, other))
         refused = service.statistics().refused
@@ -509,7 +509,7 @@ def test_hostile_requests_change_nothing(service: StoreService, tmp_path: Path) 
         assert mine.keys() == []
         (part,) = send(other, wire.FETCH, [wire.Fetch(looked_up.sequence, 1)]).wait(timeout=PATIENCE).entries
         assert isinstance(part, wire.Part)
-        assert part.length == PIECE
+        assert part.length == PART
         assert torch.equal(other.read("large").wait(timeout=PATIENCE), large)
         assert other.read("secret").wait(timeout=PATIENCE).tolist() == make_numbers(100).tolist()
         assert files_in(tmp_path) == before

@@ -22,7 +22,7 @@ from remote_store.contents import content_of, version_of
 from remote_store.seams import change_of, put_of
 from rpc_ext import _C, RemoteStore, StoreService, _codec, _listeners, serve_store
 from rpc_ext.store import _calls as services
-from rpc_ext.store._wire import PIECE
+from rpc_ext.store._wire import PART
 from support.attacker import SEAL_SIZE, Stranger, key_of
 from support.middleman import FROM, TO, be_worker, start_relay
 from support.patience import PATIENCE
@@ -67,7 +67,7 @@ def make_requests(token: bytes) -> dict[str, Message]:
         "begin": call(services.begin, b"t" * 16, NAMESPACE, "w1", 0.0),
         "put": put(token, "small a", torch.zeros(8, dtype=torch.uint8)),
         "put a new one": put(token, "new", torch.zeros(8, dtype=torch.uint8)),
-        "put a part": put(token, "large a", torch.zeros(PIECE + 1, dtype=torch.uint8)),
+        "put a part": put(token, "large a", torch.zeros(PART + 1, dtype=torch.uint8)),
         "get": message(token, wire.GET, changes),
         "fetch": message(token, wire.FETCH, [wire.Fetch(1, 0)]),
         "delete": message(token, wire.DELETE, changes),

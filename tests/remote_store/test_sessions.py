@@ -44,7 +44,7 @@ from rpc_ext import RemoteStore, StoreService, rpc_sync, serve_store
 from rpc_ext._channel import Reply
 from rpc_ext.store import _calls as services
 from rpc_ext.store._handler import RequestHandler
-from rpc_ext.store._wire import LONGEST_KEY, PIECE, TOKEN
+from rpc_ext.store._wire import LONGEST_KEY, PART, TOKEN
 from support.child import run_script
 from support.patience import PATIENCE
 from support.ranks import run_ranks
@@ -55,7 +55,7 @@ pytestmark = [pytest.mark.world, pytest.mark.xdist_group("remote-store")]
 
 CAPACITY = 100 << 20
 LONG = "any " + "k" * (LONGEST_KEY - 4)
-LARGE = torch.zeros(PIECE + 100, dtype=torch.uint8)  # in two parts
+LARGE = torch.zeros(PART + 100, dtype=torch.uint8)  # in two parts
 UPLOAD = 1 << 50  # sequence number of an upload of a test's own
 
 
@@ -222,7 +222,7 @@ def test_client_reaches_no_foreign_upload_or_read(service: StoreService) -> None
             answer = ask(theirs, wire.FETCH, [Fetch(UPLOAD + 1, 1)])
             (found,) = answer.entries
             assert isinstance(found, Part)
-            assert torch.equal(data_of(answer.data, found), content[PIECE:])
+            assert torch.equal(data_of(answer.data, found), content[PART:])
             assert put_part(theirs, 1) is None
             assert torch.equal(theirs.read("large a").wait(timeout=PATIENCE), LARGE)
         assert far.keys() == []

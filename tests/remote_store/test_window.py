@@ -226,7 +226,7 @@ def test_service_learns_of_awaited_failed_request(client: Client) -> None:
 
 
 def test_failed_part_abandons_tensor(client: Client) -> None:
-    tensor = torch.zeros(wire.PIECE + 1, dtype=torch.uint8)
+    tensor = torch.zeros(wire.PART + 1, dtype=torch.uint8)
     writing = client.write("a", tensor)
     assert [message.entries[0].part for message in client.messages] == [0, 1]
     assert {message.entries[0].sequence for message in client.messages} == {1}
@@ -323,10 +323,10 @@ def test_second_read_keeps_deadline_or_gets_error() -> None:
 
 def test_expired_read_is_not_repeated() -> None:
     """The last part of a damaged tensor arrives after the deadline."""
-    reader, data = Client(seconds=HOUR), torch.zeros(wire.PIECE + 64, dtype=torch.uint8)
+    reader, data = Client(seconds=HOUR), torch.zeros(wire.PART + 64, dtype=torch.uint8)
     reading = reader.read("a", outs=[torch.empty_like(data)])
-    first = wire.Found(torch.uint8, tuple(data.shape), data.nbytes, 0, wire.PIECE, None, (1, 1))
-    reader.messages[0].listener.answered(*wire.pack_answer(wire.GET, 1, {}, [first], data[: wire.PIECE].clone()))
+    first = wire.Found(torch.uint8, tuple(data.shape), data.nbytes, 0, wire.PART, None, (1, 1))
+    reader.messages[0].listener.answered(*wire.pack_answer(wire.GET, 1, {}, [first], data[: wire.PART].clone()))
     reader.end_time()
     reader.messages[1].listener.answered(
         *wire.pack_answer(wire.FETCH, 1, {}, [wire.Part(0, 64, None)], data[:64].clone())

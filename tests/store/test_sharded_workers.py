@@ -16,13 +16,13 @@ from cudafuture import CUDAFuture
 from cudafuture.errors import WorkerLostError
 from cudafuture.store import DiskStore, ShardedStore
 from rpc_ext import RemoteStore, rpc_async, serve_store
-from rpc_ext.store._wire import PIECE
+from rpc_ext.store._wire import PART
 from support.ranks import run_ranks
 from support.rpc_workers import LONG, NAMES, be_lost, begin, go_on, wait_for_release
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("sharded-store")]
 
-LARGE = PIECE // 4 + 100  # float32s: two pieces
+LARGE = PART // 4 + 100  # float32s: two pieces
 KEYS = [f"{i}" for i in range(40)]
 
 

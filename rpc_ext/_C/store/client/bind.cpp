@@ -22,6 +22,30 @@ namespace rpc_ext::store::client {
 namespace {
 
 using Keys = std::vector<std::string>;
+
+std::string key_of(py::handle object) {
+  if (!PyUnicode_Check(object.ptr())) {
+    throw py::type_error("a key is a str, not " + py::repr(object).cast<std::string>());
+  }
+  Py_ssize_t size = 0;
+  const char* const text = PyUnicode_AsUTF8AndSize(object.ptr(), &size);
+  if (text == nullptr) {
+    PyErr_Clear();
+    throw py::value_error("the key " +
+                          py::str(py::module_::import("builtins").attr("ascii")(object)).cast<std::string>() +
+                          " is not UTF-8");
+  }
+  std::string key(text, static_cast<std::size_t>(size));
+  if (const auto fault = key_fault(key)) throw py::value_error(*fault);
+  return key;
+}
+
+Keys keys_of(const py::list& objects) {
+  Keys keys;
+  for (const py::handle object : objects) keys.push_back(key_of(object));
+  return keys;
+}
+
 using Kind = StoreOperation::Kind;
 
 class ChannelSender final : public MessageSender {
@@ -113,8 +137,9 @@ void expect_sendable(const api::Source& source) {
 }
 
 // `expected`: the digest of each tensor, or None. `written`: a tensor that receives True for each key that was written.
-py::object write(const WindowPtr& self, Keys keys, const py::object& tensors, int priority,
+py::object write(const WindowPtr& self, const py::list& names, const py::object& tensors, int priority,
                  const std::vector<std::optional<std::uint64_t>>& expected, const py::object& written) {
+  Keys keys = keys_of(names);
   auto sources = api::sources_of(tensors.ptr(), priority);
   if (keys.size() != sources.size() || keys.size() != expected.size()) {
     throw std::invalid_argument("the number of tensors differs from the number of keys: pass one for each key");
@@ -137,8 +162,9 @@ py::object write(const WindowPtr& self, Keys keys, const py::object& tensors, in
 
 // `outs`: the tensors to be filled, or None. `device`: of new tensors; None: the host. `digests`: a tensor that
 // receives the digests of the tensors, or None.
-py::object read(const WindowPtr& self, Keys keys, const py::object& outs, const py::object& device, int priority,
-                bool gives_list, const py::object& digests) {
+py::object read(const WindowPtr& self, const py::list& names, const py::object& outs, const py::object& device,
+                int priority, bool gives_list, const py::object& digests) {
+  Keys keys = keys_of(names);
   StoreOperation::Options options{.priority = priority, .gives_list = gives_list, .results = results_in(digests)};
   options.targets = api::targets_of(keys.size(), outs.is_none() ? nullptr : outs.ptr(),
                                     device.is_none() ? nullptr : device.ptr(), priority);
@@ -151,7 +177,8 @@ py::object read(const WindowPtr& self, Keys keys, const py::object& outs, const 
   return operation->future();
 }
 
-py::object erase(const WindowPtr& self, Keys keys) {
+py::object erase(const WindowPtr& self, const py::list& names) {
+  Keys keys = keys_of(names);
   const std::size_t count = keys.size();
   const auto operation =
       std::make_shared<StoreOperation>(self->operations(), Kind::erase, std::move(keys), StoreOperation::Options{});
@@ -182,6 +209,8 @@ py::dict statistics(const Window& self) {
 }  // namespace
 
 void bind(py::module_& m) {
+  m.def("expect_key", [](py::handle key) { key_of(key); }, py::arg("key"));
+
   py::class_<StoreMessage, MessagePtr>(m, "StoreMessage")
       .def_property_readonly("verb", [](const StoreMessage& self) { return static_cast<int>(self.verb); })
       .def(

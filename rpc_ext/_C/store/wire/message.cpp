@@ -58,6 +58,14 @@ class Writer {
 
 }  // namespace
 
+std::optional<std::string> key_fault(std::string_view key) {
+  if (key.empty() || key.size() > kLongestKey) {
+    return "a key has 1 to " + std::to_string(kLongestKey) + " bytes of UTF-8, not " + std::to_string(key.size());
+  }
+  if (key.find('\0') != std::string_view::npos) return "a key has no NUL";
+  return std::nullopt;
+}
+
 const std::vector<c10::ScalarType>& dtypes() {
   using enum c10::ScalarType;
   static const std::vector<c10::ScalarType> all{Byte,

@@ -48,6 +48,9 @@ inline constexpr std::uint8_t kVersion = 5;
 
 enum class Verb : std::uint8_t { put = 1, get, erase, fetch, abandon };
 
+// Returns the reason why a text of UTF-8 is no key; none: it is one.
+std::optional<std::string> key_fault(std::string_view key);
+
 // The dtypes by code: append only.
 const std::vector<c10::ScalarType>& dtypes();
 

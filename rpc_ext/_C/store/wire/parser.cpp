@@ -72,10 +72,7 @@ class WireReader {
 
   std::string key(std::size_t length) {
     const std::string_view key = expect_utf8(text(length), "a key");
-    if (key.empty() || key.size() > kLongestKey) {
-      refuse("a key has 1 to 1000 bytes of UTF-8, not " + std::to_string(key.size()));
-    }
-    if (key.find('\0') != std::string_view::npos) refuse("a key has no NUL");
+    if (const auto fault = key_fault(key)) refuse(*fault);
     return std::string(key);
   }
 
