@@ -101,6 +101,7 @@ void Uploads::note_failure(std::uint64_t sequence, const Problem& problem) {
 // ---- Upload
 
 void Upload::begin() {
+  if (const auto problem = uploads_->order->late(first_.expires)) return never_begin(*problem);
   try {
     api::call_elsewhere([self = shared_from_this()] { self->begin_now(); });
   } catch (...) {
@@ -130,7 +131,6 @@ void Upload::begin_now() {
 // Takes quota, and room in the store. An upload that was aborted meanwhile keeps neither.
 std::optional<Problem> Upload::begin_write() {
   Namespace& space = *uploads_->space;
-  if (auto problem = uploads_->order->late(first_.expires)) return problem;
   if (auto problem = space.take(first_.nbytes)) return problem;
   try {
     auto write = space.store()->begin_write(space.name_of(first_.key), first_.dtype, first_.sizes);
