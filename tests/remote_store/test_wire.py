@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cudafuture.errors import AuthenticationError, ChecksumError, NotFoundError, QuotaError, StorageError
@@ -65,6 +65,7 @@ def test_every_dtype_has_code(dtype: torch.dtype) -> None:
     assert content_of("x", read) == content_of("x", tensor)
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=30).filter(lambda key: "\0" not in key),
