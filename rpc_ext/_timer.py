@@ -7,7 +7,6 @@ import contextlib
 import heapq
 import itertools
 import logging
-import math
 import threading
 import time
 from typing import Any, Protocol
@@ -35,8 +34,9 @@ class _Timer:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards what follows; a leaf
-        self._due: dict[Timed, float] = {}
-        self._heap: list[tuple[float, int, Timed]] = []  # also has entries that were removed from _due
+        self._due: dict[Timed, tuple[float, int]] = {}
+        self._numbered: dict[int, Timed] = {}  # the objects in _due, by the number of their entry in the heap
+        self._heap: list[tuple[float, int]] = []  # also has entries that were removed: they keep no object alive
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._ends = False
@@ -44,32 +44,38 @@ class _Timer:
     def schedule(self, what: Timed, due: float) -> None:
         """Call ``look`` of an object at `due`, or at an earlier time for which it is scheduled."""
         with self._changed:
-            if due >= self._due.get(what, math.inf):
+            if what in self._due and due >= self._due[what][0]:
                 return
-            self._due[what] = due
-            heapq.heappush(self._heap, (due, next(self._numbers), what))
+            self._remove(what)
+            entry = due, next(self._numbers)
+            self._due[what], self._numbered[entry[1]] = entry, what
+            heapq.heappush(self._heap, entry)
             self._compact()
             if self._thread is None and not self._ends:
                 thread = threading.Thread(target=self._run, name="rpc_ext-timer", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:  # the system has no more threads; the next call tries again
-                    del self._due[what]
+                    self._remove(what)
                     raise
                 self._thread = thread
-            if self._heap[0][2] is what:
+            if self._heap[0] == entry:
                 self._changed.notify()
 
     def cancel(self, what: Timed) -> None:
         """Release an object, whose ``look`` is not called any more."""
         with self._changed:
-            self._due.pop(what, None)
+            self._remove(what)
             self._compact()
 
+    def _remove(self, what: Timed) -> None:
+        if (entry := self._due.pop(what, None)) is not None:
+            del self._numbered[entry[1]]
+
     def _compact(self) -> None:
-        """Drop the entries that are not in _due, if they are most of the heap."""
+        """Drop the entries without an object, if they are most of the heap."""
         if len(self._heap) > 2 * len(self._due) + 64:
-            self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
+            self._heap = [entry for entry in self._heap if entry[1] in self._numbered]
             heapq.heapify(self._heap)
 
     def _run(self) -> None:
@@ -101,10 +107,10 @@ class _Timer:
     def _take(self, now: float) -> list[Timed]:
         """Remove and return the objects that are due. Called under the lock."""
         due = []
-        while self._heap and (self._heap[0][0] <= now or self._heap[0][0] != self._due.get(self._heap[0][2])):
-            when, _, what = heapq.heappop(self._heap)
-            if self._due.get(what) == when:
-                del self._due[what]
+        while self._heap and (self._heap[0][0] <= now or self._heap[0][1] not in self._numbered):
+            _, number = heapq.heappop(self._heap)
+            if (what := self._numbered.get(number)) is not None:
+                self._remove(what)
                 due.append(what)
         return due
 

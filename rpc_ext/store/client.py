@@ -368,6 +368,7 @@ class RemoteStore:
         self._window.flush(with_reads=True).exception()
         for future in list(self._asked):
             future.exception()
+        _timer.cancel(self._window)  # otherwise the timer keeps the window and its buffers until the last deadline
         if self._end.detach() is not None:
             closing.end(self._session, self._worker, self._name, self._token, self._timeout)
 

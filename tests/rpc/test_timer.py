@@ -101,6 +101,19 @@ def test_cancelled_entries_are_released(timer: _Timer) -> None:
     assert last() is None
 
 
+def test_cancelled_entry_is_released_at_once(timer: _Timer) -> None:
+    thing, other = Thing(), Thing()
+    last = weakref.ref(thing)
+    for each in (thing, other):
+        timer.schedule(each, time.perf_counter() + 1000)
+    timer.cancel(thing)
+    del thing, each
+    gc.collect()
+    assert last() is None
+    timer.schedule(other, 0)
+    other.done.wait(timeout=PATIENCE)
+
+
 def test_rescheduling_one_object_takes_little_room(timer: _Timer) -> None:
     thing = Thing()
     later = time.perf_counter() + 10_000
