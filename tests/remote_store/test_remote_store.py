@@ -238,7 +238,7 @@ def test_full_store_error_names_tensor_and_size(tmp_path: Path, key: str, nbytes
         assert str(error).startswith(f"no room for {nbytes} bytes: ")
         assert str(10 << 20) in str(error)
         if sys.version_info >= (3, 11):  # exceptions have notes
-            assert error.__notes__ == [f"write {key} on worker 'me'"]
+            assert error.__notes__ == [f"write {key} on worker 'me'", f"in CUDAFuture 'write {key}'"]
 
 
 def test_key_has_1_to_1000_bytes(remote: RemoteStore) -> None:

@@ -56,17 +56,14 @@ class NativePromise final : public Promise {
   void complete(c10::IValue value) noexcept override;
   void fail(_object* exception) noexcept override;
   void release() noexcept override { core_->release(); }
-  bool is_done() const noexcept override { return core_->done(); }
 
   // ---- for reads
   void complete(Value&& value, EventSet&& events) noexcept { core_->complete(std::move(value), std::move(events)); }
+  void fail(_object* exception, EventSet&& events) noexcept;  // takes over a reference
   void fail(Value&& error, EventSet&& events) noexcept { core_->fail(std::move(error), std::move(events)); }
 
  private:
   const FuturePtr core_;
 };
-
-// Returns the value of a failed future. Takes over a reference.
-Value error_value(_object* exception) noexcept;
 
 }  // namespace cudafuture::api

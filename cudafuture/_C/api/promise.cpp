@@ -30,12 +30,16 @@ _object* NativePromise::future() {
 
 void NativePromise::complete(c10::IValue value) noexcept { complete(Value::of_native(std::move(value)), {}); }
 
-void NativePromise::fail(_object* exception) noexcept { fail(error_value(exception), {}); }
+void NativePromise::fail(_object* exception) noexcept { fail(exception, EventSet()); }
 
-// A thread without the GIL cannot read the traceback; the exception was not raised in Python then.
-Value error_value(_object* exception) noexcept {
-  Foreign traceback(foreign_runtime().inside() ? PyException_GetTraceback(exception) : nullptr);
-  return Value::of_error(Foreign(exception), std::move(traceback));
+// A thread without the GIL cannot add a note or read the traceback; the exception was not raised in Python then.
+void NativePromise::fail(_object* exception, EventSet&& events) noexcept {
+  Foreign traceback;
+  if (foreign_runtime().inside()) {
+    bind::add_note(exception, core_->name());
+    traceback = Foreign(PyException_GetTraceback(exception));
+  }
+  fail(Value::of_error(Foreign(exception), std::move(traceback)), std::move(events));
 }
 
 std::shared_ptr<Promise> make_promise(std::string name, int priority, bool has_released) {

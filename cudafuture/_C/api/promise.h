@@ -22,10 +22,9 @@ class CUDAFUTURE_API Promise {
 
   // ---- any thread; a call after the first complete() or fail() does nothing
   virtual void complete(c10::IValue value) noexcept = 0;  // a number, a tensor, a list of tensors, or none
-  virtual void fail(_object* exception) noexcept = 0;     // takes over a reference
-  virtual void release() noexcept = 0;                    // completes `released`, unless it is done
-
-  virtual bool is_done() const noexcept = 0;
+  // Takes over a reference. In a thread with the GIL, the exception gets a note with the future's name.
+  virtual void fail(_object* exception) noexcept = 0;
+  virtual void release() noexcept = 0;  // completes `released`, unless it is done
 };
 
 // `priority`: of the future's callbacks; it was checked. `has_released`: the future has a future `released`.

@@ -129,7 +129,7 @@ class NativeTargets final : public Targets {
     auto failure = std::make_exception_ptr(Failure({}));  // the read's own error, whatever it is
     EventSet events;
     if (side_ != nullptr) events = side_->end_read(failure);
-    static_cast<NativePromise&>(promise).fail(error_value(exception), std::move(events));
+    static_cast<NativePromise&>(promise).fail(exception, std::move(events));
   }
 
  private:
