@@ -66,7 +66,7 @@ PLACE = struct.Struct("<IIIQ")  # part, offset, length, digest
 FETCHED = struct.Struct("<QI")  # sequence, part
 ANSWER = struct.Struct("<BHH")  # version, entries, errors
 ERROR = struct.Struct("<HBiQQQ")  # index, kind, errno, offset, wanted, got
-KEPT = struct.Struct("<BQQ")  # whether there is a digest of the store, the digest, its seed
+KEPT = struct.Struct("<BQQ")  # 1 if the store has a digest, the digest, its seed
 
 Packed = tuple[bytes, list[torch.Tensor]]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cudafuture import _C, gather
+from cudafuture import _C, gather, pool_stream, wait
 from cudafuture.errors import ChecksumError
 from cudafuture.io import digest
 from cudafuture.testing import World, sim
@@ -192,6 +192,32 @@ def test_missing_sync_edge_is_reported(
             cut_edge(edge),
         ):
             scenario(remote, SMALL)
+
+    process.run(run)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "parts"])
+def test_copies_keep_priority_and_use_pinned_memory(process: World, tmp_path: Path, size: int) -> None:
+    """All pool streams of one priority are held. A copy of memory that is not pinned would block the host meanwhile."""
+
+    def run() -> None:
+        with serve_on_devices("lazy", tmp_path) as remote:
+            tensor = start_fill(1.0, size=size)
+            remote.write("x", tensor).wait(timeout=LONG)
+            streams = {pool_stream("sim:0", -1) for _ in range(16)}
+            assert {sim.priority(stream) for stream in streams} == {-1}
+            holds = [sim.hold(stream) for stream in streams]
+            urgent = remote.write("urgent", tensor, priority=-1)
+            remote.write("y", tensor).wait(timeout=LONG)
+            late = remote.read("x", device="sim:0", priority=-1)
+            assert wait([late], timeout=LONG) == ({late}, set())  # it is complete, and orders no stream after it
+            assert only(remote.read("x", device="sim:0").wait(timeout=LONG, non_blocking=True)) == 1.0
+            assert not late.ready()
+            assert not urgent.done()
+            for hold in holds:
+                hold.open()
+            assert only(late.wait(timeout=LONG)) == 1.0
+            urgent.wait(timeout=LONG)
 
     process.run(run)
 

@@ -149,7 +149,7 @@ def change_some(numbers: random.Random, whole: bytes) -> bytes:
 
 
 def test_corrupted_answer_ends_its_reads() -> None:
-    """Each read returns the tensor, or an error: the client never fails otherwise, and never waits for ever."""
+    """Each read returns the tensor, or an error: the client does not fail otherwise, and does not block."""
     numbers = random.Random(2)
     tensors = [torch.arange(6.0), torch.arange(3, dtype=torch.int8)]
     client = Client()

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-// What api::call_elsewhere does with a function. Tests set it while they have one thread.
+// The fake of api::call_elsewhere. Tests set it while they have one thread.
 struct Elsewhere {
   bool is_held = false;  // calls it in release(), not at once
   bool throws = false;
@@ -20,7 +20,7 @@ struct Elsewhere {
 };
 extern Elsewhere elsewhere;
 
-// What the pools of api::make_buffer_pool do with a request for a buffer.
+// The fake of the pools of api::make_buffer_pool.
 struct Buffers {
   bool are_held = false;  // it waits for release()
   std::vector<std::function<void()>> held = {};

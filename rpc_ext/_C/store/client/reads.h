@@ -21,7 +21,7 @@ namespace rpc_ext::store::client {
 class ReadRequest final : public KeyRequest {
  public:
   // `is_second`: an earlier request received other bytes than those that were written, so the service sends digests of
-  // what it reads this time.
+  // the bytes that it reads this time.
   ReadRequest(OperationPtr operation, std::size_t index, bool is_second = false);
 
   std::vector<MessagePtr> messages(const WindowPtr& window) override;
