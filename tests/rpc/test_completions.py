@@ -30,9 +30,8 @@ def test_raising_entry_spares_timer_thread(caplog: pytest.LogCaptureFixture) -> 
     bad: Any = Due(look=fail)
     good: Any = Due(look=lambda _: looked.set_result(None))
     with timer._changed:  # both are due in one round, the one that raises first
-        timer._due = {bad: 0.0, good: 0.0}
-        timer._heap = [(0.0, -2, bad), (0.0, -1, good)]
-    timer.schedule(Due(look=lambda _: None), 0.0)
+        timer.schedule(bad, 0.0)
+        timer.schedule(good, 0.0)
     looked.wait(timeout=PATIENCE)
     timer.end()
     assert "while it was looked at" in caplog.text
