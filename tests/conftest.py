@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +55,22 @@ def pytest_collection_finish() -> None:
     """Hide the collected tests from the garbage collector, which many tests call often."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Return pytest's folder, which is emptied after a test that passes: those of a whole run would take 13 GB.
+
+    The folder itself stays. Otherwise a later test would get its name while a FileStore of this test still uses it.
+    """
+    failed = request.session.testsfailed
+    yield tmp_path
+    if request.session.testsfailed == failed:
+        for entry in tmp_path.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
 
 
 @pytest.fixture
