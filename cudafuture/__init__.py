@@ -18,6 +18,7 @@ from cudafuture.future import copy, fail, packed_nbytes, submit
 from cudafuture.graph_breaks import break_graphs
 from cudafuture.prefetch import Prefetcher, prefetch
 from cudafuture.streams import current_streams, has_context, own_stream, pool_stream, use_streams
+from cudafuture_c10d import register as _register_backend
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,4 +49,5 @@ __all__ = [
     "wait_all",
 ]
 
+_register_backend()
 break_graphs(AsCompleted, executors.default_executor, executors.serial, *map(globals().get, __all__))

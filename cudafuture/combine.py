@@ -252,8 +252,12 @@ class _Countdown:
 
 def _distinct(futures: Iterable[CUDAFuture[T]]) -> dict[CUDAFuture[T], None]:
     given = _listed(futures)
-    for future in given:
+    for place, future in enumerate(given):
         if not isinstance(future, CUDAFuture):
+            of_work = getattr(future, "future", None)  # the Work of a group with the backend "cudafuture"
+            if isinstance(of_work, CUDAFuture):
+                given[place] = of_work
+                continue
             raise TypeError(
                 f"{shown(future)} is not a CUDAFuture; CUDAFuture.from_torch() converts torch's futures and works"
             )

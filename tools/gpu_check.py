@@ -62,7 +62,7 @@ def machine() -> str:
 
 def import_from(folder: str) -> str:
     """Import the packages and their native modules, out of that folder and no other."""
-    for name in ("cudafuture", "cudafuture._C", "cudafuture.testing._sim", "rpc_ext", "rpc_ext._C"):
+    for name in ("cudafuture", "cudafuture._C", "cudafuture._c10d", "cudafuture.testing._sim", "rpc_ext", "rpc_ext._C"):
         where = importlib.import_module(name).__file__ or "nowhere"
         if not Path(where).is_relative_to(folder):
             sys.exit(f"{name} comes from {where}, not from what was built in {folder}")
@@ -73,7 +73,11 @@ def import_from(folder: str) -> str:
 
 def find_outdated(folder: Path) -> list[str]:
     """Return the Python files of the checkout that differ from the installed ones."""
-    files = [f.relative_to(ROOT) for name in ("cudafuture", "rpc_ext") for f in (ROOT / name).rglob("*.py")]
+    files = [
+        f.relative_to(ROOT)
+        for name in ("cudafuture", "cudafuture_c10d", "rpc_ext")
+        for f in (ROOT / name).rglob("*.py")
+    ]
     return sorted(
         str(f)
         for f in files

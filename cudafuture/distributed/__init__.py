@@ -8,6 +8,9 @@ collective that a callback issues goes to a side group, which only callbacks of 
 the same callbacks in the same order on every rank therefore pairs its data correctly, for any timing of the ranks.
 """
 
+from cudafuture._c10d import FutureWork
+from cudafuture.distributed._backend import wrap
+from cudafuture.distributed._backend_options import BackendOptions
 from cudafuture.distributed.collectives import (
     all_gather,
     all_gather_coalesced,
@@ -43,7 +46,9 @@ from cudafuture.errors import CollectiveError
 from cudafuture.graph_breaks import break_graphs
 
 __all__ = [
+    "BackendOptions",
     "CollectiveError",
+    "FutureWork",
     "ProcessGroup",
     "Received",
     "all_gather",
@@ -78,6 +83,7 @@ __all__ = [
     "scatter_object_list",
     "send",
     "send_object_list",
+    "wrap",
 ]
 
 break_graphs(*map(globals().get, __all__))

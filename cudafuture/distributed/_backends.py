@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from cudafuture import _C
+from cudafuture._c10d import FutureBackend
 
-__all__ = ["of_all_groups", "of_group", "unwrapped"]
+__all__ = ["backend_for", "of_all_groups", "of_group"]
 
 
-def unwrapped(backend: Any) -> Any:
-    """Return the backend behind the checks of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-    return getattr(backend, "wrapped_pg", backend)
+def backend_for(group: Any, device: torch.device) -> Any:
+    """Return the group's backend for a type of devices: the one that carries the tensors, behind all wrappers.
+
+    The wrappers are the checks of TORCH_DISTRIBUTED_DEBUG=DETAIL and the backend "cudafuture".
+
+    Raises:
+        RuntimeError: it has none.
+    """
+    backend = group._get_backend(device)
+    while True:
+        if isinstance(backend, FutureBackend):
+            backend = backend.inner(device.type)
+        elif (checked := getattr(backend, "wrapped_pg", None)) is not None:
+            backend = checked
+        else:
+            return backend
 
 
 def of_group(group: dist.ProcessGroup) -> _C.Backends | None:
@@ -28,5 +44,9 @@ def of_all_groups() -> _C.Backends | None:
 
 
 def _backends(group: Any) -> list[Any]:
-    found = {id(backend): backend for backend in (group._get_backend(device) for device in group._device_types)}
-    return [unwrapped(backend) for backend in found.values()]
+    found = {}
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):  # the backend "cudafuture" wraps none for it
+            backend = backend_for(group, device)
+            found[id(backend)] = backend
+    return list(found.values())

@@ -87,6 +87,28 @@ class Group:
         self._barriers: dict[str, MonitoredBarrier] = {}  # by serial queue, each used by the queue's thread only
         self._lock = threading.Lock()  # guards _side_groups and sends_waiting
 
+    def issuer(
+        self,
+        process_group: dist.ProcessGroup,
+        operation: str,
+        queue: str | None,
+        *,
+        over_nccl: bool,
+        connected: bool = True,
+    ) -> Issuer:
+        """Return the issuer for this thread, which runs callbacks of `queue` (None: the program).
+
+        Over NCCL it is the program, after the callbacks before this point. `connected`: as in `side_group`.
+
+        Raises:
+            CollectiveError, InvalidStateError: as `wait_for_issue_order` and `side_group` raise them.
+        """
+        if over_nccl:
+            self.wait_for_issue_order(operation, queue)
+        elif queue is not None:
+            return self.side_group(process_group, queue, connected=connected)
+        return self.program
+
     def side_group(self, process_group: dist.ProcessGroup, queue: str, *, connected: bool = True) -> Issuer:
         """Return the issuer for the callbacks of a serial queue; only the thread that runs them calls this.
 

@@ -284,13 +284,9 @@ def begin(
         facts = tuple([_facts(t, operation, process_group) for t in tensors])
         is_staged = _staged.is_staged(state, process_group, operation, tensors)
         over_nccl = state.has_nccl and _is_over_nccl(state, tensors, on_device)
-    if over_nccl:
-        state.wait_for_issue_order(operation.name, queue)
-        issuer = state.program
-    elif queue is None:
-        issuer = state.program
-    else:
-        issuer = state.side_group(process_group, queue, connected=not is_staged)
+    issuer = state.program
+    if over_nccl or queue is not None:
+        issuer = state.issuer(process_group, operation.name, queue, over_nccl=over_nccl, connected=not is_staged)
     if _coalesced:  # in the place of this operation, after those that callbacks issue before it
         _refuse_coalesced(operation, process_group)
     sequence = issuer.issued

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from cudafuture.distributed._backend_options import BackendOptions, name_of
+
 __all__ = ["options_without_split"]
 
 
@@ -24,9 +26,19 @@ def options_without_split(backend: str | None, given: Any = None) -> Any:
         return given
     if backend is None:
         backend = dist.distributed_c10d._world.pg_backend_config[default]
-    if dist.Backend.NCCL not in dist.distributed_c10d.BackendConfig(dist.Backend(backend)).device_backend_map.values():
-        return given
-    return _without_split(given)
+    names = set(dist.distributed_c10d.BackendConfig(dist.Backend(backend)).device_backend_map.values())
+    if dist.Backend.NCCL in names:
+        return _without_split(given)
+    if "cudafuture" in names:
+        choices = BackendOptions.of(given).choices
+        return BackendOptions(**{device: _unsplit(choice) for device, choice in choices.items()})
+    return given
+
+
+def _unsplit(choice: Any) -> Any:
+    if name_of(choice) != dist.Backend.NCCL:
+        return choice
+    return _without_split(None if isinstance(choice, str) else choice)
 
 
 def _without_split(given: Any) -> Any:

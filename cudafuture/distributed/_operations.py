@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d as c10d
 
-from cudafuture.distributed._backends import unwrapped
+from cudafuture.distributed._backends import backend_for
 from cudafuture.distributed._side_group import kind_of
 
 __all__ = ["DistributedOperation", "Layout"]
@@ -99,7 +99,7 @@ def _all_to_all(outputs: Any, inputs: Any, group: Any, **options: Any) -> Any:
     both = [tensors for tensors in (outputs, inputs) if isinstance(tensors, (list, tuple))]
     for tensor in (tensor for tensors in both for tensor in tensors):
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda and tensor.dtype in _NOT_OF_NCCL:
-            backend = unwrapped(group._get_backend(tensor.device))
+            backend = backend_for(group, tensor.device)
             if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
                 raise RuntimeError(f"NCCL has no type for {tensor.dtype}; send the bytes, as tensor.view(torch.uint8)")
     return dist.all_to_all(outputs, inputs, group=group, **options)

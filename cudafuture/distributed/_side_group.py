@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 from torch.distributed import distributed_c10d as c10d
 
-from cudafuture.distributed._backends import unwrapped
+from cudafuture.distributed._backends import backend_for
 from cudafuture.errors import CollectiveError
 
 __all__ = ["kind_of", "make_side_group", "store_of", "timeout_of"]
@@ -71,16 +71,17 @@ def store_of(group: dist.ProcessGroup, prefix: str) -> Store:
 def timeout_of(group: dist.ProcessGroup) -> Any:
     """Return the group's timeout, a ``datetime.timedelta``."""
     for device in group._device_types:
-        options = getattr(unwrapped(group._get_backend(device)), "options", None)
-        if options is not None:
-            return options._timeout
+        with contextlib.suppress(RuntimeError):
+            options = getattr(backend_for(group, device), "options", None)
+            if options is not None:
+                return options._timeout
     return c10d.default_pg_timeout
 
 
 def kind_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Return the name of the group's backend for a type of device, such as "gloo"; None if it has none."""
     try:
-        name: str = unwrapped(group._get_backend(device)).name()
+        name: str = backend_for(group, device).name()
     except RuntimeError:
         return None
     return name.lower()
@@ -88,13 +89,13 @@ def kind_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 def _copied_backends(group: dist.ProcessGroup) -> list[tuple[torch.device, Any]]:
     """Return the devices and backends of a side group; None stands for Gloo, if the group has NCCL only."""
-    backends = [(device, group._get_backend(device)) for device in group._device_types]
-    copied = [(device, backend) for device, backend in backends if _name_of(backend) != "nccl"]
+    kinds = [(device, kind_of(group, device)) for device in group._device_types]
+    copied = [(device, backend_for(group, device)) for device, kind in kinds if kind not in (None, "nccl")]
     return copied or [(torch.device("cpu"), None)]
 
 
 def _name_of(backend: Any) -> str:
-    return "gloo" if backend is None else unwrapped(backend).name().lower()
+    return "gloo" if backend is None else str(backend.name()).lower()
 
 
 def _kind_of(backend: Any) -> Any:

@@ -34,7 +34,7 @@ from cudafuture.distributed._operations import (
     SCATTER_OBJECT_LIST,
     DistributedOperation,
 )
-from cudafuture.distributed._side_group import timeout_of
+from cudafuture.distributed._side_group import kind_of, timeout_of
 
 __all__ = [
     "all_gather_object",
@@ -168,9 +168,8 @@ def monitored_barrier(
     if issued is None:
         return nothing()
     issue, pg = issued
-    backend = dist.get_backend(pg)
-    if backend != dist.Backend.GLOO:
-        raise ValueError(f"monitored_barrier() needs Gloo, but the group's backend is {backend}")
+    if kind_of(pg, torch.device("cpu")) != "gloo":
+        raise ValueError(f"monitored_barrier() needs Gloo, but the group's backend is {dist.get_backend(pg)}")
     limit: timedelta
     if timeout is None:
         limit = timeout_of(pg)

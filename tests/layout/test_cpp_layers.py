@@ -1,10 +1,10 @@
 """Only ``bind/`` and ``api/`` include Python: nothing below them sees a Python header, not even through another one.
 
-There are three native modules, and none includes from another, but for the interface of the core's module in ``api/``,
+There are four native modules, and none includes from another, but for the interface of the core's module in ``api/``,
 whose headers need no other of its headers. The simulated accelerator's ``runtime/`` does not even see torch. The
 libraries of fakecuda see no Python, and only ``operators/`` sees torch; they use that runtime's race detector. In the
-module of ``rpc_ext`` each header with its source is a layer, and so are the folder of the seals and those of remote
-stores.
+modules of ``rpc_ext`` and of the c10d backend each header with its source is a layer, and so are the folders of the
+seals and of remote stores.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from layout.tree import (
+    C10D,
     FAKECUDA,
     NATIVE,
     ROOT,
     RPC_NATIVE,
     SIM,
+    c10d_files,
     cpp_files,
     fakecuda_files,
     include_root,
@@ -38,6 +40,7 @@ LAYERS = {
         "bind": {"core", "io", "store"},
         "api": {"core", "io", "store", "bind"},
     },
+    C10D: {"holder": set(), "work": {"holder"}, "backend": {"work"}, "module": {"backend", "work"}},
     SIM: {"runtime": set(), "device": {"runtime"}, "ops": {"device", "runtime"}, "bind": {"ops", "device", "runtime"}},
     FAKECUDA: {
         "machine": set(),
@@ -82,7 +85,7 @@ LAYERS = {
         },
     },
 }
-SHARED = {str(f.relative_to(NATIVE)) for f in interface_headers()}  # the module of rpc_ext includes them, too
+SHARED = {str(f.relative_to(NATIVE)) for f in interface_headers()}  # other modules include them, too
 RPC_WITHOUT_PYTHON = {
     *(
         "announcement",
@@ -124,12 +127,14 @@ def needs_no_python(file: Path) -> bool:
     )
 
 
-FILES = [*cpp_files(), *sim_files(), *fakecuda_files(), *rpc_files()]
+FILES = [*cpp_files(), *c10d_files(), *sim_files(), *fakecuda_files(), *rpc_files()]
 CORE_AND_SIM = [*cpp_files("core", "io", "store"), *sim_files("runtime", "device", "ops")]
 BELOW_BIND = [*CORE_AND_SIM, *fakecuda_files(), *(f for f in rpc_files() if needs_no_python(f))]
 
 # The files of ops/ that only register operators offer nothing to include, and neither does the one that makes a module.
-HAVE_HEADERS = [f for f in [*CORE_AND_SIM, *rpc_files()] if f.parent.name != "ops" and f.stem != "module"]
+HAVE_HEADERS = [
+    f for f in [*CORE_AND_SIM, *c10d_files(), *rpc_files()] if f.parent.name != "ops" and f.stem != "module"
+]
 
 
 def ids(file: Path) -> str:
@@ -190,8 +195,9 @@ def test_includes_point_down(file: Path) -> None:
             assert folder(ours) in allowed, f"{folder(file)}/ may not include {name}"
 
 
-def test_rpc_module_includes_interface_alone() -> None:
-    shared = {name for file in rpc_files() for name, ours in includes(file) if not ours and (NATIVE / name).is_file()}
+def test_other_modules_include_interface_alone() -> None:
+    files = [*rpc_files(), *c10d_files()]
+    shared = {name for file in files for name, ours in includes(file) if not ours and (NATIVE / name).is_file()}
     assert shared <= SHARED
 
 
@@ -228,3 +234,4 @@ def test_sources_are_found() -> None:
     assert cpp_files()
     assert sim_files("runtime")
     assert {folder(f) for f in rpc_files()} == LAYERS[RPC_NATIVE].keys()
+    assert {folder(f) for f in c10d_files()} == LAYERS[C10D].keys()

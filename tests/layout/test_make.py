@@ -81,6 +81,7 @@ def test_finished_setup_is_not_repeated(checkout: Path, command: str) -> None:
     ("changed", "does"),
     [
         ("cudafuture/_C/core/future.cpp", ["pip install"]),
+        ("cudafuture/_c10d/work.cpp", ["pip install"]),
         ("rpc_ext/_C/seal/seal.cpp", ["pip install"]),
         ("pyproject.toml", ["environment.py build", "pip install"]),
         ("README.md", []),

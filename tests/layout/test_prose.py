@@ -9,9 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from layout.tree import NATIVE, ROOT, cpp_files, cpp_test_files, fakecuda_files, python_files, rpc_files, sim_files
+from layout.tree import (
+    NATIVE,
+    ROOT,
+    c10d_files,
+    cpp_files,
+    cpp_test_files,
+    fakecuda_files,
+    python_files,
+    rpc_files,
+    sim_files,
+)
 
-FOLDERS = ("cudafuture", "rpc_ext")
+FOLDERS = ("cudafuture", "cudafuture_c10d", "rpc_ext")
 
 PRODUCT = python_files(*FOLDERS)
 OTHERS = python_files("tests", "benchmarks", "examples", "tools")
@@ -23,6 +33,7 @@ NATIVE_DOCS = NATIVE / "bind" / "docs.h"
 WITH_WORDS = [
     *PRODUCT,
     *cpp_files(),
+    *c10d_files(),
     *rpc_files(),
     *sim_files(),
     *fakecuda_files(),

@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "cudafuture"
 NATIVE = PACKAGE / "_C"
+C10D = PACKAGE / "_c10d"
 SIM = PACKAGE / "testing" / "_sim"
 FAKECUDA = PACKAGE / "testing" / "_fakecuda"
 RPC = ROOT / "rpc_ext"
@@ -54,14 +55,20 @@ def cpp_test_files() -> list[Path]:
     return _cpp_files(CPP_TESTS, ())
 
 
+def c10d_files() -> list[Path]:
+    """Return the C++ files of cudafuture/_c10d."""
+    return _cpp_files(C10D, ())
+
+
 def source_files() -> list[Path]:
     """Return the Python and C++ files of both packages."""
-    return [*python_files("cudafuture", "rpc_ext"), *cpp_files(), *sim_files(), *fakecuda_files(), *rpc_files()]
+    python = python_files("cudafuture", "cudafuture_c10d", "rpc_ext")
+    return [*python, *cpp_files(), *c10d_files(), *sim_files(), *fakecuda_files(), *rpc_files()]
 
 
 def include_root(file: Path) -> Path:
     """Return the folder that a C++ file's own headers are named from: each native module has one."""
-    return next((root for root in (SIM, FAKECUDA, RPC_NATIVE) if file.is_relative_to(root)), NATIVE)
+    return next((root for root in (C10D, SIM, FAKECUDA, RPC_NATIVE) if file.is_relative_to(root)), NATIVE)
 
 
 def _cpp_files(root: Path, folders: tuple[str, ...]) -> list[Path]:
@@ -79,7 +86,7 @@ def is_module(name: str) -> bool:
     """Return whether a dotted name is a module of this checkout; the native one is, built or not."""
     path = ROOT.joinpath(*name.split("."))
     return (
-        name in {"cudafuture._C", "cudafuture._build_info", "rpc_ext._C"}
+        name in {"cudafuture._C", "cudafuture._c10d", "cudafuture._build_info", "rpc_ext._C"}
         or path.with_suffix(".py").is_file()
         or (path / "__init__.py").is_file()
     )

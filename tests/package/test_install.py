@@ -21,7 +21,8 @@ from support.soak import SOAK
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
-    *("CHANGELOG.md", "CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "cmake", "cudafuture", "licenses"),
+    *("CHANGELOG.md", "CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "cmake", "cudafuture", "cudafuture_c10d"),
+    "licenses",
     *("pyproject.toml", "rpc_ext", "tools"),
 }
 

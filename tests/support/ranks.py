@@ -108,7 +108,7 @@ def _main(rank: int, size: int, group: Any, pipe: Connection, function: Callable
     torch.set_num_threads(1)
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if "nccl" in backend:
+    if backend != "gloo" and rank < torch.cuda.device_count():
         torch.cuda.set_device(rank)
     timeout = dt.timedelta(seconds=10 * PATIENCE)  # nothing here is to wait for it
     device = torch.device("cuda", rank) if binds_device else None
@@ -122,5 +122,5 @@ def _main(rank: int, size: int, group: Any, pipe: Connection, function: Callable
     pipe.send_bytes(pickle.dumps(answer))
     with contextlib.suppress(EOFError):  # after the last answer: no connection breaks before
         pipe.recv_bytes()
-    if "nccl" in backend:
+    if backend != "gloo" and rank < torch.cuda.device_count():
         os._exit(0)  # torch's watchdog may want the GIL after a failure, and an interpreter that ends has none to give

@@ -15,6 +15,7 @@
 
 #include "bind/errors.h"
 #include "bind/future.h"
+#include "bind/work.h"
 #include "core/callback_thread.h"
 #include "core/ordered_executor.h"
 #include "core/process.h"
@@ -302,7 +303,10 @@ nb::object combine(Maker how, nb::handle futures, bool cancel_parts) {
     const Future& part = expect_future(PyTuple_GET_ITEM(sequence.ptr(), i), "combining");
     priority = i == 0 ? part.priority() : std::min(priority, part.priority());
   }
-  for (Py_ssize_t i = 0; i < count; ++i) parts.push_back(Py_NewRef(PyTuple_GET_ITEM(sequence.ptr(), i)));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const given = PyTuple_GET_ITEM(sequence.ptr(), i);
+    parts.push_back(core_of_or_null(given) != nullptr ? Py_NewRef(given) : future_of_work(given).release().ptr());
+  }
 
   auto core = c10::make_intrusive<Future>(priority);
   Future& whole = *core;

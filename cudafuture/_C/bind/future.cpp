@@ -8,6 +8,7 @@
 #include "bind/executors.h"
 #include "bind/method_descriptors.h"
 #include "bind/torch_future.h"
+#include "bind/work.h"
 #include "core/process.h"
 
 namespace cudafuture::bind {
@@ -266,6 +267,7 @@ Future* core_of_or_null(nb::handle object) noexcept {
 
 Future& expect_future(nb::handle object, const char* who) {
   if (Future* future = core_of_or_null(object)) return *future;
+  if (const nb::object future = future_of_work(object)) return core_of(future);  // the Work keeps it
   const bool is_several = PyList_Check(object.ptr()) != 0 || PyTuple_Check(object.ptr()) != 0;
   const std::string message = std::string(who) + " takes CUDAFutures, not " + repr_of(object) +
                               (is_several ? "; gather() takes them one by one: gather(*futures)"

@@ -222,6 +222,12 @@ void Then::deliver(Future& parent, Future* child, nb::object result) {
   }
   Future* inner = core_of_or_null(result);
   if (inner == nullptr) {
+    if (nb::object future = future_of_work(result)) {
+      result = std::move(future);
+      inner = &core_of(result);
+    }
+  }
+  if (inner == nullptr) {
     failed(parent, child, unfit_result(std::move(result), "then_async()"), {});
     return;
   }

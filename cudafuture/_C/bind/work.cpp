@@ -37,6 +37,15 @@ PyTypeObject* work_class() {
 
 bool is_python_work(nb::handle work) { return Py_TYPE(work.ptr()) != work_class(); }
 
+// Returns true for a Work of the backend "cudafuture".
+bool is_future_work(nb::handle work) {
+  static Imported type{"cudafuture._c10d", "FutureWork"};
+  return is_python_work(work) && nb::isinstance(work, type());
+}
+
+// Returns the Work that a Work of the backend "cudafuture" forwards to; any other Work as it is.
+nb::object wrapped_work(nb::handle work) { return is_future_work(work) ? work.attr("inner") : nb::borrow(work); }
+
 void add_tensors(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
   if (value.isTensor()) {
     tensors.push_back(value.toTensor());
@@ -282,7 +291,13 @@ bool is_work(nb::handle object) {
   return type != nullptr && PyObject_TypeCheck(object.ptr(), type) != 0;
 }
 
-void follow(nb::handle work, FuturePtr future) {
+nb::object future_of_work(nb::handle object) {
+  if (!is_work(object) || !is_future_work(object)) return {};
+  return object.attr("future");
+}
+
+void follow(nb::handle given, FuturePtr future) {
+  const nb::object work = wrapped_work(given);
   if (is_python_work(work)) {
     follow_python_work(work, std::move(future));
   } else {
@@ -290,11 +305,12 @@ void follow(nb::handle work, FuturePtr future) {
   }
 }
 
-void follow_work(nb::handle work, FuturePtr future, nb::object value, nb::object tensors, const WorkGroup& group) {
-  if (!is_work(work)) {
-    const std::string message = "expected a c10d Work, not " + repr_of(work);
+void follow_work(nb::handle given, FuturePtr future, nb::object value, nb::object tensors, const WorkGroup& group) {
+  if (!is_work(given)) {
+    const std::string message = "expected a c10d Work, not " + repr_of(given);
     throw nb::type_error(message.c_str());
   }
+  const nb::object work = wrapped_work(given);
   if (!is_python_work(work)) {
     follow_native_work(*behind<c10d::Work>(work), std::move(future), bind::foreign(std::move(value)),
                        bind::foreign(std::move(tensors)), group);

@@ -8,6 +8,9 @@ namespace cudafuture::bind {
 
 bool is_work(nb::handle object);
 
+// Returns the CUDAFuture of a Work of the backend "cudafuture"; invalid for any other object.
+nb::object future_of_work(nb::handle object);
+
 // Makes `future` complete with the Work's result.
 void follow(nb::handle work, FuturePtr future);
 

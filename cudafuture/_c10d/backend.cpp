@@ -1,0 +1,474 @@
+#include "backend.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "api/order.h"
+
+namespace cudafuture::c10d_backend {
+namespace {
+
+namespace py = pybind11;
+
+std::atomic<std::uint64_t> next_number{0};
+
+// Over NCCL, several communicators need one order of execution on the device.
+bool has_issue_order(const c10d::Backend& backend) { return backend.getBackendName() == "nccl"; }
+
+std::optional<c10::Stream> current_stream(const at::Tensor& tensor) {
+  if (tensor.is_cpu() || !c10::impl::hasDeviceGuardImpl(tensor.device().type())) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
+}
+
+c10::IValue list_of(const TensorLists& lists) {
+  c10::List<c10::List<at::Tensor>> all;
+  for (const Tensors& tensors : lists) all.push_back(c10::List<at::Tensor>(tensors));
+  return all;
+}
+
+// The value of an operation whose functions in torch take one tensor, although the backend gets a list.
+c10::IValue single(const Tensors& tensors) {
+  return tensors.size() == 1 ? c10::IValue(tensors.front()) : c10::IValue(tensors);
+}
+
+// No tensors: one that is undefined, which names no device.
+const at::Tensor& any_of(const Tensors& first, const Tensors& second) {
+  static const at::Tensor none;
+  const Tensors& tensors = first.empty() ? second : first;
+  return tensors.empty() ? none : tensors.front();
+}
+
+const at::Tensor& any_of(const Tensors& tensors) { return any_of(tensors, tensors); }
+
+}  // namespace
+
+FutureBackend::FutureBackend(int rank, int size, std::vector<Inner> inner, bool is_owner, std::string name)
+    : Backend(rank, size),
+      inner_(std::move(inner)),
+      is_owner_(is_owner),
+      identity_(std::make_shared<const GroupIdentity>(GroupIdentity{std::move(name), next_number++})) {
+  TORCH_CHECK_VALUE(!inner_.empty(), "the backend cudafuture needs a backend to wrap");
+  pg_uid_ = identity_->name;
+  pg_desc_ = inner_.front().backend->getGroupDesc();
+}
+
+const BackendPtr& FutureBackend::of(c10::DeviceType device) const {
+  for (const Inner& one : inner_) {
+    if (one.device == device) return one.backend;
+  }
+  TORCH_CHECK(false, "No backend type associated with device type ", c10::DeviceTypeName(device, true),
+              ": the backend cudafuture of group '", identity_->name,
+              "' wraps none for it; name one in BackendOptions(", c10::DeviceTypeName(device, true), "=...)");
+}
+
+const BackendPtr& FutureBackend::wrapped() const {
+  if (bound_device_id_) {
+    for (const Inner& one : inner_) {
+      if (one.device == bound_device_id_->type()) return one.backend;
+    }
+  }
+  const auto accelerator =
+      std::find_if(inner_.begin(), inner_.end(), [](const Inner& one) { return one.device != c10::DeviceType::CPU; });
+  return accelerator == inner_.end() ? inner_.front().backend : accelerator->backend;
+}
+
+// Calls a function once with each wrapped backend.
+template <class Call>
+void FutureBackend::for_each(Call call) const {
+  for (auto one = inner_.begin(); one != inner_.end(); ++one) {
+    const auto is_same = [&](const Inner& other) { return other.backend == one->backend; };
+    if (std::none_of(inner_.begin(), one, is_same)) call(*one->backend);
+  }
+}
+
+void FutureBackend::carry() {
+  for_each([this](c10d::Backend& backend) {
+    if (bound_device_id_ != backend.getBoundDeviceId()) backend.setBoundDeviceId(bound_device_id_);
+    if (pg_desc_ != backend.getGroupDesc()) backend.setGroupDesc(pg_desc_);
+    [](c10d::Backend& own, auto& one) {  // from torch 2.13 on
+      if constexpr (requires { one.setUsePgForSymmMemRendezvous(true); }) {
+        one.setUsePgForSymmMemRendezvous(static_cast<decltype(one)>(own).getUsePgForSymmMemRendezvous());
+      }
+    }(*this, backend);
+  });
+}
+
+BackendPtr FutureBackend::route(const char* name, c10::DeviceType device, Pairing pairing) {
+  if (is_owner_) carry();
+  const BackendPtr& backend = of(device);
+  if (is_coalescing_here()) return backend;  // startCoalescing() has waited
+  const bool has_order = has_issue_order(*backend);
+  if (pairing == Pairing::by_peer && !has_order) return backend;
+  if (!api::is_in_callback() && (!has_order || api::is_issue_turn())) return backend;
+  const py::gil_scoped_acquire inside;
+  const py::object other =
+      py::module_::import("cudafuture.distributed._backend")
+          .attr("route")(identity_->name, identity_->number, c10::DeviceTypeName(device, true), name, has_order);
+  return other.is_none() ? backend : other.cast<BackendPtr>();
+}
+
+template <class Call>
+WorkPtr FutureBackend::issue(const char* name, c10::DeviceType device, c10::IValue value,
+                             std::optional<c10::Stream> stream, Call call, Pairing pairing) {
+  const BackendPtr backend = route(name, device, pairing);
+  const std::uint64_t sequence = issued_.fetch_add(1, std::memory_order_relaxed);
+  WorkPtr work = call(*backend);
+  if (work == nullptr) return work;
+  if (is_coalescing_here()) {
+    if (!backend->supportsCoalescing()) coalesced_.push_back(work);
+    return work;
+  }
+  if (pairing == Pairing::by_peer && !has_issue_order(*backend)) work = c10::make_intrusive<MessageWork>(work);
+  return c10::make_intrusive<FutureWork>(std::move(work),
+                                         IssuedOperation{name, sequence, identity_, std::move(value), stream});
+}
+
+template <class Call>
+WorkPtr FutureBackend::issue(const char* name, const at::Tensor& tensor, c10::IValue value, Call call,
+                             Pairing pairing) {
+  if (is_coalescing_here() && value.isTensor()) coalesced_outputs_.push_back(value.toTensor());
+  if (!tensor.defined()) call(principal());  // throws the wrapped backend's error
+  TORCH_CHECK(tensor.defined(), name, " was given no tensor");
+  return issue(name, tensor.device().type(), std::move(value), current_stream(tensor), std::move(call), pairing);
+}
+
+// ---- collectives
+
+WorkPtr FutureBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return issue("broadcast", any_of(tensors), single(tensors),
+               [&](c10d::Backend& backend) { return backend.broadcast(tensors, options); });
+}
+
+WorkPtr FutureBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return issue("all_reduce", any_of(tensors), single(tensors),
+               [&](c10d::Backend& backend) { return backend.allreduce(tensors, options); });
+}
+
+WorkPtr FutureBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return issue("all_reduce", any_of(tensors), single(tensors),
+               [&](c10d::Backend& backend) { return backend.allreduce_sparse(tensors, options); });
+}
+
+WorkPtr FutureBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  return issue("all_reduce_coalesced", any_of(tensors), tensors,
+               [&](c10d::Backend& backend) { return backend.allreduce_coalesced(tensors, options); });
+}
+
+WorkPtr FutureBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  const bool has_output = options.rootRank == rank_;
+  return issue("reduce", any_of(tensors), has_output ? single(tensors) : c10::IValue(),
+               [&](c10d::Backend& backend) { return backend.reduce(tensors, options); });
+}
+
+WorkPtr FutureBackend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  return issue("all_gather", any_of(inputs), outputs.size() == 1 ? c10::IValue(outputs.front()) : list_of(outputs),
+               [&](c10d::Backend& backend) { return backend.allgather(outputs, inputs, options); });
+}
+
+WorkPtr FutureBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
+  return issue("all_gather_into_tensor", input, output,
+               [&](c10d::Backend& backend) { return backend._allgather_base(output, input, options); });
+}
+
+WorkPtr FutureBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                           const c10d::AllgatherOptions& options) {
+  return issue("all_gather_coalesced", any_of(inputs), list_of(outputs),
+               [&](c10d::Backend& backend) { return backend.allgather_coalesced(outputs, inputs, options); });
+}
+
+WorkPtr FutureBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                       const c10d::AllgatherOptions& options) {
+  return issue("all_gather_into_tensor", any_of(inputs, outputs), outputs, [&](c10d::Backend& backend) {
+    return backend.allgather_into_tensor_coalesced(outputs, inputs, options);
+  });
+}
+
+WorkPtr FutureBackend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
+  return issue("gather", any_of(inputs), outputs.empty() ? c10::IValue() : c10::IValue(outputs.front()),
+               [&](c10d::Backend& backend) { return backend.gather(outputs, inputs, options); });
+}
+
+WorkPtr FutureBackend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) {
+  return issue("scatter", any_of(outputs), single(outputs),
+               [&](c10d::Backend& backend) { return backend.scatter(outputs, inputs, options); });
+}
+
+WorkPtr FutureBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                      const c10d::ReduceScatterOptions& options) {
+  return issue("reduce_scatter", any_of(outputs), single(outputs),
+               [&](c10d::Backend& backend) { return backend.reduce_scatter(outputs, inputs, options); });
+}
+
+WorkPtr FutureBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                            const c10d::ReduceScatterOptions& options) {
+  return issue("reduce_scatter_tensor", output, output,
+               [&](c10d::Backend& backend) { return backend._reduce_scatter_base(output, input, options); });
+}
+
+WorkPtr FutureBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                       const c10d::ReduceScatterOptions& options) {
+  return issue("reduce_scatter_tensor", any_of(outputs, inputs), outputs, [&](c10d::Backend& backend) {
+    return backend.reduce_scatter_tensor_coalesced(outputs, inputs, options);
+  });
+}
+
+WorkPtr FutureBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes,
+                                     std::vector<std::int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
+  return issue("all_to_all_single", input, output, [&](c10d::Backend& backend) {
+    return backend.alltoall_base(output, input, output_sizes, input_sizes, options);
+  });
+}
+
+WorkPtr FutureBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+  return issue("all_to_all", any_of(outputs, inputs), outputs,
+               [&](c10d::Backend& backend) { return backend.alltoall(outputs, inputs, options); });
+}
+
+// torch chooses a device for a barrier, but does not say which one. It is the bound device, else the host if the group
+// has a backend for it. A barrier that names devices is for an accelerator.
+WorkPtr FutureBackend::barrier(const c10d::BarrierOptions& options) {
+  c10::DeviceType device = inner_.front().device;
+  for (const Inner& one : inner_) {
+    const bool is_host = one.device == c10::DeviceType::CPU;
+    if (bound_device_id_ ? one.device == bound_device_id_->type() : is_host == options.device_ids.empty()) {
+      device = one.device;
+      break;
+    }
+  }
+  return issue("barrier", device, {}, std::nullopt, [&](c10d::Backend& backend) { return backend.barrier(options); });
+}
+
+void FutureBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  route("monitored_barrier", c10::DeviceType::CPU, Pairing::by_order)->monitoredBarrier(options, wait_all_ranks);
+}
+
+// ---- point to point
+
+WorkPtr FutureBackend::send(Tensors& tensors, int to, int tag) {
+  return issue(
+      "send", any_of(tensors), {}, [&](c10d::Backend& backend) { return backend.send(tensors, to, tag); },
+      Pairing::by_peer);
+}
+
+WorkPtr FutureBackend::recv(Tensors& tensors, int from, int tag) {
+  return issue(
+      "recv", any_of(tensors), single(tensors),
+      [&](c10d::Backend& backend) { return backend.recv(tensors, from, tag); }, Pairing::by_peer);
+}
+
+WorkPtr FutureBackend::recvAnysource(Tensors& tensors, int tag) {
+  return issue(
+      "recv", any_of(tensors), single(tensors),
+      [&](c10d::Backend& backend) { return backend.recvAnysource(tensors, tag); }, Pairing::by_peer);
+}
+
+// ---- coalescing
+
+bool FutureBackend::supportsCoalescing() const {
+  bool supports = false;
+  for_each([&](c10d::Backend& backend) { supports = supports || backend.supportsCoalescing(); });
+  return supports;
+}
+
+void FutureBackend::startCoalescing() {
+  TORCH_CHECK(supportsCoalescing(), "no backend that the backend cudafuture of group '", identity_->name,
+              "' wraps can coalesce operations");
+  for (const Inner& one : inner_) {
+    if (one.backend->supportsCoalescing()) route("coalesced", one.device, Pairing::by_peer);
+  }
+  for_each([](c10d::Backend& backend) {
+    if (backend.supportsCoalescing()) backend.startCoalescing();
+  });
+  coalescing_ = std::this_thread::get_id();
+}
+
+WorkPtr FutureBackend::endCoalescing() {
+  coalescing_ = std::thread::id();
+  std::vector<WorkPtr> works = std::exchange(coalesced_, {});
+  c10::List<at::Tensor> outputs = std::exchange(coalesced_outputs_, c10::List<at::Tensor>());
+  for_each([&](c10d::Backend& backend) {
+    if (!backend.supportsCoalescing()) return;
+    if (WorkPtr work = backend.endCoalescing()) works.push_back(std::move(work));
+  });
+  if (works.empty()) return nullptr;
+  WorkPtr work = works.front();
+  if (works.size() > 1) work = c10::make_intrusive<WorkList>(std::move(works));
+  std::optional<c10::Stream> stream;
+  if (!outputs.empty()) stream = current_stream(outputs.get(0));
+  return c10::make_intrusive<FutureWork>(
+      std::move(work), IssuedOperation{"coalesced", issued_++, identity_, std::move(outputs), stream});
+}
+
+// ---- new groups
+
+namespace {
+
+c10::intrusive_ptr<c10d::Backend::Options> options_of(c10d::Backend& backend,
+                                                      const c10::intrusive_ptr<c10d::Backend::Options>& given) {
+  return given != nullptr && given->backend == backend.getBackendName() ? given : backend.getBackendOptions();
+}
+
+}  // namespace
+
+template <class Make>
+BackendPtr FutureBackend::made_of_inner(Make make) {
+  carry();
+  std::vector<std::pair<c10d::Backend*, BackendPtr>> made;
+  bool is_member = true;
+  for_each([&](c10d::Backend& backend) {
+    made.emplace_back(&backend, make(backend));
+    is_member = is_member && made.back().second != nullptr;
+  });
+  if (!is_member) return nullptr;
+  std::vector<Inner> inner;
+  for (const Inner& one : inner_) {
+    const auto like = std::find_if(made.begin(), made.end(), [&](auto& m) { return m.first == one.backend.get(); });
+    inner.push_back({one.device, like->second});
+  }
+  const c10d::Backend& first = *inner.front().backend;
+  return c10::make_intrusive<FutureBackend>(first.getRank(), first.getSize(), std::move(inner), true, identity_->name);
+}
+
+BackendPtr FutureBackend::split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                const c10::intrusive_ptr<Options>& options) {
+  return made_of_inner(
+      [&](c10d::Backend& backend) { return backend.split(store, ranks, options_of(backend, options)); });
+}
+
+BackendPtr FutureBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                const c10::intrusive_ptr<Options>& options, const int& rank, const int& size) {
+  return made_of_inner(
+      [&](c10d::Backend& backend) { return backend.merge(store, options_of(backend, options), rank, size); });
+}
+
+BackendPtr FutureBackend::shrink(const std::vector<std::int64_t>& without, int flags,
+                                 const c10::intrusive_ptr<Options>& options) {
+  return made_of_inner([&](c10d::Backend& backend) { return backend.shrink(without, flags, options); });
+}
+
+// ---- the group
+
+void FutureBackend::setTimeout(std::chrono::milliseconds timeout) {
+  for_each([&](c10d::Backend& backend) { backend.setTimeout(timeout); });
+}
+
+void FutureBackend::setGroupUid(const std::string& name) {
+  Backend::setGroupUid(name);
+  identity_ = std::make_shared<const GroupIdentity>(GroupIdentity{name, identity_->number});
+  if (!is_owner_) return;
+  carry();
+  for_each([&](c10d::Backend& backend) { backend.setGroupUid(name); });
+}
+
+void FutureBackend::setSequenceNumberForGroup() {
+  for_each([](c10d::Backend& backend) { backend.setSequenceNumberForGroup(); });
+}
+
+void FutureBackend::eagerConnectSingleDevice(at::Device device) {
+  carry();
+  of(device.type())->eagerConnectSingleDevice(device);
+}
+
+c10d::ErrorType FutureBackend::getError() {
+  c10d::ErrorType first = c10d::ErrorType::SUCCESS;
+  bool has_any = false;
+  for_each([&](c10d::Backend& backend) {
+    try {
+      const c10d::ErrorType error = backend.getError();
+      has_any = true;
+      if (first == c10d::ErrorType::SUCCESS) first = error;
+    } catch (const c10::Error&) {  // it reports none
+    }
+  });
+  return has_any ? first : Backend::getError();
+}
+
+void FutureBackend::abort() {
+  if (is_owner_) for_each([](c10d::Backend& backend) { backend.abort(); });
+}
+
+void FutureBackend::shutdown() {
+  if (is_owner_) for_each([](c10d::Backend& backend) { backend.shutdown(); });
+}
+
+void FutureBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  auto copy = hook;
+  principal().registerOnCompletionHook(std::move(copy));  // throws if it has no such hooks
+  onCompletionHook_ = std::move(hook);                    // hasHooks() looks at this field
+}
+
+void FutureBackend::enableCollectivesTiming() {
+  for_each([](c10d::Backend& backend) {
+    if (backend.supportsTimeEstimation() || has_issue_order(backend)) backend.enableCollectivesTiming();
+  });
+}
+
+// ---- memory
+
+at::Tensor FutureBackend::allocateTensor(long size, at::TensorOptions options) {
+  return of(options.device().type())->allocateTensor(size, options);
+}
+
+void FutureBackend::suspend() {
+  [](auto& backend) {
+    if constexpr (requires { backend.suspend(); }) backend.suspend();
+  }(principal());
+}
+
+void FutureBackend::resume() {
+  [](auto& backend) {
+    if constexpr (requires { backend.resume(); }) backend.resume();
+  }(principal());
+}
+
+std::unordered_map<std::string, std::uint64_t> FutureBackend::getMemoryStats() {
+  return [](auto& backend) -> std::unordered_map<std::string, std::uint64_t> {
+    if constexpr (requires { backend.getMemoryStats(); }) {
+      return backend.getMemoryStats();
+    } else {
+      return {};
+    }
+  }(principal());
+}
+
+// ---- Python
+
+void bind_backend(py::module_& m) {
+  const py::module_ c10d = py::module_::import("torch._C._distributed_c10d");
+  py::class_<FutureBackend, c10d::Backend, Holder<FutureBackend>> backend(m, "FutureBackend", R"(
+The c10d backend "cudafuture" of one process group: it wraps the backends that carry the tensors.
+
+Methods that only a wrapped backend has, such as those of ProcessGroupNCCL, are found on it.
+)");
+  backend
+      .def(py::init([](int rank, int size, const std::vector<std::pair<std::string, BackendPtr>>& inner, bool is_owner,
+                       std::string name) {
+             std::vector<FutureBackend::Inner> all;
+             all.reserve(inner.size());
+             for (const auto& [device, one] : inner) all.push_back({c10::Device(device).type(), one});
+             return c10::make_intrusive<FutureBackend>(rank, size, std::move(all), is_owner, std::move(name));
+           }),
+           py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("is_owner"), py::arg("name"))
+      .def(
+          "inner",
+          [](const FutureBackend& self, const std::string& device) { return self.of(c10::Device(device).type()); },
+          py::arg("device"), "Return the wrapped backend of a type of devices; RuntimeError: there is none.")
+      .def_property_readonly("_number", &FutureBackend::number)
+      .def("__getattr__", [](const FutureBackend& self, const std::string& name) -> py::object {
+        const py::object inner = py::cast(self.wrapped());
+        return inner.attr(name.c_str());
+      });
+
+  // torch gives our backend to NCCL's options as the one to split from. They take the NCCL backend that it wraps.
+  if (!py::hasattr(c10d, "ProcessGroupNCCL")) return;
+  static PyTypeObject* const nccl = reinterpret_cast<PyTypeObject*>(c10d.attr("ProcessGroupNCCL").ptr());
+  py::detail::get_type_info(nccl)->implicit_conversions.push_back([](PyObject* object, PyTypeObject*) -> PyObject* {
+    if (!py::isinstance<FutureBackend>(object)) return nullptr;
+    const py::object inner = py::cast(py::handle(object).cast<FutureBackend&>().wrapped());
+    return PyObject_TypeCheck(inner.ptr(), nccl) != 0 ? inner.inc_ref().ptr() : nullptr;
+  });
+}
+
+}  // namespace cudafuture::c10d_backend

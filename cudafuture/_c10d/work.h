@@ -1,0 +1,120 @@
+// The Work of a collective that has a CUDAFuture, which is made when Python asks for it.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/Stream.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "holder.h"
+
+namespace cudafuture::c10d_backend {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+// A group: names are used again after a group was destroyed, numbers are not.
+struct GroupIdentity {
+  std::string name;
+  std::uint64_t number;  // of the backend, in this process
+};
+
+// One operation, as it was issued.
+struct IssuedOperation {
+  const char* name;        // of cudafuture.distributed's function
+  std::uint64_t sequence;  // among the group's operations, from 0
+  std::shared_ptr<const GroupIdentity> group;
+  c10::IValue value;                  // of the future: the output, or none
+  std::optional<c10::Stream> stream;  // the current one of the tensors' device; nullopt: no device with streams
+};
+
+// A Work around the Work of the wrapped backend, to which it forwards all calls. It adds one allocation to the issue of
+// a collective, and nothing else: no future exists until future() is called.
+class FutureWork final : public c10d::Work {
+ public:
+  FutureWork(WorkPtr inner, IssuedOperation operation);
+  ~FutureWork() override;
+
+  const WorkPtr& inner() const noexcept { return inner_; }
+  const IssuedOperation& operation() const noexcept { return operation_; }
+
+  // Returns the CUDAFuture, always the same one. With the GIL.
+  pybind11::object future(pybind11::handle self);
+  // The future that exists already, or None. With the GIL.
+  pybind11::object made() const;
+  void keep(pybind11::object future);
+
+  bool isCompleted() override { return inner_->isCompleted(); }
+  bool isSuccess() const override { return inner_->isSuccess(); }
+  std::exception_ptr exception() const override { return inner_->exception(); }
+  int sourceRank() const override { return inner_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return inner_->result(); }
+  void synchronize() override { inner_->synchronize(); }
+  bool wait(std::chrono::milliseconds timeout) override { return inner_->wait(timeout); }
+  void blockCurrentStream() override { inner_->blockCurrentStream(); }
+  void abort() override { inner_->abort(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner_->getFuture(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return inner_->getFutureResult(); }
+  float getDuration() const override { return inner_->getDuration(); }
+  std::uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
+
+ private:
+  const WorkPtr inner_;
+  const IssuedOperation operation_;
+  PyObject* future_ = nullptr;  // guarded by the GIL
+};
+
+// The Work of a message over a backend whose Works may be waited for once only, such as Gloo: a second wait() for a
+// send or a recv blocks until its timeout. Here one thread waits, and the others wait for that thread.
+class MessageWork final : public c10d::Work {
+ public:
+  explicit MessageWork(WorkPtr inner);
+
+  bool isCompleted() override;
+  bool isSuccess() const override { return inner_->isSuccess(); }
+  std::exception_ptr exception() const override { return inner_->exception(); }
+  int sourceRank() const override { return inner_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return inner_->result(); }
+  void synchronize() override { inner_->synchronize(); }
+  bool wait(std::chrono::milliseconds timeout) override;
+  void blockCurrentStream() override { inner_->blockCurrentStream(); }
+  void abort() override { inner_->abort(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner_->getFuture(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return inner_->getFutureResult(); }
+  float getDuration() const override { return inner_->getDuration(); }
+  std::uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
+
+ private:
+  const WorkPtr inner_;
+  std::timed_mutex waiting_;   // held by the thread in inner_->wait(), which takes no other lock of ours
+  std::optional<bool> ended_;  // what that wait() returned; guarded by waiting_
+  std::exception_ptr error_;   // or what it threw
+  std::atomic<bool> has_ended_{false};
+};
+
+// Several Works that were issued as one.
+class WorkList final : public c10d::Work {
+ public:
+  explicit WorkList(std::vector<WorkPtr> works);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  std::vector<at::Tensor> result() override;
+  void synchronize() override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void abort() override;
+
+ private:
+  const std::vector<WorkPtr> works_;
+};
+
+void bind_work(pybind11::module_& m);
+
+}  // namespace cudafuture::c10d_backend
