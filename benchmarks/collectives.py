@@ -117,6 +117,61 @@ def over_nccl(limit: float, rounds: int) -> Row:
     return Row("nccl", what, "ns", us, them, "raw", "more", added, limit, *control("raw - raw, ns", same))
 
 
+# ---- the backend "cudafuture" beside the backend that it wraps
+
+
+def all_reduces_of_backend(length: int, calls: int, rounds: int) -> list[list[float]]:
+    tensor = torch.zeros(length)
+    groups: list[Any] = [dist.new_group(backend="cudafuture"), dist.new_group(), dist.new_group()]
+
+    def one(group: Any) -> float:
+        start = now()
+        dist.all_reduce(tensor, group=group, async_op=True).wait()
+        return now() - start
+
+    figures = [by_turns(calls, *[partial(one, group) for group in groups]) for _ in range(rounds)]
+    return [[statistics.median(turn[which]) for turn in figures] for which in range(3)]
+
+
+def backend_single(name: str, length: int, calls: int, limit: float, rounds: int) -> Row:
+    """Measure the time that the backend adds to a call of torch; the control is a second group over Gloo."""
+    ours, raw, again = on_two_ranks(partial(all_reduces_of_backend, length, calls), rounds)
+    added = statistics.median(a - b for a, b in zip(ours, raw, strict=True))
+    same = [a - b for a, b in zip(again, raw, strict=True)]
+    us, them = statistics.median(ours), statistics.median(raw)
+    what = f'all_reduce of {name} by torch on backend "cudafuture", and wait'
+    return Row(f"backend {name}", what, "ns", us, them, "Gloo", "more", added, limit, *control("Gloo - Gloo, ns", same))
+
+
+def backend_steps(rounds: int) -> list[list[float]]:
+    """Measure steps of DDP on the backend and on Gloo, twice."""
+    data, target = torch.randn(64, 512), torch.randn(64, 512)
+
+    def make_step(group: Any) -> Callable[[], float]:
+        ddp = DistributedDataParallel(model_of(512), bucket_cap_mb=1, gradient_as_bucket_view=True, process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+
+        def step() -> float:
+            start = now()
+            nn.functional.mse_loss(ddp(data), target).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            return now() - start
+
+        return step
+
+    groups: list[Any] = [dist.new_group(backend="cudafuture"), dist.new_group(), dist.new_group()]
+    return by_turns(10 * rounds, *[make_step(group) for group in groups])
+
+
+def backend_ddp(rounds: int) -> Row:
+    ours, raw, again = on_two_ranks(backend_steps, rounds)
+    same = [a / b for a, b in zip(again, raw, strict=True)]
+    us, them = statistics.median(ours), statistics.median(raw)
+    what = 'a step of DDP on backend "cudafuture", six buckets of 1 MiB'
+    return Row("backend DDP", what, "ns", us, them, "Gloo", "x", us / them, 1.0, *control("Gloo / Gloo", same))
+
+
 # ---- many in flight
 
 
@@ -251,6 +306,9 @@ LIMITS: dict[str, Callable[[int], Row]] = {
     "64KiB": partial(single, "64 KiB", 16 * 1024, 100, 5_000),
     "1MiB": partial(single, "1 MiB", 256 * 1024, 20, None),
     "16MiB": partial(single, "16 MiB", 4 * 1024 * 1024, 3, None),
+    "backend-4B": partial(backend_single, "4 B", 1, 100, 2_000),
+    "backend-64KiB": partial(backend_single, "64 KiB", 16 * 1024, 100, 2_000),
+    "backend-DDP": backend_ddp,
     "in-flight": many,
     "step": partial(steps, "step", False, False),
     "overlap": partial(steps, "overlap", True, True),
