@@ -21,8 +21,10 @@ bool is_python_ending() {
 
 }  // namespace
 
+ForwardingWork::ForwardingWork(WorkPtr inner) : Work(-1, inner->retrieveOpType()), inner_(std::move(inner)) {}
+
 FutureWork::FutureWork(WorkPtr inner, IssuedOperation operation)
-    : Work(-1, inner->retrieveOpType()), inner_(std::move(inner)), operation_(std::move(operation)) {}
+    : ForwardingWork(std::move(inner)), operation_(std::move(operation)) {}
 
 FutureWork::~FutureWork() {
   if (future_ == nullptr || is_python_ending()) return;
@@ -43,9 +45,7 @@ void FutureWork::keep(py::object future) {
   if (future_ == nullptr) future_ = future.release().ptr();
 }
 
-MessageWork::MessageWork(WorkPtr inner) : Work(-1, inner->retrieveOpType()), inner_(std::move(inner)) {}
-
-bool MessageWork::isCompleted() { return has_ended_.load() || inner_->isCompleted(); }
+bool MessageWork::isCompleted() { return has_ended_.load() || inner()->isCompleted(); }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   std::unique_lock lock(waiting_, std::defer_lock);
@@ -57,7 +57,7 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
   if (error_ != nullptr) std::rethrow_exception(error_);
   if (ended_) return *ended_;
   try {
-    ended_ = inner_->wait(timeout);
+    ended_ = inner()->wait(timeout);
   } catch (...) {
     error_ = std::current_exception();
     throw;

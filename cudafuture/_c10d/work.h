@@ -34,21 +34,12 @@ struct IssuedOperation {
   std::optional<c10::Stream> stream;  // the current one of the tensors' device; nullopt: no device with streams
 };
 
-// A Work around the Work of the wrapped backend, to which it forwards all calls. It adds one allocation to the issue of
-// a collective, and nothing else: no future exists until future() is called.
-class FutureWork final : public c10d::Work {
+// A Work that forwards all calls to another one.
+class ForwardingWork : public c10d::Work {
  public:
-  FutureWork(WorkPtr inner, IssuedOperation operation);
-  ~FutureWork() override;
+  explicit ForwardingWork(WorkPtr inner);
 
   const WorkPtr& inner() const noexcept { return inner_; }
-  const IssuedOperation& operation() const noexcept { return operation_; }
-
-  // Returns the CUDAFuture, always the same one. With the GIL.
-  pybind11::object future(pybind11::handle self);
-  // The future that exists already, or None. With the GIL.
-  pybind11::object made() const;
-  void keep(pybind11::object future);
 
   bool isCompleted() override { return inner_->isCompleted(); }
   bool isSuccess() const override { return inner_->isSuccess(); }
@@ -66,35 +57,41 @@ class FutureWork final : public c10d::Work {
 
  private:
   const WorkPtr inner_;
+};
+
+// A Work around the Work of the wrapped backend. It adds one allocation to the issue of a collective, and nothing else:
+// no future exists until future() is called.
+class FutureWork final : public ForwardingWork {
+ public:
+  FutureWork(WorkPtr inner, IssuedOperation operation);
+  ~FutureWork() override;
+
+  const IssuedOperation& operation() const noexcept { return operation_; }
+
+  // Returns the CUDAFuture, always the same one. With the GIL.
+  pybind11::object future(pybind11::handle self);
+  // The future that exists already, or None. With the GIL.
+  pybind11::object made() const;
+  void keep(pybind11::object future);
+
+ private:
   const IssuedOperation operation_;
   PyObject* future_ = nullptr;  // guarded by the GIL
 };
 
 // The Work of a message over a backend whose Works may be waited for once only, such as Gloo: a second wait() for a
 // send or a recv blocks until its timeout. Here one thread waits, and the others wait for that thread.
-class MessageWork final : public c10d::Work {
+class MessageWork final : public ForwardingWork {
  public:
-  explicit MessageWork(WorkPtr inner);
+  using ForwardingWork::ForwardingWork;
 
   bool isCompleted() override;
-  bool isSuccess() const override { return inner_->isSuccess(); }
-  std::exception_ptr exception() const override { return inner_->exception(); }
-  int sourceRank() const override { return inner_->sourceRank(); }
-  std::vector<at::Tensor> result() override { return inner_->result(); }
-  void synchronize() override { inner_->synchronize(); }
   bool wait(std::chrono::milliseconds timeout) override;
-  void blockCurrentStream() override { inner_->blockCurrentStream(); }
-  void abort() override { inner_->abort(); }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner_->getFuture(); }
-  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return inner_->getFutureResult(); }
-  float getDuration() const override { return inner_->getDuration(); }
-  std::uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
 
  private:
-  const WorkPtr inner_;
-  std::timed_mutex waiting_;   // held by the thread in inner_->wait(), which takes no other lock of ours
-  std::optional<bool> ended_;  // what that wait() returned; guarded by waiting_
-  std::exception_ptr error_;   // or what it threw
+  std::timed_mutex waiting_;   // held by the thread in the inner wait(), which takes no other lock of ours
+  std::optional<bool> ended_;  // the result of the inner wait(); guarded by waiting_
+  std::exception_ptr error_;   // the exception of the inner wait(); guarded by waiting_
   std::atomic<bool> has_ended_{false};
 };
 
