@@ -27,6 +27,7 @@ from cudafuture.distributed import _operations
 from cudafuture.distributed._backend_options import BackendOptions, name_of
 from cudafuture.distributed._group import group_of, resolve
 from cudafuture.distributed._issue import Issue
+from cudafuture.distributed._side_group import make_by_plugin
 
 __all__ = ["create", "group_of_backend", "make_future", "route", "wrap"]
 
@@ -90,15 +91,12 @@ def _make(choice: Any, store: Store, wanted: Any) -> Any:
         backend = dist.ProcessGroupNCCL(store, rank, size, options)
         backend._set_sequence_number_for_group()
         return backend
-    plugin = dist.Backend._plugins.get(name.upper())
-    if name == "cudafuture" or plugin is None:
+    if name == "cudafuture" or name.upper() not in dist.Backend._plugins:
         raise ValueError(f"the backend cudafuture cannot wrap {name!r}: give the name of a backend that torch has")
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, timeout)
     own = _DistributedBackendOptions()
     own.store, own.group_rank, own.group_size, own.timeout = store, rank, size, timeout
     own.group_id, own.global_ranks_in_group = wanted.group_id, wanted.global_ranks_in_group
-    return plugin.creator_fn(own, options)
+    return make_by_plugin(name, own, options)
 
 
 def wrap(group: Any = None) -> dist.ProcessGroup:

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from cudafuture.distributed._backends import backend_for
 from cudafuture.errors import CollectiveError
 
-__all__ = ["kind_of", "make_side_group", "store_of", "timeout_of"]
+__all__ = ["kind_of", "make_by_plugin", "make_side_group", "store_of", "timeout_of"]
 
 
 def make_side_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
@@ -108,11 +108,19 @@ def _like(backend: Any, store: Store, rank: int, size: int, timeout: Any) -> Any
         if not dist.is_gloo_available():
             raise RuntimeError("it needs the Gloo backend, which this build of torch does not have")
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    plugin = dist.Backend._plugins[name.upper()]
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, timeout)
     wanted = _DistributedBackendOptions()
     wanted.store, wanted.group_rank, wanted.group_size, wanted.timeout = store, rank, size, timeout
     wanted.group_id = f"cudafuture/{name}"
     wanted.global_ranks_in_group = list(range(size))
-    return plugin.creator_fn(wanted, None)
+    return make_by_plugin(name, wanted, None)
+
+
+def make_by_plugin(name: str, wanted: Any, options: Any) -> Any:
+    """Return a backend made by the extension that registered `name` with torch.
+
+    `wanted` describes the group, as torch does; `options` are the backend's own, or None.
+    """
+    plugin = dist.Backend._plugins[name.upper()]
+    if plugin.extended_api:
+        return plugin.creator_fn(wanted, options)
+    return plugin.creator_fn(wanted.store, wanted.group_rank, wanted.group_size, wanted.timeout)
