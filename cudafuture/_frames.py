@@ -10,10 +10,11 @@ from types import FrameType
 
 import torch
 
-__all__ = ["call_site", "warn"]
+__all__ = ["call_site", "is_called_from", "warn"]
 
 _HERE = Path(__file__).parent
-_FOLDERS = (_HERE, _HERE.parent / "rpc_ext", Path(torch.__file__).parent)  # torch calls an optimizer's step, and hooks
+_TORCH = Path(torch.__file__).parent
+_FOLDERS = (_HERE, _HERE.parent / "rpc_ext", _TORCH)  # torch calls an optimizer's step, and hooks
 _LIBRARY = tuple(str(folder) + os.sep for folder in _FOLDERS)
 
 
@@ -26,6 +27,16 @@ def call_site() -> str:
 def warn(message: str) -> None:
     """Issue a RuntimeWarning for the innermost line outside of the library and torch."""
     warnings.warn(message, RuntimeWarning, stacklevel=_caller()[1])
+
+
+def is_called_from(folder: Path) -> bool:
+    """Return True if a file in `folder` called torch, which called the file that calls this function."""
+    own = sys._getframe(1)
+    skipped = (own.f_code.co_filename, str(_TORCH) + os.sep)
+    frame: FrameType | None = own
+    while frame is not None and frame.f_code.co_filename.startswith(skipped):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(str(folder) + os.sep)
 
 
 def _caller() -> tuple[FrameType | None, int]:

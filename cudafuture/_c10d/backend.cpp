@@ -1,8 +1,10 @@
 #include "backend.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "api/order.h"
@@ -11,6 +13,7 @@ namespace cudafuture::c10d_backend {
 namespace {
 
 namespace py = pybind11;
+using py::literals::operator""_a;
 
 std::atomic<std::uint64_t> next_number{0};
 
@@ -33,6 +36,14 @@ c10::IValue single(const Tensors& tensors) {
   return tensors.size() == 1 ? c10::IValue(tensors.front()) : c10::IValue(tensors);
 }
 
+c10::IValue single(const TensorLists& lists) { return lists.size() == 1 ? c10::IValue(lists.front()) : list_of(lists); }
+
+// The tensors that a collective was given, in Python.
+template <class... Tensor>
+py::tuple given(const Tensor&... tensors) {
+  return py::make_tuple(torch::jit::toPyObject(c10::IValue(tensors))...);
+}
+
 // No tensors: one that is undefined, which names no device.
 const at::Tensor& any_of(const Tensors& first, const Tensors& second) {
   static const at::Tensor none;
@@ -43,6 +54,8 @@ const at::Tensor& any_of(const Tensors& first, const Tensors& second) {
 const at::Tensor& any_of(const Tensors& tensors) { return any_of(tensors, tensors); }
 
 }  // namespace
+
+std::atomic<bool> FutureBackend::compares_order{false};
 
 FutureBackend::FutureBackend(int rank, int size, std::vector<Inner> inner, bool is_owner, std::string name)
     : Backend(rank, size),
@@ -109,121 +122,191 @@ BackendPtr FutureBackend::route(const char* name, c10::DeviceType device, Pairin
   return other.is_none() ? backend : other.cast<BackendPtr>();
 }
 
-template <class Call>
+template <class Call, class About>
 WorkPtr FutureBackend::issue(const char* name, c10::DeviceType device, c10::IValue value,
-                             std::optional<c10::Stream> stream, Call call, Pairing pairing) {
-  const BackendPtr backend = route(name, device, pairing);
-  const std::uint64_t sequence = issued_.fetch_add(1, std::memory_order_relaxed);
-  WorkPtr work = call(*backend);
-  if (work == nullptr) return work;
-  if (is_coalescing_here()) {
-    if (!backend->supportsCoalescing()) coalesced_.push_back(work);
-    return work;
+                             std::optional<c10::Stream> stream, Call call, const About& about) {
+  constexpr bool is_message = std::is_same_v<About, MessageEnd>;
+  const auto issue_now = [&]() -> WorkPtr {
+    const BackendPtr backend = route(name, device, is_message ? Pairing::by_peer : Pairing::by_order);
+    const std::uint64_t sequence = issued_.fetch_add(1, std::memory_order_relaxed);
+    WorkPtr work = call(*backend);
+    if (work == nullptr) return work;
+    if (is_coalescing_here()) {
+      if (!backend->supportsCoalescing()) coalesced_.push_back(work);
+      return work;
+    }
+    IssuedOperation operation{name, sequence, identity_, std::move(value), stream};
+    if constexpr (is_message) {
+      if (!has_issue_order(*backend)) work = c10::make_intrusive<MessageWork>(work);
+      operation.peer = about.peer;
+    }
+    return c10::make_intrusive<FutureWork>(std::move(work), std::move(operation));
+  };
+  if (!compares_order.load(std::memory_order_relaxed) || is_coalescing_here()) return issue_now();
+  const py::gil_scoped_acquire inside;
+  if constexpr (is_message) {
+    return compare(name, device, issue_now, about);
+  } else {
+    return compare(name, device, issue_now, about());
   }
-  if (pairing == Pairing::by_peer && !has_issue_order(*backend)) work = c10::make_intrusive<MessageWork>(work);
-  return c10::make_intrusive<FutureWork>(std::move(work),
-                                         IssuedOperation{name, sequence, identity_, std::move(value), stream});
 }
 
-template <class Call>
+template <class Call, class About>
 WorkPtr FutureBackend::issue(const char* name, const at::Tensor& tensor, c10::IValue value, Call call,
-                             Pairing pairing) {
+                             const About& about) {
   if (is_coalescing_here() && value.isTensor()) coalesced_outputs_.push_back(value.toTensor());
   if (!tensor.defined()) call(principal());  // throws the wrapped backend's error
   TORCH_CHECK(tensor.defined(), name, " was given no tensor");
-  return issue(name, tensor.device().type(), std::move(value), current_stream(tensor), std::move(call), pairing);
+  return issue(name, tensor.device().type(), std::move(value), current_stream(tensor), std::move(call), about);
+}
+
+template <class About>
+WorkPtr FutureBackend::compare(const char* name, c10::DeviceType device, const std::function<WorkPtr()>& issue_now,
+                               const About& about) {
+  const py::module_ backend = py::module_::import("cudafuture.distributed._backend");
+  const py::cpp_function call([&]() -> WorkPtr {
+    const py::gil_scoped_release outside;
+    return issue_now();
+  });
+  py::object work;
+  if constexpr (std::is_same_v<About, MessageEnd>) {
+    work = backend.attr("compare_message")(call, identity_->name, identity_->number, name, about.tensor, about.peer,
+                                           about.tag);
+  } else {
+    work = backend.attr("compare")(call, identity_->name, identity_->number, c10::DeviceTypeName(device, true), name,
+                                   about.tensors, about.options);
+  }
+  return work.cast<WorkPtr>();
 }
 
 // ---- collectives
 
 WorkPtr FutureBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return issue("broadcast", any_of(tensors), single(tensors),
-               [&](c10d::Backend& backend) { return backend.broadcast(tensors, options); });
+  return issue(
+      "broadcast", any_of(tensors), single(tensors),
+      [&](c10d::Backend& backend) { return backend.broadcast(tensors, options); },
+      [&] { return Arguments{given(single(tensors)), py::dict("group_src"_a = options.rootRank)}; });
 }
 
 WorkPtr FutureBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return issue("all_reduce", any_of(tensors), single(tensors),
-               [&](c10d::Backend& backend) { return backend.allreduce(tensors, options); });
+  return issue(
+      "all_reduce", any_of(tensors), single(tensors),
+      [&](c10d::Backend& backend) { return backend.allreduce(tensors, options); },
+      [&] { return Arguments{given(single(tensors)), py::dict("op"_a = options.reduceOp)}; });
 }
 
 WorkPtr FutureBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return issue("all_reduce", any_of(tensors), single(tensors),
-               [&](c10d::Backend& backend) { return backend.allreduce_sparse(tensors, options); });
+  return issue(
+      "all_reduce", any_of(tensors), single(tensors),
+      [&](c10d::Backend& backend) { return backend.allreduce_sparse(tensors, options); },
+      [&] { return Arguments{given(single(tensors)), py::dict("op"_a = options.reduceOp)}; });
 }
 
 WorkPtr FutureBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  return issue("all_reduce_coalesced", any_of(tensors), tensors,
-               [&](c10d::Backend& backend) { return backend.allreduce_coalesced(tensors, options); });
+  return issue(
+      "all_reduce_coalesced", any_of(tensors), tensors,
+      [&](c10d::Backend& backend) { return backend.allreduce_coalesced(tensors, options); },
+      [&] { return Arguments{given(tensors), py::dict("op"_a = options.reduceOp)}; });
 }
 
 WorkPtr FutureBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   const bool has_output = options.rootRank == rank_;
-  return issue("reduce", any_of(tensors), has_output ? single(tensors) : c10::IValue(),
-               [&](c10d::Backend& backend) { return backend.reduce(tensors, options); });
+  return issue(
+      "reduce", any_of(tensors), has_output ? single(tensors) : c10::IValue(),
+      [&](c10d::Backend& backend) { return backend.reduce(tensors, options); },
+      [&] {
+        return Arguments{given(single(tensors)), py::dict("group_dst"_a = options.rootRank, "op"_a = options.reduceOp)};
+      });
 }
 
 WorkPtr FutureBackend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  return issue("all_gather", any_of(inputs), outputs.size() == 1 ? c10::IValue(outputs.front()) : list_of(outputs),
-               [&](c10d::Backend& backend) { return backend.allgather(outputs, inputs, options); });
+  return issue(
+      "all_gather", any_of(inputs), single(outputs),
+      [&](c10d::Backend& backend) { return backend.allgather(outputs, inputs, options); },
+      [&] { return Arguments{given(single(outputs), single(inputs)), {}}; });
 }
 
 WorkPtr FutureBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
-  return issue("all_gather_into_tensor", input, output,
-               [&](c10d::Backend& backend) { return backend._allgather_base(output, input, options); });
+  return issue(
+      "all_gather_into_tensor", input, output,
+      [&](c10d::Backend& backend) { return backend._allgather_base(output, input, options); },
+      [&] { return Arguments{given(output, input), {}}; });
 }
 
 WorkPtr FutureBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                            const c10d::AllgatherOptions& options) {
-  return issue("all_gather_coalesced", any_of(inputs), list_of(outputs),
-               [&](c10d::Backend& backend) { return backend.allgather_coalesced(outputs, inputs, options); });
+  return issue(
+      "all_gather_coalesced", any_of(inputs), list_of(outputs),
+      [&](c10d::Backend& backend) { return backend.allgather_coalesced(outputs, inputs, options); },
+      [&] { return Arguments{given(list_of(outputs), inputs), {}}; });
 }
 
 WorkPtr FutureBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                        const c10d::AllgatherOptions& options) {
-  return issue("all_gather_into_tensor", any_of(inputs, outputs), outputs, [&](c10d::Backend& backend) {
-    return backend.allgather_into_tensor_coalesced(outputs, inputs, options);
-  });
+  return issue(
+      "all_gather_into_tensor", any_of(inputs, outputs), outputs,
+      [&](c10d::Backend& backend) { return backend.allgather_into_tensor_coalesced(outputs, inputs, options); },
+      [&] { return Arguments{given(outputs, inputs), {}}; });
 }
 
 WorkPtr FutureBackend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
-  return issue("gather", any_of(inputs), outputs.empty() ? c10::IValue() : c10::IValue(outputs.front()),
-               [&](c10d::Backend& backend) { return backend.gather(outputs, inputs, options); });
+  const c10::IValue output = outputs.empty() ? c10::IValue() : c10::IValue(outputs.front());
+  return issue(
+      "gather", any_of(inputs), output,
+      [&](c10d::Backend& backend) { return backend.gather(outputs, inputs, options); },
+      [&] { return Arguments{given(single(inputs), output), py::dict("group_dst"_a = options.rootRank)}; });
 }
 
 WorkPtr FutureBackend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) {
-  return issue("scatter", any_of(outputs), single(outputs),
-               [&](c10d::Backend& backend) { return backend.scatter(outputs, inputs, options); });
+  return issue(
+      "scatter", any_of(outputs), single(outputs),
+      [&](c10d::Backend& backend) { return backend.scatter(outputs, inputs, options); },
+      [&] {
+        const c10::IValue input = inputs.empty() ? c10::IValue() : c10::IValue(inputs.front());
+        return Arguments{given(single(outputs), input), py::dict("group_src"_a = options.rootRank)};
+      });
 }
 
 WorkPtr FutureBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                       const c10d::ReduceScatterOptions& options) {
-  return issue("reduce_scatter", any_of(outputs), single(outputs),
-               [&](c10d::Backend& backend) { return backend.reduce_scatter(outputs, inputs, options); });
+  return issue(
+      "reduce_scatter", any_of(outputs), single(outputs),
+      [&](c10d::Backend& backend) { return backend.reduce_scatter(outputs, inputs, options); },
+      [&] { return Arguments{given(single(outputs), single(inputs)), py::dict("op"_a = options.reduceOp)}; });
 }
 
 WorkPtr FutureBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                             const c10d::ReduceScatterOptions& options) {
-  return issue("reduce_scatter_tensor", output, output,
-               [&](c10d::Backend& backend) { return backend._reduce_scatter_base(output, input, options); });
+  return issue(
+      "reduce_scatter_tensor", output, output,
+      [&](c10d::Backend& backend) { return backend._reduce_scatter_base(output, input, options); },
+      [&] { return Arguments{given(output, input), py::dict("op"_a = options.reduceOp)}; });
 }
 
 WorkPtr FutureBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                        const c10d::ReduceScatterOptions& options) {
-  return issue("reduce_scatter_tensor", any_of(outputs, inputs), outputs, [&](c10d::Backend& backend) {
-    return backend.reduce_scatter_tensor_coalesced(outputs, inputs, options);
-  });
+  return issue(
+      "reduce_scatter_tensor", any_of(outputs, inputs), outputs,
+      [&](c10d::Backend& backend) { return backend.reduce_scatter_tensor_coalesced(outputs, inputs, options); },
+      [&] { return Arguments{given(outputs, inputs), py::dict("op"_a = options.reduceOp)}; });
 }
 
 WorkPtr FutureBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes,
                                      std::vector<std::int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
-  return issue("all_to_all_single", input, output, [&](c10d::Backend& backend) {
-    return backend.alltoall_base(output, input, output_sizes, input_sizes, options);
-  });
+  return issue(
+      "all_to_all_single", input, output,
+      [&](c10d::Backend& backend) { return backend.alltoall_base(output, input, output_sizes, input_sizes, options); },
+      [&] {
+        return Arguments{given(output, input),
+                         py::dict("output_split_sizes"_a = output_sizes, "input_split_sizes"_a = input_sizes)};
+      });
 }
 
 WorkPtr FutureBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  return issue("all_to_all", any_of(outputs, inputs), outputs,
-               [&](c10d::Backend& backend) { return backend.alltoall(outputs, inputs, options); });
+  return issue(
+      "all_to_all", any_of(outputs, inputs), outputs,
+      [&](c10d::Backend& backend) { return backend.alltoall(outputs, inputs, options); },
+      [&] { return Arguments{given(outputs, inputs), {}}; });
 }
 
 // torch chooses a device for a barrier, but does not say which one. It is the bound device, else the host if the group
@@ -237,7 +320,9 @@ WorkPtr FutureBackend::barrier(const c10d::BarrierOptions& options) {
       break;
     }
   }
-  return issue("barrier", device, {}, std::nullopt, [&](c10d::Backend& backend) { return backend.barrier(options); });
+  return issue(
+      "barrier", device, {}, std::nullopt, [&](c10d::Backend& backend) { return backend.barrier(options); },
+      [] { return Arguments{py::tuple(), {}}; });
 }
 
 void FutureBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
@@ -249,19 +334,20 @@ void FutureBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool w
 WorkPtr FutureBackend::send(Tensors& tensors, int to, int tag) {
   return issue(
       "send", any_of(tensors), {}, [&](c10d::Backend& backend) { return backend.send(tensors, to, tag); },
-      Pairing::by_peer);
+      MessageEnd{any_of(tensors), to, tag});
 }
 
 WorkPtr FutureBackend::recv(Tensors& tensors, int from, int tag) {
   return issue(
       "recv", any_of(tensors), single(tensors),
-      [&](c10d::Backend& backend) { return backend.recv(tensors, from, tag); }, Pairing::by_peer);
+      [&](c10d::Backend& backend) { return backend.recv(tensors, from, tag); }, MessageEnd{any_of(tensors), from, tag});
 }
 
 WorkPtr FutureBackend::recvAnysource(Tensors& tensors, int tag) {
   return issue(
       "recv", any_of(tensors), single(tensors),
-      [&](c10d::Backend& backend) { return backend.recvAnysource(tensors, tag); }, Pairing::by_peer);
+      [&](c10d::Backend& backend) { return backend.recvAnysource(tensors, tag); },
+      MessageEnd{any_of(tensors), kAnyRank, tag});
 }
 
 // ---- coalescing
@@ -456,6 +542,7 @@ Methods that only a wrapped backend has, such as those of ProcessGroupNCCL, are 
           [](const FutureBackend& self, const std::string& device) { return self.of(c10::Device(device).type()); },
           py::arg("device"), "Return the wrapped backend of a type of devices; RuntimeError: there is none.")
       .def_property_readonly("_number", &FutureBackend::number)
+      .def_static("_compare_order", [](bool wanted) { FutureBackend::compares_order = wanted; })
       .def("__getattr__", [](const FutureBackend& self, const std::string& name) -> py::object {
         const py::object inner = py::cast(self.wrapped());
         return inner.attr(name.c_str());

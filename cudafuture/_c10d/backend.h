@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -25,6 +26,19 @@ namespace cudafuture::c10d_backend {
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<std::vector<at::Tensor>>;
+
+// The arguments of a collective, as cudafuture.distributed names them.
+struct Arguments {
+  pybind11::tuple tensors;
+  pybind11::dict options;
+};
+
+// One end of a message.
+struct MessageEnd {
+  const at::Tensor& tensor;
+  int peer;  // the rank of the other end in the group, or kAnyRank
+  int tag;
+};
 
 // Every virtual function of Backend is forwarded (tests/distributed/test_backend_forwards.py compares them with torch's
 // header). Functions without a tensor go to the principal backend: that of the bound device, else that of an
@@ -45,6 +59,9 @@ class FutureBackend final : public c10d::Backend {
   std::uint64_t number() const noexcept { return identity_->number; }
   // The principal backend.
   const BackendPtr& wrapped() const;
+
+  // CUDAFUTURE_DEBUG=order: Python compares each operation with those of the other ranks.
+  static std::atomic<bool> compares_order;
 
   // ---- collectives
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
@@ -119,13 +136,17 @@ class FutureBackend final : public c10d::Backend {
   // How the backend pairs the operations of ranks: by their order on the group, or by peer and tag.
   enum class Pairing { by_order, by_peer };
 
-  // Calls a wrapped backend and returns its Work with a future. `value`, `stream`: as in IssuedOperation.
-  template <class Call>
+  // Calls a wrapped backend and returns its Work with a future. `value`, `stream`: as in IssuedOperation. `about`: a
+  // function that returns the Arguments of a collective, with the GIL; or the MessageEnd.
+  template <class Call, class About>
   WorkPtr issue(const char* name, c10::DeviceType device, c10::IValue value, std::optional<c10::Stream> stream,
-                Call call, Pairing pairing = Pairing::by_order);
-  template <class Call>
-  WorkPtr issue(const char* name, const at::Tensor& tensor, c10::IValue value, Call call,
-                Pairing pairing = Pairing::by_order);
+                Call call, const About& about);
+  template <class Call, class About>
+  WorkPtr issue(const char* name, const at::Tensor& tensor, c10::IValue value, Call call, const About& about);
+  // Calls `issue_now` in Python, which compares the operation. `about`: Arguments, or a MessageEnd.
+  template <class About>
+  WorkPtr compare(const char* name, c10::DeviceType device, const std::function<WorkPtr()>& issue_now,
+                  const About& about);
   template <class Call>
   void for_each(Call call) const;
   template <class Make>

@@ -41,8 +41,27 @@ py::object FutureWork::made() const {
   return future_ == nullptr ? py::none() : py::reinterpret_borrow<py::object>(future_);
 }
 
-void FutureWork::keep(py::object future) {
-  if (future_ == nullptr) future_ = future.release().ptr();
+void FutureWork::keep(py::object future, bool is_compared) {
+  if (future_ != nullptr) return;
+  future_ = future.release().ptr();
+  is_compared_ = is_compared;
+}
+
+bool FutureWork::wait(std::chrono::milliseconds timeout) {
+  if (!is_compared_) return ForwardingWork::wait(timeout);
+  const py::gil_scoped_acquire inside;
+  const py::object seconds = timeout == kNoTimeout ? py::none() : py::object(py::float_(timeout.count() / 1e3));
+  made().attr("wait")(py::arg("timeout") = seconds);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> FutureWork::getFuture() {
+  if (!is_compared_) return ForwardingWork::getFuture();
+  const py::gil_scoped_acquire inside;
+  return py::module_::import("cudafuture.distributed._backend")
+      .attr("compared_future")(made(), inner())
+      .cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()
+      ->fut;
 }
 
 bool MessageWork::isCompleted() { return has_ended_.load() || inner()->isCompleted(); }
@@ -134,7 +153,11 @@ the thread for tensors on the host, as the wrapped backend does. Beside that it 
           "Number of operations that this rank issued on the group before this one.")
       .def_property_readonly("_group_number", [](const FutureWork& self) { return self.operation().group->number; })
       .def_property_readonly("_made", [](const FutureWork& self) { return self.made(); })
-      .def("_keep", [](FutureWork& self, py::object future) { self.keep(std::move(future)); })
+      .def(
+          "_keep",
+          [](FutureWork& self, py::object future, bool is_compared) { self.keep(std::move(future), is_compared); },
+          py::arg("future"), py::arg("is_compared") = false)
+      .def_property_readonly("_peer", [](const FutureWork& self) { return self.operation().peer; })
       .def_property_readonly("_value",
                              [](const FutureWork& self) { return torch::jit::toPyObject(self.operation().value); })
       .def_property_readonly("_stream", [](const FutureWork& self) { return self.operation().stream; });

@@ -19,6 +19,8 @@ namespace cudafuture::c10d_backend {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+constexpr int kAnyRank = -1;
+
 // A group: names are used again after a group was destroyed, numbers are not.
 struct GroupIdentity {
   std::string name;
@@ -32,6 +34,7 @@ struct IssuedOperation {
   std::shared_ptr<const GroupIdentity> group;
   c10::IValue value;                  // of the future: the output, or none
   std::optional<c10::Stream> stream;  // the current one of the tensors' device; nullopt: no device with streams
+  int peer = kAnyRank;                // of a recv: the rank of the sender in the group
 };
 
 // A Work that forwards all calls to another one.
@@ -72,11 +75,16 @@ class FutureWork final : public ForwardingWork {
   pybind11::object future(pybind11::handle self);
   // The future that exists already, or None. With the GIL.
   pybind11::object made() const;
-  void keep(pybind11::object future);
+  // `is_compared`: the future also waits for the comparison with the other ranks, and so do wait() and getFuture().
+  void keep(pybind11::object future, bool is_compared);
+
+  bool wait(std::chrono::milliseconds timeout) override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
   const IssuedOperation operation_;
-  PyObject* future_ = nullptr;  // guarded by the GIL
+  PyObject* future_ = nullptr;            // guarded by the GIL
+  std::atomic<bool> is_compared_{false};  // set before the Work is returned to its caller
 };
 
 // The Work of a message over a backend whose Works may be waited for once only, such as Gloo: a second wait() for a

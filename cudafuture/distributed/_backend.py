@@ -7,6 +7,8 @@
             FutureBackend(rank, size, ...)        forwards every operation       (_c10d/backend.h)
     dist.all_reduce(t, async_op=True)             FutureWork                     (_c10d/work.h)
         .then(f)                                  make_future(work), once        (this file)
+
+With CUDAFUTURE_DEBUG=order FutureBackend calls compare(), which issues the operation, and makes its future at once.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,20 +28,37 @@ from torch.distributed import distributed_c10d as c10d
 
 from cudafuture import _C, streams
 from cudafuture._c10d import FutureBackend, FutureWork
-from cudafuture.distributed import _operations
+from cudafuture._frames import is_called_from
+from cudafuture.config import config
+from cudafuture.distributed import _operations, _order
 from cudafuture.distributed._backend_options import BackendOptions, name_of
 from cudafuture.distributed._group import group_of, resolve
 from cudafuture.distributed._issue import Issue
+from cudafuture.distributed._operations import RECV, SEND
+from cudafuture.distributed._order_entry import text_of
+from cudafuture.distributed._order_messages import End, checked_messages
 from cudafuture.distributed._side_group import make_by_plugin
+from cudafuture.distributed.point_to_point import Received, with_sender
 
-__all__ = ["create", "group_of_backend", "make_future", "route", "wrap"]
+__all__ = [
+    "compare",
+    "compare_message",
+    "compared_future",
+    "create",
+    "group_of_backend",
+    "make_future",
+    "route",
+    "wrap",
+]
 
 _OPERATIONS = {
     operation.name: operation
     for operation in vars(_operations).values()
     if isinstance(operation, _operations.DistributedOperation)
 }
+FutureBackend._compare_order(config.debug_order)
 _COALESCED = _operations.DistributedOperation("coalesced", c10d._coalescing_manager)
+_HERE = Path(__file__).parent
 _making = threading.RLock()  # a finalizer may ask for a future, too
 T = TypeVar("T")
 _wrapped: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()  # by name, from wrap()
@@ -167,19 +189,26 @@ def make_future(work: FutureWork) -> _C.CUDAFuture[Any]:
         return made
 
 
-def _follow(work: FutureWork) -> _C.CUDAFuture[Any]:
+def _follow(work: FutureWork, issue: Issue | None = None) -> _C.CUDAFuture[Any]:
+    """Return a new future that follows `work`. `issue`: None: that of its group, for an error."""
     value = work._value
     try:
         group = group_of_backend(work.group_name, work._group_number)
         state = group_of(group)
     except (KeyError, RuntimeError):  # destroyed, or unknown to torch
         return _without_group(work.inner, value)
-    facts = tuple((t.shape, t.dtype) for t in _flat(value))
-    operation = _OPERATIONS.get(work.name, _COALESCED)
-    issue = Issue(operation, state, state.program, work.sequence, facts, is_staged=False)
+    if issue is None:
+        operation = _OPERATIONS.get(work.name, _COALESCED)
+        issue = Issue(operation, state, state.program, work.sequence, tuple(map(_facts, _flat(value))), is_staged=False)
+    source = work._peer
+    if work.name == RECV.name and source >= 0:
+        value = Received(value, dist.get_global_rank(group, source))
     # The memory of the operation belongs to the stream of its issue.
     with streams.use_streams(work._stream) if work._stream is not None else contextlib.nullcontext():
-        return _C.collective(work.inner, value, work.name, state.callbacks, issue, state.timeout, state.backends, None)
+        future: _C.CUDAFuture[Any] = _C.collective(
+            work.inner, value, work.name, state.callbacks, issue, state.timeout, state.backends, None
+        )
+    return with_sender(future, work.inner, issue, group) if work.name == RECV.name and source < 0 else future
 
 
 def _without_group(work: dist.Work, value: T) -> _C.CUDAFuture[T]:
@@ -190,10 +219,102 @@ def _without_group(work: dist.Work, value: T) -> _C.CUDAFuture[T]:
     return _C.CUDAFuture.from_torch(work).then(take)
 
 
+def _facts(tensors: Any) -> Any:
+    """Return shape and dtype of a tensor, or a list of them."""
+    if isinstance(tensors, list):
+        return [_facts(tensor) for tensor in tensors]
+    return None if tensors is None else (tensors.shape, tensors.dtype)
+
+
 def _flat(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for part in value or () for tensor in _flat(part)]
+
+
+def compare(
+    issue_now: Callable[[], FutureWork | None],
+    group_name: str,
+    number: int,
+    device: str,
+    name: str,
+    tensors: tuple[Any, ...],
+    options: dict[str, Any],
+) -> FutureWork | None:
+    """Issue a collective of torch, and compare it with those of the other ranks (CUDAFUTURE_DEBUG=order).
+
+    Raises:
+        CollectiveError: torch asked for no Work, and the ranks issue different collectives.
+    """
+    group = _group_to_compare(group_name, number)
+    if group is None:
+        return issue_now()
+    state = group_of(group)
+    queue = _C.issuing_serial_queue(state.callbacks)
+    issuer = state.issuer(group, name, queue, over_nccl=device in state.nccl_devices)
+    operation, sequence = _OPERATIONS[name], issuer.issued
+    work = issue_now()
+    issuer.issued = sequence + 1
+    issue = Issue(operation, state, issuer, sequence, tuple(map(_facts, tensors)), is_staged=False)
+    is_elsewhere = state.rank != options.get("group_src", options.get("group_dst", state.rank))
+    roles = operation.roles_elsewhere if is_elsewhere and operation.roles_elsewhere else operation.roles
+    future = _C.CUDAFuture.completed(None) if work is None else _follow(work, issue)
+    compared = _order.checked(future, issue, group, partial(operation.function, **options), roles)
+    if work is None:
+        compared.wait(timeout=state.timeout)
+    else:
+        work._keep(compared, is_compared=True)
+    return work
+
+
+def compare_message(
+    issue_now: Callable[[], FutureWork | None],
+    group_name: str,
+    number: int,
+    name: str,
+    tensor: Any,
+    peer: int,
+    tag: int,
+) -> FutureWork | None:
+    """Issue one end of a message of torch, and compare it with the other end (CUDAFUTURE_DEBUG=order)."""
+    group = _group_to_compare(group_name, number)
+    if group is None:
+        return issue_now()
+    state = group_of(group)
+    issue = Issue(_OPERATIONS[name], state, state.beside, state.beside.issued, (_facts(tensor),), is_staged=False)
+    state.beside.issued += 1
+    work: FutureWork | None = None
+
+    def follow() -> _C.CUDAFuture[Any]:
+        nonlocal work
+        work = issue_now()
+        return _C.CUDAFuture.completed(None) if work is None else _follow(work, issue)
+
+    end = End(name == SEND.name, None if peer < 0 else peer, tag, text_of(_facts(tensor)))
+    compared = checked_messages(issue, group, [end], follow)
+    if work is not None:
+        work._keep(compared, is_compared=True)
+    return work
+
+
+def compared_future(compared: _C.CUDAFuture[Any], work: dist.Work) -> Any:
+    """Return a future of torch with the value that `work` gives to C++, and the outcome of `compared`."""
+    inner = work.get_future()
+
+    def take(done: _C.CUDAFuture[Any]) -> Any:
+        done.value()
+        return inner.value()
+
+    return compared.then(take, executor=_C.inline_executor).to_torch()
+
+
+def _group_to_compare(name: str, number: int) -> dist.ProcessGroup | None:
+    """Return the group; None: a function of this package issues, and compares, or torch does not know the group yet."""
+    if is_called_from(_HERE):
+        return None
+    with contextlib.suppress(RuntimeError):
+        return group_of_backend(name, number)
+    return None
 
 
 def route(group_name: str, number: int, device: str, operation: str, over_nccl: bool) -> Any:

@@ -4,6 +4,8 @@ Each rank writes an entry for each collective into the group's store: the operat
 A thread compares the entries as they arrive. The future completes when all ranks have shown the same operation. At the
 first difference it fails, even if the collective itself would hang, and names both call sites.
 
+On the backend "cudafuture" that includes what torch's own functions issue (`compare` in ``_backend.py``).
+
 ``_order_messages.py`` compares the two ends of each send and recv in the same way.
 """
 

@@ -228,14 +228,21 @@ def issue_recv_from_anyone(
         work = function(tensor, group=group)
         return work
 
+    received = issue.run(group, keep_work, tensor, (tensor,))
+    return with_sender(received, work, issue, group)
+
+
+def with_sender(
+    received: CUDAFuture[torch.Tensor], work: Any, issue: Issue, group: dist.ProcessGroup
+) -> CUDAFuture[Received]:
+    """Return the future of a recv from any rank: `received`, with the sender that its completed Work knows."""
     result: CUDAFuture[Received] = _C.issued(issue.operation.name, issue.group.callbacks, issue)
 
     def finish(received: CUDAFuture[torch.Tensor]) -> None:
         try:
-            received.value()
-            result.set_result(received_by(work))
+            result.set_result(Received(received.value(), dist.get_global_rank(group, work._source_rank())))
         except BaseException as e:  # the group may have been destroyed
             result.set_exception(issue.error(e))
 
-    issue.run(group, keep_work, tensor, (tensor,)).add_done_callback(finish, executor=_C.callback_thread)
+    received.add_done_callback(finish, executor=_C.callback_thread)
     return result

@@ -23,6 +23,7 @@ from cudafuture import CUDAFuture, gather, wait
 from cudafuture._c10d import FutureBackend
 from cudafuture.errors import CollectiveError
 from cudafuture.testing import World
+from support.operations import issue_each
 from support.patience import PATIENCE
 from support.ranks import run_ranks, short_group
 
@@ -45,30 +46,6 @@ def everyone() -> Any:
     return dist.group.WORLD
 
 
-def issue_each(rank: int) -> dict[str, tuple[Any, Any]]:
-    """Issue each operation of torch; return its Work, and the value that its future is to have."""
-    out, pair, wide = ones(), [ones(), ones()], torch.zeros(4)
-    here = rank == 0
-    world: Any = dist.group.WORLD
-    t = [ones() for _ in range(4)]
-    return {
-        "all_reduce": (dist.all_reduce(t[0], async_op=True), t[0]),
-        "broadcast": (dist.broadcast(t[1], 0, async_op=True), t[1]),
-        "reduce": (dist.reduce(t[2], 0, async_op=True), t[2] if here else None),
-        "all_gather": (dist.all_gather(pair, ones(), async_op=True), pair),
-        "all_gather_into_tensor": (world._allgather_base(wide, ones()), wide),
-        "gather": (dist.gather(ones(), pair if here else None, 0, async_op=True), pair if here else None),
-        "scatter": (dist.scatter(out, pair if here else None, 0, async_op=True), out),
-        "reduce_scatter": (dist.reduce_scatter(out, [ones(), ones()], async_op=True), out),
-        "reduce_scatter_tensor": (world._reduce_scatter_base(out, torch.ones(4)), out),
-        "all_to_all": (dist.all_to_all(pair, [ones(), ones()], async_op=True), pair),
-        "all_to_all_single": (dist.all_to_all_single(out, ones(), async_op=True), out),
-        "barrier": (dist.barrier(async_op=True), None),
-        "send": (dist.isend(ones(), 1 - rank), None),
-        "recv": (dist.irecv(t[3], 1 - rank), t[3]),
-    }
-
-
 @world_of_two
 def test_works_are_torchs_and_have_futures(world: World) -> None:
     def run() -> None:
@@ -84,7 +61,7 @@ def test_works_are_torchs_and_have_futures(world: World) -> None:
             work.wait()
             assert work.done()
             assert work.ready()
-            same = zip(got, value, strict=True) if isinstance(value, list) else [(got, value)]
+            same = zip(got, value, strict=True) if isinstance(value, (list, tuple)) else [(got, value)]
             assert all(a is b for a, b in same), name
 
     world.run(run)
@@ -146,6 +123,19 @@ def test_functions_of_cudafuture_accept_the_group(world: World) -> None:
         assert [t.tolist() for t in followed.wait(timeout=PATIENCE)] == [[2.0, 2.0]]  # as for Works of torch
         half = cfd.new_group([dist.get_rank()], backend="cudafuture", use_local_synchronization=True)
         assert half.all_reduce(ones()).wait(timeout=PATIENCE).tolist() == [1.0, 1.0]
+
+    world.run(run)
+
+
+@world_of_two
+def test_recv_from_any_rank_names_the_sender(world: World) -> None:
+    def run() -> None:
+        rank, into = dist.get_rank(), ones()
+        sent: Any = dist.isend(ones() * rank, 1 - rank, tag=3)
+        received: Any = dist.irecv(into, tag=3)
+        assert received.future.wait(timeout=PATIENCE) == (into, 1 - rank)
+        received.wait()
+        sent.wait()
 
     world.run(run)
 

@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 import cudafuture
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture, InvalidStateError, executors
-from cudafuture.distributed import CollectiveError, Received, _issue
+from cudafuture.distributed import CollectiveError, Received
 from cudafuture.testing import World
 from support.comparison import ALL, COMMON, Case, Make, Place, bits, by_ours, expect_gathered_layouts
-from support.ranks import run_ranks, short_group
+from support.ranks import compare_order, run_ranks, short_group
 from support.simulated import SCHEDULES, onto, simulate
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("device-world")]
@@ -617,19 +617,15 @@ def test_collective_cannot_be_cancelled(ranks: World) -> None:
 
 def differ(rank: int) -> None:
     group = short_group()
-    with simulate("lazy"):
-        _issue._compares_order = True
-        try:
-            same = group.all_reduce(fill(1.0))
-            assert only(same.wait(non_blocking=True)) == 2.0
-            other = group.all_reduce(fill(1.0)) if rank == 0 else group.broadcast(fill(1.0), 1)
-            error = other.exception(timeout=LONG)
-            assert isinstance(error, CollectiveError)
-            assert "all_reduce float32[64] on a device" in str(error)
-            assert "broadcast float32[64] on a device" in str(error)
-            assert __file__ in str(error)
-        finally:
-            _issue._compares_order = False
+    with simulate("lazy"), compare_order():
+        same = group.all_reduce(fill(1.0))
+        assert only(same.wait(non_blocking=True)) == 2.0
+        other = group.all_reduce(fill(1.0)) if rank == 0 else group.broadcast(fill(1.0), 1)
+        error = other.exception(timeout=LONG)
+        assert isinstance(error, CollectiveError)
+        assert "all_reduce float32[64] on a device" in str(error)
+        assert "broadcast float32[64] on a device" in str(error)
+        assert __file__ in str(error)
 
 
 def test_differences_between_ranks_are_found() -> None:

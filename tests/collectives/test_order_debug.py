@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import cudafuture
 import cudafuture.distributed as cfd
@@ -16,6 +17,7 @@ from cudafuture import CUDAFuture
 from cudafuture.distributed import CollectiveError, _issue
 from cudafuture.errors import OwnershipError
 from cudafuture.testing import World, torchrun
+from support.operations import issue_each
 from support.ranks import compare_order, run_ranks, short_group
 
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.xdist_group("failures")]
@@ -145,12 +147,82 @@ def test_absent_rank_is_named() -> None:
     run_ranks(2, stay_away)
 
 
+# ---- what a program issues through torch, over the backend "cudafuture"
+
+
+def agree_in_torch(rank: int) -> None:
+    group = short_group(LONG)
+    with compare_order():
+        for work, value in issue_each(rank).values():
+            assert work.wait()
+            assert (work.future.wait(timeout=LONG) is None) == (value is None)
+        mixed = dist.all_reduce(ones(3), async_op=True) if rank == 0 else cfd.all_reduce(ones(3))
+        chained = mixed.then_async(lambda f: dist.all_reduce(f.value(), group=group.group, async_op=True))
+        assert chained.wait(timeout=LONG).tolist() == [4.0] * 3
+        parts: list[Any] = [None, None]
+        dist.all_gather_object(parts, rank)
+        assert parts == [0, 1]
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(ones(2)).sum().backward()
+        into = ones(2)
+        sent: Any = dist.isend(ones(2) * rank, 1 - rank)
+        assert dist.recv(into) == 1 - rank
+        sent.wait()
+
+
+def test_agreeing_ranks_notice_nothing_in_torch() -> None:
+    run_ranks(2, agree_in_torch, backend="cudafuture")
+
+
+IN_TORCH: dict[str, list[Callable[[Any], Any]]] = {
+    "all_reduce float32[4] | broadcast float32[4]": [
+        lambda g: dist.all_reduce(ones(4), group=g, async_op=True).future.wait(timeout=LONG),
+        lambda g: dist.broadcast(ones(4), 0, group=g),
+    ],
+    "all_reduce float32[4] | all_reduce float32[5]": [
+        lambda g: dist.all_reduce(ones(4), group=g),
+        lambda g: cfd.all_reduce(ones(5), group=g).wait(timeout=LONG),
+    ],
+    "all_reduce float32[4], with op=MAX | all_reduce float32[4], with the default options": [
+        lambda g: dist.all_reduce(ones(4), dist.ReduceOp.MAX, group=g),
+        lambda g: dist.all_reduce(ones(4), group=g),
+    ],
+    "barrier | all_reduce float32[4]": [
+        lambda g: dist.barrier(group=g),
+        lambda g: dist.all_reduce(ones(4), group=g, async_op=True).get_future().wait(),
+    ],
+    "send float32[2] | recv int64[2]": [
+        lambda g: cfd.isend(ones(2), 1, group=g).wait(timeout=LONG),
+        lambda g: dist.recv(torch.ones(2, dtype=torch.int64), 0, group=g),
+    ],
+}
+
+
+def differ_in_torch(rank: int, case: str) -> None:
+    group = short_group(LONG).group
+    with compare_order():
+        dist.all_reduce(ones(1), group=group)
+        with pytest.raises((CollectiveError, RuntimeError)) as raised:
+            IN_TORCH[case][rank](group)
+    text = str(raised.value)
+    for who, what in enumerate(case.split(" | ")):
+        operation, _, options = what.partition(", with")
+        line = next(line for line in text.splitlines() if f"rank {who}: " in line)
+        assert f"rank {who}: {operation} at {__file__}" in line
+        assert options in line
+
+
+@pytest.mark.parametrize("case", IN_TORCH)
+def test_difference_in_torch_names_both_call_sites(case: str) -> None:
+    run_ranks(2, differ_in_torch, case, backend="cudafuture")
+
+
 SCRIPT = """
 import datetime
 import torch, torch.distributed as dist
 import cudafuture.distributed as cfd
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-issue = [lambda: cfd.all_reduce(torch.ones(1)), lambda: cfd.barrier()][dist.get_rank()]
+dist.init_process_group("cudafuture", timeout=datetime.timedelta(seconds=60))
+issue = [lambda: cfd.all_reduce(torch.ones(1)), lambda: dist.barrier(async_op=True).future][dist.get_rank()]
 error = issue().exception(timeout=60)
 assert "issue different collectives" in str(error), error
 print("told\\n", end="", flush=True)

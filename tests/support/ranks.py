@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from cudafuture._c10d import FutureBackend
 from cudafuture.distributed import ProcessGroup, _issue, new_group
 from support.patience import PATIENCE
 
@@ -97,10 +98,12 @@ def short_group(seconds: float = TIMEOUT) -> ProcessGroup:
 def compare_order() -> Iterator[None]:
     """Compare the operations that the ranks issue, as CUDAFUTURE_DEBUG=order does."""
     _issue._compares_order = True
+    FutureBackend._compare_order(True)
     try:
         yield
     finally:
         _issue._compares_order = False
+        FutureBackend._compare_order(False)
 
 
 def _main(rank: int, size: int, group: Any, pipe: Connection, function: Callable[..., Any], args: Any) -> None:
