@@ -11,6 +11,7 @@ Single calls alternate in a shuffled order that both ranks share: ours, raw, and
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -23,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,56 +123,112 @@ def over_nccl(limit: float, rounds: int) -> Row:
 # ---- the backend "cudafuture" beside the backend that it wraps
 
 
+def three_groups() -> list[Any]:
+    """Return a group of the backend, and two of the backend that it wraps: the second is for the control."""
+    raw = dist.get_backend()
+    return [dist.new_group(backend="cudafuture"), dist.new_group(backend=raw), dist.new_group(backend=raw)]
+
+
 def all_reduces_of_backend(length: int, calls: int, rounds: int) -> list[list[float]]:
-    tensor = torch.zeros(length)
-    groups: list[Any] = [dist.new_group(backend="cudafuture"), dist.new_group(), dist.new_group()]
+    over_nccl = dist.get_backend() == "nccl"
+    tensor = torch.zeros(length, device="cuda" if over_nccl else "cpu")
 
     def one(group: Any) -> float:
+        if over_nccl:
+            torch.cuda.synchronize()
         start = now()
         dist.all_reduce(tensor, group=group, async_op=True).wait()
         return now() - start
 
+    groups = three_groups()
     figures = [by_turns(calls, *[partial(one, group) for group in groups]) for _ in range(rounds)]
     return [[statistics.median(turn[which]) for turn in figures] for which in range(3)]
 
 
-def backend_single(name: str, length: int, calls: int, limit: float, rounds: int) -> Row:
-    """Measure the time that the backend adds to a call of torch; the control is a second group over Gloo."""
-    ours, raw, again = on_two_ranks(partial(all_reduces_of_backend, length, calls), rounds)
+def backend_single(name: str, length: int, calls: int, limit: float, wrapped: str, rounds: int) -> Row:
+    """Measure the time that the backend adds to a call of torch; the control is a second group of the wrapped one."""
+    ours, raw, again = on_two_ranks(partial(all_reduces_of_backend, length, calls), 4 * rounds, wrapped)
     added = statistics.median(a - b for a, b in zip(ours, raw, strict=True))
     same = [a - b for a, b in zip(again, raw, strict=True)]
     us, them = statistics.median(ours), statistics.median(raw)
-    what = f'all_reduce of {name} by torch on backend "cudafuture", and wait'
-    return Row(f"backend {name}", what, "ns", us, them, "Gloo", "more", added, limit, *control("Gloo - Gloo, ns", same))
+    what = f'all_reduce of {name} by torch on backend "cudafuture" over {wrapped}, and wait'
+    words = f"{wrapped} - {wrapped}, ns"
+    return Row(f"backend {wrapped} {name}", what, "ns", us, them, wrapped, "more", added, limit, *control(words, same))
 
 
-def backend_steps(rounds: int) -> list[list[float]]:
-    """Measure steps of DDP on the backend and on Gloo, twice."""
+def distributed(group: Any) -> nn.Module:
+    return DistributedDataParallel(model_of(512), bucket_cap_mb=1, gradient_as_bucket_view=True, process_group=group)
+
+
+def sharded(group: Any) -> nn.Module:
+    model, mesh = model_of(512), DeviceMesh.from_group(group, "cpu")
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def backend_steps(make_model: Callable[[Any], nn.Module], rounds: int) -> list[list[float]]:
+    """Measure steps of a framework on the backend and on Gloo, twice."""
     data, target = torch.randn(64, 512), torch.randn(64, 512)
 
     def make_step(group: Any) -> Callable[[], float]:
-        ddp = DistributedDataParallel(model_of(512), bucket_cap_mb=1, gradient_as_bucket_view=True, process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+        model = make_model(group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
         def step() -> float:
             start = now()
-            nn.functional.mse_loss(ddp(data), target).backward()
+            nn.functional.mse_loss(model(data), target).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
             return now() - start
 
         return step
 
-    groups: list[Any] = [dist.new_group(backend="cudafuture"), dist.new_group(), dist.new_group()]
-    return by_turns(10 * rounds, *[make_step(group) for group in groups])
+    return by_turns(10 * rounds, *[make_step(group) for group in three_groups()])
 
 
-def backend_ddp(rounds: int) -> Row:
-    ours, raw, again = on_two_ranks(backend_steps, rounds)
+def backend_step(name: str, make_model: Callable[[Any], nn.Module], rounds: int) -> Row:
+    ours, raw, again = on_two_ranks(partial(backend_steps, make_model), rounds)
+    ratio = statistics.median(a / b for a, b in zip(ours, raw, strict=True))
     same = [a / b for a, b in zip(again, raw, strict=True)]
     us, them = statistics.median(ours), statistics.median(raw)
-    what = 'a step of DDP on backend "cudafuture", six buckets of 1 MiB'
-    return Row("backend DDP", what, "ns", us, them, "Gloo", "x", us / them, 1.0, *control("Gloo / Gloo", same))
+    what = f'a step of {name} on backend "cudafuture", six layers of 1 MiB'
+    return Row(f"backend {name}", what, "ns", us, them, "gloo", "x", ratio, 1.0, *control("gloo / gloo", same))
+
+
+def memory_of_backend(rounds: int) -> list[list[float]]:
+    """Return the KiB by which 10,000 all_reduces let a rank grow: of the backend with futures, and of Gloo."""
+    tensor = torch.zeros(1)
+    mine, raw, _ = three_groups()
+
+    def with_future() -> object:
+        return dist.all_reduce(tensor, group=mine, async_op=True).future.wait()
+
+    def plain() -> object:
+        return dist.all_reduce(tensor, group=raw, async_op=True).wait()
+
+    figures = []
+    for call in (with_future, plain):
+        for _ in range(2_000):
+            call()
+        before = resident_kib()
+        for _ in range(10_000):
+            call()
+        figures.append([resident_kib() - before])
+    return figures
+
+
+def resident_kib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1024
+
+
+def backend_memory(rounds: int) -> Row:
+    ours, raw = on_two_ranks(memory_of_backend, rounds)
+    what = 'growth by 10,000 all_reduces on backend "cudafuture", each with its future'
+    return Row("backend memory", what, "KiB", max(ours), max(raw), "gloo", "KiB", max(ours), 512)
 
 
 # ---- many in flight
@@ -306,15 +365,18 @@ LIMITS: dict[str, Callable[[int], Row]] = {
     "64KiB": partial(single, "64 KiB", 16 * 1024, 100, 5_000),
     "1MiB": partial(single, "1 MiB", 256 * 1024, 20, None),
     "16MiB": partial(single, "16 MiB", 4 * 1024 * 1024, 3, None),
-    "backend-4B": partial(backend_single, "4 B", 1, 100, 2_000),
-    "backend-64KiB": partial(backend_single, "64 KiB", 16 * 1024, 100, 2_000),
-    "backend-DDP": backend_ddp,
+    "backend-4B": partial(backend_single, "4 B", 1, 100, 2_000, "gloo"),
+    "backend-64KiB": partial(backend_single, "64 KiB", 16 * 1024, 100, 2_000, "gloo"),
+    "backend-DDP": partial(backend_step, "DDP", distributed),
+    "backend-FSDP2": partial(backend_step, "FSDP2", sharded),
+    "backend-memory": backend_memory,
     "in-flight": many,
     "step": partial(steps, "step", False, False),
     "overlap": partial(steps, "overlap", True, True),
 }
 if torch.cuda.device_count() > 1 and dist.is_nccl_available():
     LIMITS["nccl"] = partial(over_nccl, 5_000)
+    LIMITS["backend-nccl"] = partial(backend_single, "4 KiB", 1024, 100, 3_000, "nccl")
 
 
 if __name__ == "__main__":
