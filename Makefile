@@ -94,6 +94,7 @@ soak: JOBS = auto
 soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	$(PYTEST) --timeout 3600 -o faulthandler_timeout=4000
 	$(EVERYWHERE) -m "not world" --timeout 3600 -o faulthandler_timeout=4000
+	CUDAFUTURE_TEST_BACKEND=cudafuture $(PYTEST) tests/collectives --timeout 3600 -o faulthandler_timeout=4000
 	$(MAKE) --no-print-directory test-native
 	$(MAKE) --no-print-directory test-cuda
 	$(MAKE) --no-print-directory gpu-kit

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from support.backends import choose_backend
 from support.soak import SOAK
 
 # The same examples in every run, so that a change is what makes a test fail; new ones each time under soak.
@@ -44,7 +45,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that need the host, where everything is to run on a simulated accelerator."""
+    """Choose the backends, and deselect the tests of the host where everything runs on a simulated accelerator."""
+    for item in items:
+        choose_backend(item)
     if config.getoption("--sim-everywhere"):
         left_out = [item for item in items if "on_the_host" in getattr(item, "fixturenames", ())]
         items[:] = [item for item in items if "on_the_host" not in getattr(item, "fixturenames", ())]

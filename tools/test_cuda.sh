@@ -35,6 +35,9 @@ for seed in $(seq "$([ "${CUDAFUTURE_SOAK-0}" = 1 ] && echo 20 || echo 1)"); do
 done
 # Not lazy: each step of a collective that no rank waits for would take its 50 ms.
 suite "CUDA suite" --schedule jitter --devices 4 -- tests/cuda
+if [ "${CUDAFUTURE_SOAK-0}" = 1 ]; then
+  CUDAFUTURE_TEST_BACKEND=cudafuture suite "CUDA suite over the backend cudafuture" --schedule jitter --devices 4 -- tests/cuda
+fi
 suite "races and missing sync edges" --schedule lazy --devices 4 --races -- tests/fakecuda/test_races.py \
   tests/fakecuda/test_mutation.py
 suite "fakecuda itself" --schedule jitter --devices 4 --races -- tests/fakecuda \

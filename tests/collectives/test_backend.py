@@ -223,7 +223,7 @@ def test_checks_of_torch_wrap_the_backend() -> None:
     run_ranks(2, check_debug_wrapper, backend="cudafuture", environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, backend="gloo")
 @pytest.mark.xdist_group("world")
 def test_wrap_gives_futures_to_a_group_that_exists(world: World) -> None:
     def run() -> None:

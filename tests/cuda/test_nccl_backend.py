@@ -19,6 +19,7 @@ SIZE = 3
     [
         nccl_backend.use_futures,
         nccl_backend.follow_on_another_stream,
+        nccl_backend.compare,
         nccl_backend.coalesce,
         nccl_backend.own_options,
     ],

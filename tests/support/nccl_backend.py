@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
+from cudafuture.distributed import CollectiveError
 from support.nccl_ranks import LONG
+from support.ranks import compare_order
 
 
 def _tensor(value: float = 1.0) -> torch.Tensor:
@@ -39,6 +42,17 @@ def follow_on_another_stream(rank: int, size: int) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         total = dist.all_reduce(_tensor(), async_op=True).then(lambda f: f.value() + 1)
     assert total.wait(timeout=LONG).tolist() == [float(size + 1)] * 4
+
+
+def compare(rank: int, size: int) -> None:
+    """Compare what the ranks issue, with Works and without."""
+    with compare_order():
+        assert dist.all_reduce(_tensor()) is None
+        total = _tensor()
+        dist.all_reduce(total, async_op=True).wait()
+        assert total.tolist() == [float(size)] * 4
+        with pytest.raises(CollectiveError, match=r"rank 1: all_reduce .*nccl_backend.py.*, with op=MAX"):
+            dist.all_reduce(_tensor(), dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
 
 
 def coalesce(rank: int, size: int) -> None:

@@ -17,6 +17,7 @@ import cudafuture
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
 from cudafuture.distributed import CollectiveError
+from support.backends import NCCL
 from support.ranks import run_ranks
 
 LONG = 60.0  # seconds; much more than anything takes
@@ -37,7 +38,7 @@ def run_nccl(size: int, function: Callable[..., Any], *args: Any, **options: Any
         pytest.skip("needs NCCL, which this build of torch does not have")
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, one for each rank, and there are {torch.cuda.device_count()}")
-    return run_ranks(size, function, *args, **{"backend": "nccl", "environment": GOES_ON} | options)
+    return run_ranks(size, function, *args, **{"backend": NCCL, "environment": GOES_ON} | options)
 
 
 def ones(size: int = 64) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from cudafuture._c10d import FutureBackend
 from cudafuture.distributed import ProcessGroup, _issue, new_group
+from support.backends import GLOO
 from support.patience import PATIENCE
 
 TIMEOUT = 3.0  # seconds, of the groups in which something goes wrong
@@ -33,7 +34,7 @@ def run_ranks(
     *args: Any,
     lost: Collection[int] = (),
     patience: float = PATIENCE,
-    backend: str = "gloo",
+    backend: str = GLOO,
     environment: Mapping[str, str] | None = None,
     binds_device: bool = False,
 ) -> list[Any]:
