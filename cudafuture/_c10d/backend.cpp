@@ -1,6 +1,7 @@
 #include "backend.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <algorithm>
@@ -396,48 +397,60 @@ c10::intrusive_ptr<c10d::Backend::Options> options_of(c10d::Backend& backend,
   return given != nullptr && given->backend == backend.getBackendName() ? given : backend.getBackendOptions();
 }
 
+// The keys of one wrapped backend, as torch itself separates those of a group's backends.
+c10::intrusive_ptr<c10d::Store> store_of(c10::DeviceType device, const c10::intrusive_ptr<c10d::Store>& store) {
+  return c10::make_intrusive<c10d::PrefixStore>(c10::DeviceTypeName(device, true) + "/", store);
+}
+
 }  // namespace
 
 template <class Make>
 BackendPtr FutureBackend::made_of_inner(Make make) {
   carry();
-  std::vector<std::pair<c10d::Backend*, BackendPtr>> made;
-  bool is_member = true;
-  for_each([&](c10d::Backend& backend) {
-    made.emplace_back(&backend, make(backend));
-    is_member = is_member && made.back().second != nullptr;
-  });
-  if (!is_member) return nullptr;
   std::vector<Inner> inner;
   for (const Inner& one : inner_) {
-    const auto like = std::find_if(made.begin(), made.end(), [&](auto& m) { return m.first == one.backend.get(); });
-    inner.push_back({one.device, like->second});
+    const auto is_same = [&](const Inner& other) { return other.backend == one.backend; };
+    const auto like = static_cast<std::size_t>(std::find_if(inner_.begin(), inner_.end(), is_same) - inner_.begin());
+    inner.push_back({one.device, like < inner.size() ? inner[like].backend : make(one)});
   }
+  if (std::any_of(inner.begin(), inner.end(), [](const Inner& one) { return one.backend == nullptr; })) return nullptr;
   const c10d::Backend& first = *inner.front().backend;
   return c10::make_intrusive<FutureBackend>(first.getRank(), first.getSize(), std::move(inner), true, identity_->name);
 }
 
 BackendPtr FutureBackend::split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                 const c10::intrusive_ptr<Options>& options) {
-  return made_of_inner(
-      [&](c10d::Backend& backend) { return backend.split(store, ranks, options_of(backend, options)); });
+  return made_of_inner([&](const Inner& one) {
+    return one.backend->split(store_of(one.device, store), ranks, options_of(*one.backend, options));
+  });
 }
 
 BackendPtr FutureBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                 const c10::intrusive_ptr<Options>& options, const int& rank, const int& size) {
-  return made_of_inner(
-      [&](c10d::Backend& backend) { return backend.merge(store, options_of(backend, options), rank, size); });
+  return made_of_inner([&](const Inner& one) {
+    return one.backend->merge(store_of(one.device, store), options_of(*one.backend, options), rank, size);
+  });
 }
 
 BackendPtr FutureBackend::shrink(const std::vector<std::int64_t>& without, int flags,
                                  const c10::intrusive_ptr<Options>& options) {
-  return made_of_inner([&](c10d::Backend& backend) { return backend.shrink(without, flags, options); });
+  return made_of_inner([&](const Inner& one) { return one.backend->shrink(without, flags, options); });
 }
 
 // ---- the group
 
 void FutureBackend::setTimeout(std::chrono::milliseconds timeout) {
-  for_each([&](c10d::Backend& backend) { backend.setTimeout(timeout); });
+  std::exception_ptr refusal;  // of a backend that has no such method; the others have the timeout all the same
+  bool is_set = false;
+  for_each([&](c10d::Backend& backend) {
+    try {
+      backend.setTimeout(timeout);
+      is_set = true;
+    } catch (const c10::Error&) {
+      refusal = std::current_exception();
+    }
+  });
+  if (!is_set) std::rethrow_exception(refusal);
 }
 
 void FutureBackend::setGroupUid(const std::string& name) {

@@ -61,6 +61,7 @@ _COALESCED = _operations.DistributedOperation("coalesced", c10d._coalescing_mana
 _HERE = Path(__file__).parent
 _making = threading.RLock()  # a finalizer may ask for a future, too
 T = TypeVar("T")
+_groups: dict[int, weakref.ref[Any]] = {}  # by the number of the backend
 _wrapped: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()  # by name, from wrap()
 
 
@@ -164,12 +165,16 @@ def group_of_backend(name: str, number: int) -> dist.ProcessGroup:
     Raises:
         RuntimeError: it was destroyed.
     """
+    known = _groups.get(number)
+    if known is not None and (same := known()) is not None and same in c10d._world.pg_map:
+        return same  # type: ignore[no-any-return]
     resolve_name: Any = c10d._resolve_process_group
     for find in (resolve_name, _wrapped.get):
         group: Any = None
         with contextlib.suppress(KeyError, RuntimeError, ValueError):
             group = find(name)
         if group is not None and number in {b._number for b in _future_backends(group)}:
+            _groups[number] = weakref.ref(group, lambda _: _groups.pop(number, None))
             return group  # type: ignore[no-any-return]
     raise RuntimeError(f"the process group '{name}' was destroyed")
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,10 @@ def check_debug_wrapper(rank: int) -> None:
     work = dist.all_reduce(ones(), async_op=True)
     assert work.then(lambda f: f.value().tolist()).wait(timeout=PATIENCE) == [2.0, 2.0]
     assert cfd.all_reduce(ones()).wait(timeout=PATIENCE).tolist() == [2.0, 2.0]
+    group = cfd.wrap(dist.new_group(backend="gloo"))
+    work = dist.all_reduce(ones(), group=group, async_op=True)
+    assert isinstance(work, cfd.FutureWork)
+    assert work.future.wait(timeout=PATIENCE).tolist() == [2.0, 2.0]
 
 
 def test_checks_of_torch_wrap_the_backend() -> None:
@@ -291,6 +296,8 @@ def test_options_choose_the_wrapped_backends(alone: None) -> None:
     assert isinstance(backend, FutureBackend)
     assert type(backend.inner("cpu")).__name__ == "FakeProcessGroup"
     assert isinstance(backend.inner("cuda"), dist.ProcessGroupGloo)
+    backend._set_default_timeout(timedelta(seconds=5))  # the fake backend has none
+    assert backend.inner("cuda").options._timeout == timedelta(seconds=5)
     with pytest.raises(RuntimeError, match=r"wraps none for it; name one in BackendOptions\(xpu=\.\.\.\)"):
         backend.inner("xpu")
 

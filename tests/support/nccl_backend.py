@@ -96,6 +96,11 @@ def make_groups(rank: int, size: int) -> None:
         if rank < 2:
             dist.all_reduce(tensor, group=some)
             assert tensor.tolist() == [2.0 * size] * 4
+    part = dist.split_group(split_ranks=[[0, 1], [2]])
+    for device, before in (("cuda", 1.0), ("cpu", 3.0)):
+        tensor = torch.full((4,), before, device=device)
+        dist.all_reduce(tensor, group=part)
+        assert tensor.tolist() == [before * (2 if rank < 2 else 1)] * 4
     halves = cfd.ProcessGroup().new_group([0, 1]) if rank < 2 else None  # only its members call
     if halves is not None:
         assert halves.all_reduce(_tensor()).wait(timeout=LONG).tolist() == [2.0] * 4
