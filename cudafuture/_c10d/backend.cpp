@@ -1,8 +1,8 @@
 #include "backend.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
 #include <type_traits>
@@ -17,9 +17,6 @@ namespace py = pybind11;
 using py::literals::operator""_a;
 
 std::atomic<std::uint64_t> next_number{0};
-
-// Over NCCL, several communicators need one order of execution on the device.
-bool has_issue_order(const c10d::Backend& backend) { return backend.getBackendName() == "nccl"; }
 
 std::optional<c10::Stream> current_stream(const at::Tensor& tensor) {
   if (tensor.is_cpu() || !c10::impl::hasDeviceGuardImpl(tensor.device().type())) return std::nullopt;
@@ -64,13 +61,14 @@ FutureBackend::FutureBackend(int rank, int size, std::vector<Inner> inner, bool 
       is_owner_(is_owner),
       identity_(std::make_shared<const GroupIdentity>(GroupIdentity{std::move(name), next_number++})) {
   TORCH_CHECK_VALUE(!inner_.empty(), "the backend cudafuture needs a backend to wrap");
+  for (Inner& one : inner_) one.has_issue_order = one.backend->getBackendName() == "nccl";
   pg_uid_ = identity_->name;
   pg_desc_ = inner_.front().backend->getGroupDesc();
 }
 
-const BackendPtr& FutureBackend::of(c10::DeviceType device) const {
+const FutureBackend::Inner& FutureBackend::of(c10::DeviceType device) const {
   for (const Inner& one : inner_) {
-    if (one.device == device) return one.backend;
+    if (one.device == device) return one;
   }
   TORCH_CHECK(false, "No backend type associated with device type ", c10::DeviceTypeName(device, true),
               ": the backend cudafuture of group '", identity_->name,
@@ -107,54 +105,59 @@ void FutureBackend::carry() {
       }
     }(*this, backend);
   });
+  has_carried_ = true;
+  carried_device_ = bound_device_id_;
 }
 
-BackendPtr FutureBackend::route(const char* name, c10::DeviceType device, Pairing pairing) {
-  if (is_owner_) carry();
-  const BackendPtr& backend = of(device);
-  if (is_coalescing_here()) return backend;  // startCoalescing() has waited
-  const bool has_order = has_issue_order(*backend);
-  if (pairing == Pairing::by_peer && !has_order) return backend;
-  if (!api::is_in_callback() && (!has_order || api::is_issue_turn())) return backend;
+BackendPtr FutureBackend::route(const char* name, const Inner& inner, Pairing pairing) {
+  if (is_owner_ && (!has_carried_ || carried_device_ != bound_device_id_)) carry();
+  const bool may_issue = is_coalescing_here()  // startCoalescing() has waited
+                         || (pairing == Pairing::by_peer && !inner.has_issue_order) ||
+                         (!api::is_in_callback() && (!inner.has_issue_order || api::is_issue_turn()));
+  if (may_issue) [[likely]]
+    return inner.backend;
+  return route_in_callback(name, inner);
+}
+
+BackendPtr FutureBackend::route_in_callback(const char* name, const Inner& inner) {
   const py::gil_scoped_acquire inside;
-  const py::object other =
-      py::module_::import("cudafuture.distributed._backend")
-          .attr("route")(identity_->name, identity_->number, c10::DeviceTypeName(device, true), name, has_order);
-  return other.is_none() ? backend : other.cast<BackendPtr>();
+  const py::object other = py::module_::import("cudafuture.distributed._backend")
+                               .attr("route")(identity_->name, identity_->number,
+                                              c10::DeviceTypeName(inner.device, true), name, inner.has_issue_order);
+  return other.is_none() ? inner.backend : other.cast<BackendPtr>();
 }
 
+// Hot and flat: other threads run while a collective is waited for, and each page of cold code then costs a miss.
 template <class Call, class About>
-WorkPtr FutureBackend::issue(const char* name, c10::DeviceType device, c10::IValue value,
-                             std::optional<c10::Stream> stream, Call call, const About& about) {
+[[gnu::hot, gnu::flatten]] WorkPtr FutureBackend::issue(const char* name, c10::DeviceType device, c10::IValue value,
+                                                        std::optional<c10::Stream> stream, Call call,
+                                                        const About& about) {
   constexpr bool is_message = std::is_same_v<About, MessageEnd>;
   const auto issue_now = [&]() -> WorkPtr {
-    const BackendPtr backend = route(name, device, is_message ? Pairing::by_peer : Pairing::by_order);
+    const Inner& inner = of(device);
+    const BackendPtr backend = route(name, inner, is_message ? Pairing::by_peer : Pairing::by_order);
     const std::uint64_t sequence = issued_.fetch_add(1, std::memory_order_relaxed);
     WorkPtr work = call(*backend);
     if (work == nullptr) return work;
-    if (is_coalescing_here()) {
+    if (is_coalescing_here()) [[unlikely]] {
       if (!backend->supportsCoalescing()) coalesced_.push_back(work);
       return work;
     }
     IssuedOperation operation{name, sequence, identity_, std::move(value), stream};
     if constexpr (is_message) {
-      if (!has_issue_order(*backend)) work = c10::make_intrusive<MessageWork>(work);
+      if (!inner.has_issue_order) work = c10::make_intrusive<MessageWork>(work);
       operation.peer = about.peer;
     }
     return c10::make_intrusive<FutureWork>(std::move(work), std::move(operation));
   };
-  if (!compares_order.load(std::memory_order_relaxed) || is_coalescing_here()) return issue_now();
-  const py::gil_scoped_acquire inside;
-  if constexpr (is_message) {
-    return compare(name, device, issue_now, about);
-  } else {
-    return compare(name, device, issue_now, about());
-  }
+  if (!compares_order.load(std::memory_order_relaxed) || is_coalescing_here()) [[likely]]
+    return issue_now();
+  return compare(name, device, issue_now, about);
 }
 
 template <class Call, class About>
-WorkPtr FutureBackend::issue(const char* name, const at::Tensor& tensor, c10::IValue value, Call call,
-                             const About& about) {
+[[gnu::hot, gnu::flatten]] WorkPtr FutureBackend::issue(const char* name, const at::Tensor& tensor, c10::IValue value,
+                                                        Call call, const About& about) {
   if (is_coalescing_here() && value.isTensor()) coalesced_outputs_.push_back(value.toTensor());
   if (!tensor.defined()) call(principal());  // throws the wrapped backend's error
   TORCH_CHECK(tensor.defined(), name, " was given no tensor");
@@ -164,6 +167,7 @@ WorkPtr FutureBackend::issue(const char* name, const at::Tensor& tensor, c10::IV
 template <class About>
 WorkPtr FutureBackend::compare(const char* name, c10::DeviceType device, const std::function<WorkPtr()>& issue_now,
                                const About& about) {
+  const py::gil_scoped_acquire inside;
   const py::module_ backend = py::module_::import("cudafuture.distributed._backend");
   const py::cpp_function call([&]() -> WorkPtr {
     const py::gil_scoped_release outside;
@@ -174,8 +178,9 @@ WorkPtr FutureBackend::compare(const char* name, c10::DeviceType device, const s
     work = backend.attr("compare_message")(call, identity_->name, identity_->number, name, about.tensor, about.peer,
                                            about.tag);
   } else {
+    const Arguments given = about();
     work = backend.attr("compare")(call, identity_->name, identity_->number, c10::DeviceTypeName(device, true), name,
-                                   about.tensors, about.options);
+                                   given.tensors, given.options);
   }
   return work.cast<WorkPtr>();
 }
@@ -327,7 +332,7 @@ WorkPtr FutureBackend::barrier(const c10d::BarrierOptions& options) {
 }
 
 void FutureBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  route("monitored_barrier", c10::DeviceType::CPU, Pairing::by_order)->monitoredBarrier(options, wait_all_ranks);
+  route("monitored_barrier", of(c10::DeviceType::CPU), Pairing::by_order)->monitoredBarrier(options, wait_all_ranks);
 }
 
 // ---- point to point
@@ -363,7 +368,7 @@ void FutureBackend::startCoalescing() {
   TORCH_CHECK(supportsCoalescing(), "no backend that the backend cudafuture of group '", identity_->name,
               "' wraps can coalesce operations");
   for (const Inner& one : inner_) {
-    if (one.backend->supportsCoalescing()) route("coalesced", one.device, Pairing::by_peer);
+    if (one.backend->supportsCoalescing()) route("coalesced", one, Pairing::by_peer);
   }
   for_each([](c10d::Backend& backend) {
     if (backend.supportsCoalescing()) backend.startCoalescing();
@@ -467,7 +472,7 @@ void FutureBackend::setSequenceNumberForGroup() {
 
 void FutureBackend::eagerConnectSingleDevice(at::Device device) {
   carry();
-  of(device.type())->eagerConnectSingleDevice(device);
+  of(device.type()).backend->eagerConnectSingleDevice(device);
 }
 
 c10d::ErrorType FutureBackend::getError() {
@@ -500,14 +505,14 @@ void FutureBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<
 
 void FutureBackend::enableCollectivesTiming() {
   for_each([](c10d::Backend& backend) {
-    if (backend.supportsTimeEstimation() || has_issue_order(backend)) backend.enableCollectivesTiming();
+    if (backend.supportsTimeEstimation() || backend.getBackendName() == "nccl") backend.enableCollectivesTiming();
   });
 }
 
 // ---- memory
 
 at::Tensor FutureBackend::allocateTensor(long size, at::TensorOptions options) {
-  return of(options.device().type())->allocateTensor(size, options);
+  return of(options.device().type()).backend->allocateTensor(size, options);
 }
 
 void FutureBackend::suspend() {
@@ -552,7 +557,9 @@ Methods that only a wrapped backend has, such as those of ProcessGroupNCCL, are 
            py::arg("rank"), py::arg("size"), py::arg("inner"), py::arg("is_owner"), py::arg("name"))
       .def(
           "inner",
-          [](const FutureBackend& self, const std::string& device) { return self.of(c10::Device(device).type()); },
+          [](const FutureBackend& self, const std::string& device) {
+            return self.of(c10::Device(device).type()).backend;
+          },
           py::arg("device"), "Return the wrapped backend of a type of devices; RuntimeError: there is none.")
       .def_property_readonly("_number", &FutureBackend::number)
       .def_static("_compare_order", [](bool wanted) { FutureBackend::compares_order = wanted; })

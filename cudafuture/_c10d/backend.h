@@ -47,7 +47,8 @@ class FutureBackend final : public c10d::Backend {
  public:
   struct Inner {
     c10::DeviceType device;
-    BackendPtr backend;  // one backend may carry several types of devices
+    BackendPtr backend;            // one backend may carry several types of devices
+    bool has_issue_order = false;  // over NCCL, several communicators need one order of execution on the device
   };
 
   // `is_owner`: shutdown() and abort() end the wrapped backends too. Otherwise their process group does. `name`: of the
@@ -55,7 +56,7 @@ class FutureBackend final : public c10d::Backend {
   FutureBackend(int rank, int size, std::vector<Inner> inner, bool is_owner, std::string name);
 
   // The wrapped backend of a type of devices. Throws if there is none.
-  const BackendPtr& of(c10::DeviceType device) const;
+  const Inner& of(c10::DeviceType device) const;
   std::uint64_t number() const noexcept { return identity_->number; }
   // The principal backend.
   const BackendPtr& wrapped() const;
@@ -143,10 +144,10 @@ class FutureBackend final : public c10d::Backend {
                 Call call, const About& about);
   template <class Call, class About>
   WorkPtr issue(const char* name, const at::Tensor& tensor, c10::IValue value, Call call, const About& about);
-  // Calls `issue_now` in Python, which compares the operation. `about`: Arguments, or a MessageEnd.
+  // Calls `issue_now` in Python, which compares the operation.
   template <class About>
-  WorkPtr compare(const char* name, c10::DeviceType device, const std::function<WorkPtr()>& issue_now,
-                  const About& about);
+  [[gnu::cold, gnu::noinline]] WorkPtr compare(const char* name, c10::DeviceType device,
+                                               const std::function<WorkPtr()>& issue_now, const About& about);
   template <class Call>
   void for_each(Call call) const;
   template <class Make>
@@ -155,11 +156,14 @@ class FutureBackend final : public c10d::Backend {
   bool is_coalescing_here() const noexcept { return coalescing_.load() == std::this_thread::get_id(); }
   c10d::Backend& principal() const { return *wrapped(); }
   // The backend on which this thread issues: that of the device, or, in a callback, that of the callback's side group.
-  BackendPtr route(const char* name, c10::DeviceType device, Pairing pairing);
+  BackendPtr route(const char* name, const Inner& inner, Pairing pairing);
+  [[gnu::cold, gnu::noinline]] BackendPtr route_in_callback(const char* name, const Inner& inner);
   // Gives the wrapped backends what torch has set in fields of this object.
-  void carry();
+  [[gnu::cold, gnu::noinline]] void carry();
 
-  const std::vector<Inner> inner_;
+  std::vector<Inner> inner_;  // constant from the constructor on
+  bool has_carried_ = false;
+  std::optional<at::Device> carried_device_;  // as bound_device_id_ was then
   const bool is_owner_;
   std::shared_ptr<const GroupIdentity> identity_;
   std::atomic<std::uint64_t> issued_{0};

@@ -66,8 +66,8 @@ class ForwardingWork : public c10d::Work {
 // no future exists until future() is called.
 class FutureWork final : public ForwardingWork {
  public:
-  FutureWork(WorkPtr inner, IssuedOperation operation);
-  ~FutureWork() override;
+  [[gnu::hot, gnu::flatten]] FutureWork(WorkPtr inner, IssuedOperation operation);
+  [[gnu::hot, gnu::flatten]] ~FutureWork() override;
 
   const IssuedOperation& operation() const noexcept { return operation_; }
 
