@@ -9,13 +9,16 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+import typing_extensions
 
 __all__ = ["call_site", "is_called_from", "warn"]
 
 _HERE = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
 _FOLDERS = (_HERE, _HERE.parent / "rpc_ext", _TORCH)  # torch calls an optimizer's step, and hooks
-_LIBRARY = tuple(str(folder) + os.sep for folder in _FOLDERS)
+# torch marks some functions as deprecated with a wrapper of one of these.
+_WRAPPERS = (typing_extensions.__file__, warnings.__file__)
+_LIBRARY = (*(str(folder) + os.sep for folder in _FOLDERS), *_WRAPPERS)
 
 
 def call_site() -> str:
@@ -32,7 +35,7 @@ def warn(message: str) -> None:
 def is_called_from(folder: Path) -> bool:
     """Return True if a file in `folder` called torch, which called the file that calls this function."""
     own = sys._getframe(1)
-    skipped = (own.f_code.co_filename, str(_TORCH) + os.sep)
+    skipped = (own.f_code.co_filename, str(_TORCH) + os.sep, *_WRAPPERS)
     frame: FrameType | None = own
     while frame is not None and frame.f_code.co_filename.startswith(skipped):
         frame = frame.f_back

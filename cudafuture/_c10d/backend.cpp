@@ -105,12 +105,10 @@ void FutureBackend::carry() {
       }
     }(*this, backend);
   });
-  has_carried_ = true;
-  carried_device_ = bound_device_id_;
 }
 
 BackendPtr FutureBackend::route(const char* name, const Inner& inner, Pairing pairing) {
-  if (is_owner_ && (!has_carried_ || carried_device_ != bound_device_id_)) carry();
+  if (is_owner_) carry();
   const bool may_issue = is_coalescing_here()  // startCoalescing() has waited
                          || (pairing == Pairing::by_peer && !inner.has_issue_order) ||
                          (!api::is_in_callback() && (!inner.has_issue_order || api::is_issue_turn()));
@@ -252,7 +250,7 @@ WorkPtr FutureBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors
   return issue(
       "all_gather_into_tensor", any_of(inputs, outputs), outputs,
       [&](c10d::Backend& backend) { return backend.allgather_into_tensor_coalesced(outputs, inputs, options); },
-      [&] { return Arguments{given(outputs, inputs), {}}; });
+      [&] { return Arguments{given(single(outputs), single(inputs)), {}}; });
 }
 
 WorkPtr FutureBackend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
@@ -294,7 +292,7 @@ WorkPtr FutureBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors
   return issue(
       "reduce_scatter_tensor", any_of(outputs, inputs), outputs,
       [&](c10d::Backend& backend) { return backend.reduce_scatter_tensor_coalesced(outputs, inputs, options); },
-      [&] { return Arguments{given(outputs, inputs), py::dict("op"_a = options.reduceOp)}; });
+      [&] { return Arguments{given(single(outputs), single(inputs)), py::dict("op"_a = options.reduceOp)}; });
 }
 
 WorkPtr FutureBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes,

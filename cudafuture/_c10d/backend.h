@@ -159,11 +159,9 @@ class FutureBackend final : public c10d::Backend {
   BackendPtr route(const char* name, const Inner& inner, Pairing pairing);
   [[gnu::cold, gnu::noinline]] BackendPtr route_in_callback(const char* name, const Inner& inner);
   // Gives the wrapped backends what torch has set in fields of this object.
-  [[gnu::cold, gnu::noinline]] void carry();
+  void carry();
 
   std::vector<Inner> inner_;  // constant from the constructor on
-  bool has_carried_ = false;
-  std::optional<at::Device> carried_device_;  // as bound_device_id_ was then
   const bool is_owner_;
   std::shared_ptr<const GroupIdentity> identity_;
   std::atomic<std::uint64_t> issued_{0};

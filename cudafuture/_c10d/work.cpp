@@ -51,17 +51,14 @@ bool FutureWork::wait(std::chrono::milliseconds timeout) {
   if (!is_compared_) return ForwardingWork::wait(timeout);
   const py::gil_scoped_acquire inside;
   const py::object seconds = timeout == kNoTimeout ? py::none() : py::object(py::float_(timeout.count() / 1e3));
-  made().attr("wait")(py::arg("timeout") = seconds);
+  py::module_::import("cudafuture.distributed._backend").attr("wait_compared")(made(), seconds);
   return true;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> FutureWork::getFuture() {
-  if (!is_compared_) return ForwardingWork::getFuture();
+bool FutureWork::isCompleted() {
+  if (!is_compared_ || !inner()->isCompleted()) return inner()->isCompleted();
   const py::gil_scoped_acquire inside;
-  return py::module_::import("cudafuture.distributed._backend")
-      .attr("compared_future")(made(), inner())
-      .cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()
-      ->fut;
+  return made().attr("done")().cast<bool>();
 }
 
 bool MessageWork::isCompleted() { return has_ended_.load() || inner()->isCompleted(); }

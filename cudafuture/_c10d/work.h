@@ -75,11 +75,11 @@ class FutureWork final : public ForwardingWork {
   pybind11::object future(pybind11::handle self);
   // The future that exists already, or None. With the GIL.
   pybind11::object made() const;
-  // `is_compared`: the future also waits for the comparison with the other ranks, and so do wait() and getFuture().
+  // `is_compared`: the future also waits for the comparison with the other ranks, and so do wait() and isCompleted().
   void keep(pybind11::object future, bool is_compared);
 
   bool wait(std::chrono::milliseconds timeout) override;
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  bool isCompleted() override;
 
  private:
   const IssuedOperation operation_;

@@ -43,11 +43,11 @@ from cudafuture.distributed.point_to_point import Received, with_sender
 __all__ = [
     "compare",
     "compare_message",
-    "compared_future",
     "create",
     "group_of_backend",
     "make_future",
     "route",
+    "wait_compared",
     "wrap",
 ]
 
@@ -258,8 +258,13 @@ def compare(
     queue = _C.issuing_serial_queue(state.callbacks)
     issuer = state.issuer(group, name, queue, over_nccl=device in state.nccl_devices)
     operation, sequence = _OPERATIONS[name], issuer.issued
-    work = issue_now()
     issuer.issued = sequence + 1
+    try:
+        work = issue_now()
+    except BaseException as e:
+        if not isinstance(e, RuntimeError):  # as Issue.refused() counts
+            issuer.issued = sequence
+        raise
     issue = Issue(operation, state, issuer, sequence, tuple(map(_facts, tensors)), is_staged=False)
     is_elsewhere = state.rank != options.get("group_src", options.get("group_dst", state.rank))
     roles = operation.roles_elsewhere if is_elsewhere and operation.roles_elsewhere else operation.roles
@@ -302,15 +307,16 @@ def compare_message(
     return work
 
 
-def compared_future(compared: _C.CUDAFuture[Any], work: dist.Work) -> Any:
-    """Return a future of torch with the value that `work` gives to C++, and the outcome of `compared`."""
-    inner = work.get_future()
+def wait_compared(compared: _C.CUDAFuture[Any], timeout: float | None) -> None:
+    """Wait as a Work of torch does.
 
-    def take(done: _C.CUDAFuture[Any]) -> Any:
-        done.value()
-        return inner.value()
-
-    return compared.then(take, executor=_C.inline_executor).to_torch()
+    Raises:
+        RuntimeError: the operation has failed, differs between the ranks, or is not done in time.
+    """
+    try:
+        compared.wait(timeout=timeout)
+    except TimeoutError as e:
+        raise RuntimeError(str(e)) from e
 
 
 def _group_to_compare(name: str, number: int) -> dist.ProcessGroup | None:

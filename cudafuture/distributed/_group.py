@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import Counter
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -36,6 +36,9 @@ from cudafuture.distributed._nccl_options import options_without_split
 from cudafuture.distributed._side_group import kind_of, make_side_group, timeout_of
 from cudafuture.errors import CollectiveError, InvalidStateError
 
+if TYPE_CHECKING:
+    from cudafuture.distributed._order import Comparison
+
 __all__ = ["Group", "Issuer", "group_of", "groups", "make_group", "rank_in", "require_program", "resolve"]
 
 _DEEPEST = 32  # steps of a chain that issue; each has its own connections and threads
@@ -44,13 +47,14 @@ _DEEPEST = 32  # steps of a chain that issue; each has its own connections and t
 class Issuer:
     """Issuer of operations on one communicator in one order: the program, or one serial queue of callbacks."""
 
-    __slots__ = ("issued", "lost", "process_group", "queue")
+    __slots__ = ("comparison", "issued", "lost", "process_group", "queue")
 
     def __init__(self, process_group: dist.ProcessGroup | None, queue: str | None) -> None:
         # None: the group itself, which an Issuer does not keep alive; or a side group that no operation has needed yet.
         self.process_group = process_group
         self.queue = queue
         self.issued = 0
+        self.comparison: Comparison | None = None  # with CUDAFUTURE_DEBUG=order
         self.lost: BaseException | None = (
             None  # why a staged operation was not issued here: the next one would take its place
         )

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -34,8 +36,10 @@ if TYPE_CHECKING:
 __all__ = ["Compared", "Comparison", "checked", "queued", "refusals"]
 
 T = TypeVar("T")
+_logger = logging.getLogger("cudafuture.distributed")
 
 _PAUSE = 0.002  # seconds between two checks of the store
+_PATIENCE = 10.0  # seconds for the entries of ranks that have not issued an operation which has succeeded here
 _CHECKS_AFTER_FAILURE = 250  # for the entries of ranks that have not issued a failed operation yet
 
 refusals: WeakSet[BaseException] = WeakSet()
@@ -78,6 +82,7 @@ class Compared:
         self.heading = ""  # of the message if there is a difference
         self.unseen: dict[int, str] = {}  # the keys of the entries of other ranks
         self.checks_left = _CHECKS_AFTER_FAILURE
+        self.done_at: float | None = None  # seconds of time.monotonic
         self.wake: threading.Event | None = None  # wakes the thread that completes the result
 
     def show(self, issuer: Issuer, process_group: dist.ProcessGroup, sequence: int) -> None:
@@ -129,9 +134,11 @@ class Compared:
         lines = difference(issue.group.rank, self.entry, rank, other)
         if lines is None or not is_wanted:
             return True
+        message = f"{self.heading}:\n{lines}"
+        _logger.error("%s", message)  # a caller in C++ may wait for the operation itself, which hangs
         self.fail(
             CollectiveError(
-                f"{self.heading}:\n{lines}",
+                message,
                 operation=issue.operation.name,
                 group=issue.group.name,
                 rank=issue.group.rank,
@@ -159,11 +166,9 @@ class Compared:
 class Comparison:
     """Entries of one issuer, compared in a thread while there are any."""
 
-    _all: ClassVar[dict[int, Comparison]] = {}
     _lock = threading.Lock()
 
     def __init__(self, issuer: Issuer, process_group: dist.ProcessGroup) -> None:
-        self.issuer = issuer
         self.store = store_of(process_group, f"order/{issuer.queue or ''}")
         self.lock = threading.RLock()  # guards what follows
         self.entries: list[Compared] = []
@@ -175,17 +180,16 @@ class Comparison:
     @classmethod
     def of(cls, issuer: Issuer, process_group: dist.ProcessGroup) -> Comparison:
         with cls._lock:
-            known = cls._all.get(id(issuer))
-            if known is None or known.issuer is not issuer:
-                known = cls._all[id(issuer)] = cls(issuer, process_group)
-            return known
+            if issuer.comparison is None:
+                issuer.comparison = cls(issuer, process_group)
+            return issuer.comparison
 
     def write(self, entry: Compared, key: str, value: OrderEntry) -> None:
         """Show other ranks a value for an entry: itself, or {} if there is nothing to compare."""
         try:
             self.store.set(key, json.dumps(value))
-        except Exception as e:  # for example, the store is gone
-            entry.fail(e)
+        except Exception:  # for example, the store is gone, with the rank that kept it: nothing can be compared
+            entry.unseen = {}
 
     def add(self, entry: Compared) -> None:
         """Compare the entry from now on."""
@@ -227,7 +231,10 @@ class Comparison:
         future = entry.future
         if future is None:  # it is about to be issued
             return False
-        is_done = future.done()  # before the other end of a message is looked up, which is shown before it is issued
+        is_done = future.done()
+        if is_done and entry.done_at is None:
+            entry.done_at = time.monotonic()
+        # Asked before the other end of a message is looked up, which is shown before it is issued.
         has_failed = is_done and future.exception() is not None
         is_issuing = False
         try:
@@ -237,15 +244,25 @@ class Comparison:
                     is_issuing = True
                 elif other != {} and not entry.fits(rank, other):
                     return True
-        except RuntimeError as e:  # the store is gone, with the rank that kept it
-            if is_done:
-                entry.settle()
-            else:
-                entry.fail(e)
+        except RuntimeError:  # the store is gone, with the rank that kept it
+            if not is_done:
+                entry.unseen = {}
+                return False
+            entry.settle()
             return True
         if has_failed and entry.unseen and entry.checks_left > 0:
             entry.checks_left -= 1
             return False
+        waited = time.monotonic() - entry.done_at if entry.done_at is not None else 0.0
+        if is_done and not has_failed and entry.unseen and waited > _PATIENCE:
+            _logger.warning(
+                "%s has succeeded, and ranks %s have not shown within %g s that they issued it: it is not compared",
+                entry.issue,
+                sorted(entry.unseen),
+                _PATIENCE,
+            )
+            entry.settle()
+            return True
         if not is_done or (not has_failed and (is_issuing or (entry.unseen and entry.waits_for_all))):
             return False
         entry.settle()

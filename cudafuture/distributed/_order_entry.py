@@ -82,7 +82,15 @@ def _fit(one: str | None, other: str | None) -> bool:
 
 
 def _flattened(text: str) -> str:
-    return re.sub(r"(?<=\w)\[([\d, ]*)\]", lambda shape: f"[{math.prod(json.loads(shape[0]))}]", text)
+    """Return the text with numbers of elements for shapes; complex ones are pairs, as torch gives them to backends."""
+
+    def flat(tensor: re.Match[str]) -> str:
+        dtype, elements = tensor[1], math.prod(json.loads(tensor[2]))
+        if dtype.startswith("complex"):
+            dtype, elements = f"float{int(dtype.removeprefix('complex')) // 2}", 2 * elements
+        return f"{dtype}[{elements}]"
+
+    return re.sub(r"(\w+)(\[[\d, ]*\])", flat, text)
 
 
 def _differ(rank: int, mine: OrderEntry, other_rank: int, other: OrderEntry) -> tuple[str, str] | None:
@@ -110,7 +118,7 @@ def _options(keywords: dict[str, Any]) -> str:
         shown["op"] = getattr(shown["op"], "op", shown["op"]).name  # of a ReduceOp, or one of its constants
         if shown["op"] == "SUM":  # the default
             del shown["op"]
-    return ", ".join(f"{name}={value}" for name, value in shown.items())
+    return ", ".join(f"{name}={value}" for name, value in sorted(shown.items()))
 
 
 def _exchanged(issue: Issue, keywords: dict[str, Any], roles: str) -> Iterator[tuple[str, int, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 import cudafuture
 import cudafuture.distributed as cfd
 from cudafuture import CUDAFuture
-from cudafuture.distributed import CollectiveError, _issue
+from cudafuture.distributed import CollectiveError, _issue, _order
+from cudafuture.distributed._group import group_of
 from cudafuture.errors import OwnershipError
 from cudafuture.testing import World, torchrun
 from support.operations import issue_each
@@ -165,6 +169,9 @@ def agree_in_torch(rank: int) -> None:
         model = DistributedDataParallel(torch.nn.Linear(2, 2))
         model(ones(2)).sum().backward()
         into = ones(2)
+        first = dist.all_reduce(ones(1), async_op=True).get_future()  # in C++, and in hooks of DDP
+        hooked: Any = first.then(lambda f: dist.all_reduce(f.value()[0], async_op=True).wait())
+        assert hooked.wait() is True
         sent: Any = dist.isend(ones(2) * rank, 1 - rank)
         assert dist.recv(into) == 1 - rank
         sent.wait()
@@ -172,6 +179,64 @@ def agree_in_torch(rank: int) -> None:
 
 def test_agreeing_ranks_notice_nothing_in_torch() -> None:
     run_ranks(2, agree_in_torch, backend="cudafuture")
+
+
+def issue_through_both_doors(rank: int) -> None:
+    world: Any = dist.group.WORLD
+    pair, complexes = ones(2) * rank, torch.ones(2, dtype=torch.complex64)
+    doors: list[list[Callable[[], Any]]] = [
+        [lambda: cfd.reduce(pair, 0, dist.ReduceOp.MAX).wait(), lambda: dist.reduce(pair, 0, dist.ReduceOp.MAX)],
+        [lambda: cfd.all_reduce(complexes).wait(), lambda: dist.all_reduce(complexes)],
+        [
+            lambda: functional.wait_tensor(functional.all_gather_tensor(pair, 0, world)),
+            lambda: dist.all_gather_into_tensor(ones(4), pair),
+        ],
+    ]
+    with compare_order():
+        for number in range(len(doors)):
+            doors[number][rank]()
+        for refused in (cfd.all_gather, dist.all_gather)[rank : rank + 1]:
+            with pytest.raises(RuntimeError):  # at the call or in the future
+                wait_for(refused([ones(2), ones(3)], ones(2)))
+        dist.all_reduce(pair)
+
+
+def wait_for(future: Any) -> None:
+    future.wait(timeout=LONG)
+
+
+def test_ranks_may_issue_through_both_doors() -> None:
+    run_ranks(2, issue_through_both_doors, backend="cudafuture")
+
+
+def wrap_on_one_rank(rank: int) -> None:
+    group: Any = dist.new_group(backend="gloo")
+    if rank == 0:
+        cfd.wrap(group)
+    with compare_order(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_order, "_PATIENCE", 0.0)
+        dist.all_reduce(ones(1), group=group)
+
+
+def test_operation_that_other_ranks_do_not_show_is_not_waited_for() -> None:
+    run_ranks(2, wrap_on_one_rank)
+
+
+def destroy_groups(rank: int) -> None:
+    comparisons = []
+    for _ in range(3):
+        group: Any = dist.new_group()
+        with compare_order():
+            dist.all_reduce(ones(1), group=group)
+        comparisons.append(weakref.ref(group_of(group).program.comparison))
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+    assert [c() for c in comparisons[:2]] == [None, None]
+
+
+def test_comparison_ends_with_its_group() -> None:
+    run_ranks(2, destroy_groups, backend="cudafuture")
 
 
 IN_TORCH: dict[str, list[Callable[[Any], Any]]] = {
@@ -189,7 +254,11 @@ IN_TORCH: dict[str, list[Callable[[Any], Any]]] = {
     ],
     "barrier | all_reduce float32[4]": [
         lambda g: dist.barrier(group=g),
-        lambda g: dist.all_reduce(ones(4), group=g, async_op=True).get_future().wait(),
+        lambda g: dist.all_reduce(ones(4), group=g, async_op=True).wait(),
+    ],
+    "all_gather_into_tensor float32[4], float32[2] | reduce_scatter_tensor float32[2], float32[4]": [
+        lambda g: dist.all_gather_into_tensor(ones(4), ones(2), group=g),
+        lambda g: dist.reduce_scatter_tensor(ones(2), ones(4), group=g),
     ],
     "send float32[2] | recv int64[2]": [
         lambda g: cfd.isend(ones(2), 1, group=g).wait(timeout=LONG),
