@@ -56,6 +56,12 @@ class Session:
         self._called_at_end: list[Callable[[], object]] | None = []  # None: they have been called
         self._by_key: dict[Any, Destination] = {key: d for d in self.destinations for key in (d.name, d.rank)}
 
+    def __repr__(self) -> str:
+        in_flight = sum(destination.in_flight for destination in self.destinations)
+        calls = "no call" if in_flight == 0 else "1 call" if in_flight == 1 else f"{in_flight} calls"
+        state = "ending" if self.is_ending else f"{calls} in flight"
+        return f"<Session of {self.name!r}, worker {self.rank} of {len(self.destinations)}, {state}>"
+
     @property
     def workers(self) -> list[str]:
         """The names of all workers, by rank.

@@ -128,6 +128,9 @@ class TgzImages(IterableDataset[Any]):
             counts=self._counts,
         )
 
+    def __repr__(self) -> str:
+        return f"<TgzImages of {len(self._classes)} classes in {self._options.path!r}>"
+
     @property
     def classes(self) -> list[str]:
         """The names of the classes; the position of a name is its label."""

@@ -64,14 +64,21 @@ class Issue(NamedTuple):
         """The given tensors, as ``float32[4, 2]``."""
         return ", ".join(text_of(facts) for facts in self.tensors)
 
+    def __str__(self) -> str:
+        beside = f" in serial queue '{self.issuer.queue}'" if self.issuer.queue is not None else ""
+        tensors = f" of {self.signature}" if self.tensors else ""
+        group = self.group
+        return (
+            f"{self.operation.name} #{self.sequence}{beside} on group '{group.name}', rank {group.rank} of {group.size}"
+            f"{tensors}"
+        )
+
     def error(self, cause: BaseException) -> BaseException:
         """Return the error of the future for the `cause` that torch reports; the native module calls this too."""
         cause = _unmasked(cause)
         if isinstance(cause, CollectiveError) or not isinstance(cause, RuntimeError):
             return cause
         group = self.group
-        beside = f" in serial queue '{self.issuer.queue}'" if self.issuer.queue is not None else ""
-        tensors = f" of {self.signature}" if self.tensors else ""
         why = str(cause).strip() or type(cause).__name__
         if _gloo.failures:
             why += (
@@ -79,8 +86,7 @@ class Issue(NamedTuple):
                 f"not all give tensors of the same shape and dtype. Gloo reported: {_gloo.failures[-1]}"
             )
         error = CollectiveError(
-            f"{self.operation.name} #{self.sequence}{beside} on group '{group.name}', rank {group.rank} of {group.size}"
-            f"{tensors}: {why}",
+            f"{self}: {why}",
             operation=self.operation.name,
             group=group.name,
             rank=group.rank,

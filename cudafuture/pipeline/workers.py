@@ -97,6 +97,11 @@ class Workers:
         self._workers.update({str(device): self._workers[device] for device in self._devices})
         _all.add(self)
 
+    def __repr__(self) -> str:
+        counts = self.statistics()
+        devices = ", ".join(map(str, self._devices))
+        return f"<Workers for {devices}: {counts.running} tasks running, {counts.waiting} waiting>"
+
     @property
     def devices(self) -> tuple[DeviceLike, ...]:
         """The devices, each with its number and once."""

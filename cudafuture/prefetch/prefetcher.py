@@ -123,6 +123,12 @@ class Prefetcher:
         """Begin an epoch for ``async for``; the previous one ends."""
         return self._begin()
 
+    def __repr__(self) -> str:
+        reader = self._current
+        state = "not reading" if reader is None or reader.is_closed else f"reading epoch {reader.number}"
+        kind = type(self._iterable).__name__
+        return f"<Prefetcher of a {kind} for {self.device}, {state}, {self._counted.batches} batches so far>"
+
     def __len__(self) -> int:
         """Return the length of the iterable; raise TypeError if it has none."""
         return len(self._iterable)  # type: ignore[arg-type]

@@ -38,6 +38,9 @@ class MultipartWrite:
         self._store = store  # a store that is freed is closed
         self._native = native
 
+    def __repr__(self) -> str:
+        return f"<MultipartWrite of {self.nbytes} bytes to {self._store!r}>"
+
     @property
     def nbytes(self) -> int:
         """The size of the whole tensor in bytes."""

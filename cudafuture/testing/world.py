@@ -60,6 +60,9 @@ class World:
         self.size, self.backend, self.timeout = n, backend, timeout
         self._pool = pool if pool is not None else WorkerPool()
 
+    def __repr__(self) -> str:
+        return f"<World of {self.size} ranks over {self.backend}, {self.timeout:g} s for each run>"
+
     def __enter__(self) -> World:
         return self
 

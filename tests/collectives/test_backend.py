@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -124,6 +125,29 @@ def test_functions_of_cudafuture_accept_the_group(world: World) -> None:
         assert [t.tolist() for t in followed.wait(timeout=PATIENCE)] == [[2.0, 2.0]]  # as for Works of torch
         half = cfd.new_group([dist.get_rank()], backend="cudafuture", use_local_synchronization=True)
         assert half.all_reduce(ones()).wait(timeout=PATIENCE).tolist() == [1.0, 1.0]
+
+    world.run(run)
+
+
+@world_of_two
+def test_timeout_names_group_number_and_tensors(world: World) -> None:
+    def run() -> None:
+        store: Any = dist.distributed_c10d._get_default_store()
+        rank = dist.get_rank()
+        if rank == 0:
+            for work in (dist.all_reduce(ones(), async_op=True), cfd.broadcast(ones(), 0)):
+                future = work.future if isinstance(work, cfd.FutureWork) else work
+                operation = r"(all_reduce|broadcast) #\d+ on group '0', rank 0 of 2 of float32\[2\]"
+                with pytest.raises(TimeoutError, match=rf"It is {operation} \([\d.e-]+s old\)$"):
+                    future.wait(timeout=0)
+                assert re.search(f" pending, {operation}, ", repr(future))
+                with pytest.raises(TimeoutError, match=rf"It waits for {operation} \("):
+                    gather(future).wait(timeout=0)
+            store.set("asked", "")
+        else:
+            store.wait(["asked"])
+            dist.all_reduce(ones())
+            cfd.broadcast(ones(), 0).wait()
 
     world.run(run)
 
@@ -287,6 +311,17 @@ def test_work_outlives_its_group(alone: None) -> None:
         _ = work.group
 
 
+def describe(rank: int) -> None:
+    described = dist.new_group(backend="cudafuture", group_desc="of my layers")
+    dist.all_reduce(ones(), group=described)
+    recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
+    assert recorded["entries"][-1]["process_group"] == [described.group_name, "of my layers"]
+
+
+def test_flight_recorder_of_the_wrapped_backend_knows_the_description() -> None:
+    run_ranks(1, describe, environment={"TORCH_FR_BUFFER_SIZE": "16"})
+
+
 def test_options_choose_the_wrapped_backends(alone: None) -> None:
     import torch.testing._internal.distributed.fake_pg  # registers it
 
@@ -303,6 +338,7 @@ def test_options_choose_the_wrapped_backends(alone: None) -> None:
 
 
 def test_group_of_an_extension_cannot_be_wrapped(alone: None) -> None:
+    import torch.testing._internal.distributed.fake_pg  # registers it
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(ValueError, match="was registered with torch by an extension"):

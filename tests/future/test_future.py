@@ -349,6 +349,28 @@ def test_repr_shows_operation_and_parents() -> None:
         assert repr(future).startswith(shown)
 
 
+def test_timeout_names_the_operations_behind_a_combination() -> None:
+    reads = [CUDAFuture[int](name=f"read {n}") for n in range(7)]
+    reads[0].set_result(0)
+    both = gather(*reads[:2])
+    whole = gather(both, both.then(repr), *reads)
+    with pytest.raises(TimeoutError) as raised:
+        whole.wait(timeout=0)
+    age = r"\([\d.e-]+s old\)"
+    names = rf"'read 1' {age}, then of an unnamed future {age}, 'read 2' {age}, 'read 3' {age} and 3 more"
+    assert re.search(f"still pending; .* It waits for {names}$", str(raised.value))
+
+
+def test_timeout_of_a_deep_combination_ends() -> None:
+    last = CUDAFuture[int](name="last")
+    whole: CUDAFuture[Any] = gather(last)
+    for _ in range(20_000):
+        whole = gather(whole, whole)
+    with pytest.raises(TimeoutError, match=r"It waits for 'last' \([^,]*\)$"):
+        whole.wait(timeout=0)
+    last.cancel()
+
+
 def test_facts() -> None:
     future: CUDAFuture[Any] = CUDAFuture(priority=-1, name="n")
     assert (future.priority, future.name, future.devices, dict(future.events)) == (-1, "n", (), {})

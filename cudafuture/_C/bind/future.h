@@ -132,6 +132,10 @@ PyObject* await_slot(PyObject* self) noexcept;
 
 // Creates a continuation that gives `child` the outcome of the future it is attached to.
 std::string repr(Future& future);
+// Return texts for messages: a pending future with its age, and the pending operations behind a combination, some of
+// them; empty: it is none.
+std::string operation_text(const Future& future);
+std::string pending_operations(const Future& future);
 
 // Logs the failures that no caller has retrieved of the futures that are alive; called at exit.
 void log_unseen_failures();

@@ -1,7 +1,9 @@
 // The text that shows a future: its state, its error, the operation and the futures that it was made from.
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "bind/future.h"
@@ -43,6 +45,37 @@ std::string operation_of(const Future& future) {
   return text;
 }
 
+// Returns the words of the engine for its operation, such as the group, the number and the tensors of a collective.
+std::string origin_of(const Future& future) {
+  const nb::handle origin = static_cast<PyObject*>(future.origin());
+  if (!origin.is_valid()) return {};
+  try {
+    return utf8_of(nb::str(origin));
+  } catch (nb::python_error& e) {
+    e.discard_as_unraisable("cudafuture");
+    return {};
+  }
+}
+
+std::string age_of(const Future& future) {
+  char age[32];
+  std::snprintf(age, sizeof age, "%.3gs", std::chrono::duration<double>(future.age()).count());
+  return age;
+}
+
+// Returns the pending parts of a pending combination, each once.
+std::vector<nb::object> pending_parts_of(const Future& future) {
+  std::vector<nb::object> parts;
+  const auto add = [](void* part, void* list) {
+    static_cast<std::vector<nb::object>*>(list)->push_back(nb::borrow(static_cast<PyObject*>(part)));
+    return 0;
+  };
+  future.visit_parts({add, &parts});
+  parts.erase(std::remove_if(parts.begin(), parts.end(), [](nb::object& part) { return core_of(part).done(); }),
+              parts.end());
+  return parts;
+}
+
 // Returns the error of a failed future as text, without marking it seen. Its own repr may raise, or show the future.
 std::string error_of(Future& future) {
   const Value& value = future.value();
@@ -70,17 +103,47 @@ std::string error_of(Future& future) {
 
 }  // namespace
 
+std::string pending_operations(const Future& future) {
+  std::vector<nb::object> waiting = pending_parts_of(future);
+  if (waiting.empty()) return {};
+  std::reverse(waiting.begin(), waiting.end());
+  std::unordered_set<PyObject*> seen;
+  std::vector<nb::object> leaves;  // in the order of the parts, through combinations of combinations
+  while (!waiting.empty()) {
+    const nb::object part = std::move(waiting.back());
+    waiting.pop_back();
+    if (!seen.insert(part.ptr()).second) continue;
+    std::vector<nb::object> parts = pending_parts_of(core_of(part));
+    if (parts.empty()) leaves.push_back(part);
+    std::move(parts.rbegin(), parts.rend(), std::back_inserter(waiting));
+  }
+  std::string text;
+  for (std::size_t i = 0; i < std::min(leaves.size(), kMaxParts); ++i)
+    text += (i == 0 ? "" : ", ") + operation_text(core_of(leaves[i]));
+  if (leaves.size() > kMaxParts) text += " and " + std::to_string(leaves.size() - kMaxParts) + " more";
+  return text;
+}
+
+std::string operation_text(const Future& future) {
+  const Maker maker = future.maker();
+  std::string text = origin_of(future);
+  if (text.empty()) text = quoted(future.name());
+  if (maker != Maker::none) text = std::string(name_of(maker)) + (maker == Maker::submit ? " " : " of ") + text;
+  text += " (" + age_of(future) + " old";
+  if (const std::string site = future.site(); !site.empty()) text += ", made at " + site;
+  return text + ")";
+}
+
 std::string repr(Future& future) {
-  char age[32];
-  std::snprintf(age, sizeof age, "%.3gs", std::chrono::duration<double>(future.age()).count());
   std::string text = "<CUDAFuture";
   if (!future.name().empty()) text += " '" + future.name() + "'";
   text += std::string(" ") + name_of(future.state()) + error_of(future);
   const std::vector<c10::Device> devices = future.devices();
   if (!devices.empty()) text += " on " + device_set(devices);
+  if (const std::string origin = origin_of(future); !origin.empty()) text += ", " + origin;
   text += operation_of(future);
   if (const std::string site = future.site(); !site.empty()) text += ", made at " + site;
-  return text + ", " + age + " old>";
+  return text + ", " + age_of(future) + " old>";
 }
 
 void keep_site(Future& future) {

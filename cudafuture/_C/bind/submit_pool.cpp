@@ -1,6 +1,7 @@
 #include "bind/submit_pool.h"
 
 #include <algorithm>
+#include <unordered_map>
 #include <vector>
 
 #include "bind/errors.h"
@@ -17,20 +18,24 @@ thread_local bool is_pool_thread = false;
 
 std::vector<const PoolWait*> waits_of_pool;  // of the threads of the pool, one each; guarded by the GIL, like the rest
 
-bool waits_for_pool(const Future& future, int depth) {
+// `known`: the answers for combinations so far. A part may be in many of them.
+bool waits_for_pool(const Future& future, int depth, std::unordered_map<const Future*, bool>& known) {
   if (future.done() || depth == kMaxDepth) return false;
   if (future.is_pooled()) return true;
   if (future.maker() < Maker::gather) return false;
-  std::vector<const Future*> parts;  // the combination, or the callback thread with the GIL, drops them later
+  const auto [answer, is_new] = known.try_emplace(&future, false);
+  if (!is_new) return answer->second;
+  bool& is_waiting = answer->second;  // stays in place while others are added
+  std::vector<const Future*> parts;   // the combination, or the callback thread with the GIL, drops them later
   const auto add = [](void* part, void* list) {
     static_cast<std::vector<const Future*>*>(list)->push_back(&core_of(nb::handle(static_cast<PyObject*>(part))));
     return 0;
   };
   future.visit_parts({add, &parts});
-  const auto waits = [depth](const Future* part) { return waits_for_pool(*part, depth + 1); };
-  if (future.maker() != Maker::collect_any) return std::any_of(parts.begin(), parts.end(), waits);
+  const auto waits = [&](const Future* part) { return waits_for_pool(*part, depth + 1, known); };
+  if (future.maker() != Maker::collect_any) return is_waiting = std::any_of(parts.begin(), parts.end(), waits);
   const auto is_over = [&](const Future* part) { return part->done() || waits(part); };
-  return !parts.empty() && std::all_of(parts.begin(), parts.end(), is_over);
+  return is_waiting = !parts.empty() && std::all_of(parts.begin(), parts.end(), is_over);
 }
 
 // Returns true if every thread waits for the pool: those of the list, and `more` that are not in it.
@@ -50,7 +55,10 @@ std::string exhaustion() {
 
 bool is_submit_pool(nb::handle executor) noexcept { return pool != nullptr && executor.ptr() == pool; }
 
-bool waits_for_pool(const Future& future) { return waits_for_pool(future, 0); }
+bool waits_for_pool(const Future& future) {
+  std::unordered_map<const Future*, bool> known;
+  return waits_for_pool(future, 0, known);
+}
 
 std::string exhausted_pool(const Future& future) {
   return waits_for_pool(future) && is_exhausted(is_pool_thread ? 1 : 0, false) ? exhaustion() : std::string();

@@ -36,6 +36,8 @@ bool expired(const Deadline& deadline) { return deadline && Clock::now() >= *dea
 [[noreturn]] void raise_timeout(const Future& future, const char* what) {
   const std::string who = future.name().empty() ? "the future" : "'" + future.name() + "'";
   std::string message = "timeout: " + who + what + "; it stays valid, so wait() may be called again";
+  if (future.origin() != nullptr) message += ". It is " + operation_text(future);
+  if (const std::string pending = pending_operations(future); !pending.empty()) message += ". It waits for " + pending;
   if (const std::string reason = exhausted_pool(future); !reason.empty()) message += ". Now " + reason;
   PyErr_SetString(PyExc_TimeoutError, message.c_str());
   throw nb::python_error();
