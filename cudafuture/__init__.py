@@ -2,6 +2,7 @@
 
 from cudafuture import _native as _native  # first: raises a clear ImportError if the native module is missing
 from cudafuture import config as config
+from cudafuture import debug as debug
 from cudafuture import errors as errors
 from cudafuture import executors as executors
 from cudafuture._C import CUDAFuture, EventView
@@ -50,4 +51,4 @@ __all__ = [
 ]
 
 _register_backend()
-break_graphs(AsCompleted, executors.default_executor, executors.serial, *map(globals().get, __all__))
+break_graphs(AsCompleted, debug.pending, executors.default_executor, executors.serial, *map(globals().get, __all__))

@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 import typing_extensions
 
-__all__ = ["call_site", "is_called_from", "warn"]
+__all__ = ["call_site", "is_called_from", "line_of", "warn"]
 
 _HERE = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
@@ -23,13 +23,24 @@ _LIBRARY = (*(str(folder) + os.sep for folder in _FOLDERS), *_WRAPPERS)
 
 def call_site() -> str:
     """Return the innermost line outside of the library and torch, with its file and function."""
-    frame, _ = _caller()
+    return line_of(sys._getframe(1))
+
+
+def line_of(frame: FrameType | None) -> str:
+    """Return the innermost line outside of the library and torch, of a thread that is in `frame`."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+        frame = frame.f_back
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}()"
 
 
 def warn(message: str) -> None:
     """Issue a RuntimeWarning for the innermost line outside of the library and torch."""
-    warnings.warn(message, RuntimeWarning, stacklevel=_caller()[1])
+    frame: FrameType | None = sys._getframe(0)
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
 def is_called_from(folder: Path) -> bool:
@@ -40,13 +51,3 @@ def is_called_from(folder: Path) -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(skipped):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(str(folder) + os.sep)
-
-
-def _caller() -> tuple[FrameType | None, int]:
-    """Return the innermost frame of the program, and its level above the function that calls this one."""
-    frame: FrameType | None = sys._getframe(1)
-    level = 1
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
-        frame = frame.f_back
-        level += 1
-    return frame, level

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import json
 import re
@@ -338,8 +339,7 @@ def test_options_choose_the_wrapped_backends(alone: None) -> None:
 
 
 def test_group_of_an_extension_cannot_be_wrapped(alone: None) -> None:
-    import torch.testing._internal.distributed.fake_pg  # registers it
-
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(ValueError, match="was registered with torch by an extension"):
         cfd.wrap()

@@ -19,7 +19,7 @@ CUDAFUTURE = (
     ("_c10d",),
     ("_submit_pool",),
     ("streams", "executors", "_await", "_work", "_staging", "_xxhash"),
-    ("_transfer", "ownership"),
+    ("_transfer", "ownership", "debug"),
     ("future",),
     ("combine",),
     ("distributed", "io", "prefetch", "pipeline", "data"),

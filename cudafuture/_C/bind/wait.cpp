@@ -7,6 +7,7 @@
 
 #include "bind/errors.h"
 #include "bind/future.h"
+#include "bind/pending.h"
 #include "bind/submit_pool.h"
 #include "core/callback_thread.h"
 #include "core/completion_queue.h"
@@ -70,6 +71,7 @@ void refuse_deadlock(const Future& future) {
 // checks for signals from time to time, and the library's own threads for the exit of the process.
 bool block(Future& future, const Deadline& deadline) {
   warn_in_event_loop();
+  const BlockedThread blocked(future);
   const PoolWait pool_wait(future, deadline.has_value());
   const bool library_thread = CallbackThread::get().is_current() || ThreadCache::is_current();
   if (!is_main_thread() && !library_thread) {

@@ -280,6 +280,14 @@ int Future::visit(ForeignVisitor visitor) {
   return visitor(value_.traceback.get());
 }
 
+int Future::visit_continuations(ForeignVisitor visitor) const {
+  std::lock_guard lock(mutex_);
+  for (Continuation* c = continuations_.head(); c != nullptr; c = c->next) {
+    if (const int stop = c->visit(visitor)) return stop;
+  }
+  return 0;
+}
+
 int Future::visit_parts(ForeignVisitor visitor) const {
   std::lock_guard lock(mutex_);
   const Rare* rare = find_rare();

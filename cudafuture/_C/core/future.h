@@ -199,6 +199,8 @@ class Future final : public c10::intrusive_ptr_target {
   void* wrapper = nullptr;
   // Visits every foreign reference that this future owns.
   int visit(ForeignVisitor visitor);
+  // Visits the foreign references of the continuations, under the lock.
+  int visit_continuations(ForeignVisitor visitor) const;
   // Visits the parts of a pending combination, under the lock.
   int visit_parts(ForeignVisitor visitor) const;
   // Drops everything that can keep reference cycles alive: continuations (abandoned without a report), producer, value.
