@@ -25,7 +25,7 @@ __all__ = ["Pending", "PendingFuture", "pending"]
 _DEEPEST = 40  # levels that are indented
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PendingFuture:
     """A pending future, and the futures that it waits for."""
 
@@ -36,12 +36,18 @@ class PendingFuture:
     waits_for: tuple[PendingFuture, ...]
     """The pending futures that it is made from; empty: nothing in this process is known to hold it up."""
 
+    def __repr__(self) -> str:
+        return f"<PendingFuture {self.description}, waits for {len(self.waits_for)}>"
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Pending:
     """Result of ``pending``: a tree for each future that no other one waits for."""
 
     trees: tuple[PendingFuture, ...]
+
+    def __repr__(self) -> str:
+        return f"<Pending with {len(self.trees)} trees>"
 
     def __str__(self) -> str:
         """Return the trees, one line for each future and each thread; the parts of a future are shown once."""
@@ -72,6 +78,9 @@ def pending(*futures: _C.CUDAFuture[Any]) -> Pending:
     Args:
         futures: the roots; none: all.
 
+    Raises:
+        TypeError: a root is no CUDAFuture.
+
     >>> from cudafuture import CUDAFuture, gather
     >>> read = CUDAFuture(name="read weight")
     >>> both = gather(read.then(lambda f: f.value() + 1), CUDAFuture(name="all_reduce"))
@@ -82,6 +91,11 @@ def pending(*futures: _C.CUDAFuture[Any]) -> Pending:
       <CUDAFuture 'all_reduce' pending, ...s old>
     """
     found = {id(f): f for f in gc.get_objects() if type(f) is _C.CUDAFuture and not f.done()}
+    for future in futures:  # also those that gc.freeze() hides
+        if not isinstance(future, _C.CUDAFuture):
+            raise TypeError(f"pending() takes CUDAFutures, not {type(future).__name__}")
+        if not future.done():
+            found[id(future)] = future
     threads: dict[int, list[str]] = {}
     for thread, future in _C.blocked_threads():
         found.setdefault(id(future), future)

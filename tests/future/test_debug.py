@@ -7,6 +7,8 @@ import re
 import threading
 from typing import Any
 
+import pytest
+
 from cudafuture import CUDAFuture, gather
 from cudafuture.debug import PendingFuture, pending
 
@@ -42,6 +44,11 @@ def test_parts_of_a_future_are_shown_once() -> None:
     shown = lines_of(gather(both, both.then(repr)))
     assert [line.strip() for line in shown].count("<CUDAFuture 'a' pending>") == 1
     assert shown[-1].endswith("gather of 'a', 'b'> (see above)")
+
+
+def test_wrong_root_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes CUDAFutures, not str"):
+        pending("read")  # type: ignore[arg-type]
 
 
 def test_all_futures_have_a_root() -> None:
@@ -87,5 +94,6 @@ def test_deep_chains_are_shown() -> None:
     for _ in range(3_000):
         last = last.then(lambda f: f.value())
     assert len(lines_of(last)) == 3_001
+    assert repr(pending(last)) == "<Pending with 1 trees>"
     first.set_result(1)
     assert last.wait() == 1
