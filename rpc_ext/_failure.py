@@ -29,7 +29,13 @@ __all__ = [
 ENGINE, TIMEOUT, REFUSED = 0, 1, 2
 
 _REFUSED = "the message was refused: "  # prefix of the native module's message
-_LOST = re.compile(r"\(this error originated at tensorpipe/[^()]*\)\s*$|^[^\n]*[sS]hutting down[^\n]*$")
+# The last: TensorPipe's agent asserts so about a connection that broke between the call's registration and its
+# sending; the break has failed the call already, in another thread.
+_LOST = re.compile(
+    r"\(this error originated at tensorpipe/[^()]*\)\s*$"
+    r"|^[^\n]*[sS]hutting down[^\n]*$"
+    r"|INTERNAL ASSERT FAILED at [^\n]*tensorpipe_agent[^\n]*Future marked complete from outside the thread pool"
+)
 _RAISED_ON = "raised on worker '"  # prefix of the note that each receiving worker adds to an exception
 
 

@@ -172,6 +172,11 @@ def test_invalid_notes_are_harmless() -> None:
 
 # ---- what the engine says
 
+OUTSIDE_POOL = (
+    'this->inThreadPool() INTERNAL ASSERT FAILED at "/x/rpc/tensorpipe_agent.cpp":862, please report a bug to PyTorch. '
+    "Future marked complete from outside the thread pool\nException raised from operator() (most recent call first):"
+)
+
 
 def test_engine_errors_name_worker() -> None:
     for kind, message, error in (
@@ -180,6 +185,7 @@ def test_engine_errors_name_worker() -> None:
         (0, "the message was refused: it is not signed", AuthenticationError),
         (0, "eof (this error originated at tensorpipe/x.cc:1)", WorkerLostError),
         (0, "RPC agent is shutting down", WorkerLostError),
+        (0, OUTSIDE_POOL, WorkerLostError),
         (0, "anything else", RemoteError),
         (0, "Traceback: the message was refused: by the function", RemoteError),
         (0, "it says (this error originated at tensorpipe/x.cc:1) and goes on", RemoteError),
