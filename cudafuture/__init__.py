@@ -1,5 +1,6 @@
 """One future type for every asynchronous operation in distributed PyTorch."""
 
+from cudafuture import _C
 from cudafuture import _native as _native  # first: raises a clear ImportError if the native module is missing
 from cudafuture import config as config
 from cudafuture import debug as debug
@@ -50,5 +51,6 @@ __all__ = [
     "wait_all",
 ]
 
+_C.set_debug_socket(config.config.debug_dir, __version__)
 _register_backend()
-break_graphs(AsCompleted, debug.pending, executors.default_executor, executors.serial, *map(globals().get, __all__))
+break_graphs(AsCompleted, executors.default_executor, executors.serial, *map(globals().get, __all__))

@@ -11,14 +11,14 @@ from types import FrameType
 import torch
 import typing_extensions
 
-__all__ = ["call_site", "is_called_from", "line_of", "warn"]
+__all__ = ["LIBRARY", "call_site", "is_called_from", "line_of", "warn"]
 
 _HERE = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
 _FOLDERS = (_HERE, _HERE.parent / "rpc_ext", _TORCH)  # torch calls an optimizer's step, and hooks
 # torch marks some functions as deprecated with a wrapper of one of these.
 _WRAPPERS = (typing_extensions.__file__, warnings.__file__)
-_LIBRARY = (*(str(folder) + os.sep for folder in _FOLDERS), *_WRAPPERS)
+LIBRARY = (*(str(folder) + os.sep for folder in _FOLDERS), *_WRAPPERS)
 
 
 def call_site() -> str:
@@ -28,7 +28,7 @@ def call_site() -> str:
 
 def line_of(frame: FrameType | None) -> str:
     """Return the innermost line outside of the library and torch, of a thread that is in `frame`."""
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARY):
         frame = frame.f_back
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}()"
 
@@ -37,7 +37,7 @@ def warn(message: str) -> None:
     """Issue a RuntimeWarning for the innermost line outside of the library and torch."""
     frame: FrameType | None = sys._getframe(0)
     level = 1
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARY):
         frame = frame.f_back
         level += 1
     warnings.warn(message, RuntimeWarning, stacklevel=level)

@@ -14,6 +14,9 @@ variable                                 default   what it sets
                                                    and messages that the ranks issue. ``origin``: repr and
                                                    logs show the line that made a future. ``ownership``: fail
                                                    operations whose tensors the program changes too early
+``CUDAFUTURE_DEBUG_DIR``                 (see       folder of the sockets that ``python -m cudafuture ps`` asks.
+                                         right)    Default: ``cudafuture`` in ``XDG_RUNTIME_DIR``, or
+                                                   ``/tmp/cudafuture-UID``. ``off``: no socket
 ``CUDAFUTURE_RPC_SECRET_FILE``           (none)    a file with the secret that ``rpc_ext.init_rpc`` uses by default
 ``CUDAFUTURE_RPC_TRANSPORTS``            (none)    the transports that ``rpc_ext.init_rpc`` uses by default, such as
                                                    ``uv`` or ``shm,uv``
@@ -28,8 +31,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["Config", "config", "read"]
+__all__ = ["Config", "config", "debug_dir", "read"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Config:
     debug_order: bool
     debug_ownership: bool
     debug_origin: bool
+    debug_dir: str  # empty: no socket
     rpc_secret_file: str | None
     rpc_transports: frozenset[str] | None
 
@@ -65,9 +70,22 @@ def read(environ: Mapping[str, str]) -> Config:
         debug_order="order" in debug,
         debug_origin="origin" in debug,
         debug_ownership="ownership" in debug,
+        debug_dir=debug_dir(environ),
         rpc_secret_file=environ.get("CUDAFUTURE_RPC_SECRET_FILE") or None,
         rpc_transports=_words(environ, "CUDAFUTURE_RPC_TRANSPORTS", {"ibv", "shm", "uv"}) or None,
     )
+
+
+def debug_dir(environ: Mapping[str, str]) -> str:
+    """Return the folder of the debug sockets of a process with this environment; empty: it has no socket.
+
+    >>> debug_dir({"XDG_RUNTIME_DIR": "/run/user/7"})
+    '/run/user/7/cudafuture'
+    """
+    chosen, runtime = environ.get("CUDAFUTURE_DEBUG_DIR"), environ.get("XDG_RUNTIME_DIR")
+    if chosen:
+        return "" if chosen == "off" else str(Path(chosen).absolute())
+    return f"{runtime}/cudafuture" if runtime else f"/tmp/cudafuture-{os.geteuid()}"
 
 
 def _words(environ: Mapping[str, str], name: str, known: set[str]) -> frozenset[str]:

@@ -23,7 +23,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _C.set_watcher_pauses(config.watcher_first_pause, config.watcher_longest_pause)
-_C.keep_sites(config.debug_origin)
 
 
 # The first two overloads come first: calls that name neither `executor` nor `priority` are checked against `fn`.

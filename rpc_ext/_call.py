@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cudafuture import CUDAFuture, executors, fail
+from cudafuture import CUDAFuture, debug, executors, fail
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C, _failure, _staging
 from rpc_ext._codec import PayloadKind, decode, kind_of, targets_of
@@ -99,6 +99,7 @@ class RemoteCall(CallMessage):
         self.future: CUDAFuture[Any] = CUDAFuture(
             name=f"{name} on {destination.name}", priority=priority, executor=executors.callback_thread
         )
+        debug.register(self.future, destination.place, nbytes=size)
         self.started = time.perf_counter()
         self.deadline = self.started + timeout if timeout else math.inf
         self.settled = False  # True once its end was counted; Destination.finish sets it

@@ -7,7 +7,7 @@ import errno
 import threading
 from typing import Any, NamedTuple
 
-from cudafuture import CUDAFuture
+from cudafuture import CUDAFuture, debug
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _C
 from rpc_ext._codec import DeviceMap
@@ -31,6 +31,7 @@ class Destination(_C.Destination):
     def __init__(self, name: str, rank: int, devices: DeviceMap, max_calls: int, max_bytes: int) -> None:
         super().__init__(name, rank, max_calls, max_bytes)
         self.devices = devices
+        self.place = debug.OperationPlace.find("worker", name, "")  # the names of calls have it
         self.batches: set[Any] = set()  # open batches
         self.is_closed = False  # RPC was shut down: calls in flight get no reply
         self._lock = threading.Lock()  # guards what follows, and `waiting` and `is_awaited`; a leaf
@@ -46,7 +47,7 @@ class Destination(_C.Destination):
             TimeoutError: there was no room for `timeout` seconds (0: no limit).
             InvalidStateError: RPC was shut down.
         """
-        waiter = _QueuedCall(size, CUDAFuture())
+        waiter = _QueuedCall(size, CUDAFuture(name=f"room for a call to worker '{self.name}'"))
         is_done = False
         try:
             with self._lock:
@@ -55,6 +56,7 @@ class Destination(_C.Destination):
                     return
                 if self.is_closed:  # no later call would admit this one
                     raise self._ended()
+                debug.register(waiter.admitted, self.place, nbytes=size)
                 try:
                     self._waiters.append(waiter)
                 finally:

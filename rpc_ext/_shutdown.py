@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cudafuture import CUDAFuture, fail
+from cudafuture import CUDAFuture, debug, fail
 from cudafuture.errors import InvalidStateError, WorkerLostError
 from rpc_ext import _C, _engine
 from rpc_ext._handshake import Handshake
@@ -25,6 +25,7 @@ __all__ = ["leave"]
 T = TypeVar("T")
 
 _PAUSE = 0.001  # seconds between two polls of this worker's calls
+_MOST_NAMED = 4  # calls in an error
 _STORE_PATIENCE = 1.0  # seconds after the deadline that a reply of the store may take
 _LAST_PATIENCE = 10.0  # seconds that the first worker, which may host the store, waits for the others to leave
 
@@ -63,13 +64,26 @@ def _wait_until_no_worker_calls(agent: _C.Agent, handshake: Handshake, deadline:
         while (active := _engine.calls_in_flight(agent)) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
         if active:
-            raise TimeoutError(f"{active} calls of this worker had no reply before the timeout of the shutdown")
+            raise TimeoutError(
+                f"{active} calls of this worker had no reply before the timeout of the shutdown{_named_calls()}"
+            )
         now = _ask(
             functools.partial(handshake.round, f"idle/{turn}", [active, agent.sent()], deadline=deadline), deadline
         )
         if now == before and not any(active for active, _ in now):
             return
         before = now
+
+
+def _named_calls() -> str:
+    """Return the calls that wait for a reply, the first few by name; empty: none has a future."""
+    calls = [
+        future.description
+        for future in debug.pending().futures()
+        if future.operation is not None and future.operation.get("place") == "worker"
+    ]
+    more = f" and {len(calls) - _MOST_NAMED} more" if len(calls) > _MOST_NAMED else ""
+    return f": {', '.join(calls[:_MOST_NAMED])}{more}" if calls else ""
 
 
 def _ask(question: Callable[[], T], deadline: float) -> T:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch._C._distributed_rpc import WorkerInfo
 
+from cudafuture import debug
 from cudafuture.config import config
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _engine, _listeners
@@ -322,6 +323,7 @@ def init_rpc(
                 _listeners.warn_unless_loopback()
             server = Server(options.name, options.num_worker_threads, options.rpc_timeout)
             _session = Session(options, start(options, server), server)
+            debug.name_process(worker=options.name)
             return _session
         finally:
             _beginning = None

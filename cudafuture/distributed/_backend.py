@@ -211,7 +211,16 @@ def _follow(work: FutureWork, issue: Issue | None = None) -> _C.CUDAFuture[Any]:
     # The memory of the operation belongs to the stream of its issue.
     with streams.use_streams(work._stream) if work._stream is not None else contextlib.nullcontext():
         future: _C.CUDAFuture[Any] = _C.collective(
-            work.inner, value, work.name, state.callbacks, issue, state.timeout, state.backends, None
+            work.inner,
+            value,
+            work.name,
+            state.callbacks,
+            issue,
+            state.timeout,
+            state.beside.place,
+            work.sequence,
+            state.backends,
+            value,
         )
     return with_sender(future, work.inner, issue, group) if work.name == RECV.name and source < 0 else future
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import uuid
 import weakref
 from collections import Counter
 from datetime import timedelta
@@ -47,12 +48,15 @@ _DEEPEST = 32  # steps of a chain that issue; each has its own connections and t
 class Issuer:
     """Issuer of operations on one communicator in one order: the program, or one serial queue of callbacks."""
 
-    __slots__ = ("comparison", "issued", "lost", "process_group", "queue")
+    __slots__ = ("comparison", "issued", "lost", "place", "process_group", "queue")
 
-    def __init__(self, process_group: dist.ProcessGroup | None, queue: str | None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, queue: str | None, place: _C.OperationPlace | None = None
+    ) -> None:
         # None: the group itself, which an Issuer does not keep alive; or a side group that no operation has needed yet.
         self.process_group = process_group
         self.queue = queue
+        self.place = place  # of its operations, among those that are pending
         self.issued = 0
         self.comparison: Comparison | None = None  # with CUDAFUTURE_DEBUG=order
         self.lost: BaseException | None = (
@@ -80,8 +84,11 @@ class Group:
         self.sends = _C.ordered_executor(f"{self.name}/sends")
         self.sends_waiting = 0  # in the queue `sends`; guarded by _lock
         self.payloads = itertools.count()  # of send_object_list()
-        self.program = Issuer(None, None)
-        self.beside = Issuer(None, None)
+        self.id = _common_id(process_group)
+        if dist.is_initialized():
+            _C.set_rank(dist.get_rank(), dist.get_world_size())
+        self.program = Issuer(None, None, self._place(None))
+        self.beside = Issuer(None, None, _C.OperationPlace.find("group", self.name))  # in no order
         self.ranks = frozenset(dist.get_process_group_ranks(process_group))
         self.made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks, from ProcessGroup.new_group()
         self.staged_kinds: dict[tuple[str, str], bool] = {}  # per operation and type of device
@@ -125,7 +132,7 @@ class Group:
             issuer = self._side_groups.get(queue)
         if issuer is None:  # only this thread uses this queue's entry
             self._require_everywhere(queue)
-            issuer = Issuer(None, queue)
+            issuer = Issuer(None, queue, self._place(queue))
         if connected and issuer.process_group is None:
             _C.set_leavable(True)  # creation blocks until the other ranks arrive, and cannot be interrupted
             try:
@@ -135,6 +142,10 @@ class Group:
         with self._lock:
             self._side_groups[queue] = issuer
         return issuer
+
+    def _place(self, queue: str | None) -> _C.OperationPlace:
+        beside = "" if queue is None else f"/{queue}"
+        return _C.OperationPlace._of_group(self.name + beside, self.id and self.id + beside, self.rank, self.size)
 
     def wait_for_issue_order(self, operation: str, queue: str | None) -> None:
         """Wait until every operation before this point has been issued, to issue on the group over NCCL.
@@ -208,6 +219,19 @@ class Group:
                 f"a chain has more than {_DEEPEST} steps that issue collectives: each step has its own connections; "
                 "write a loop in the program, or in one callback, which may wait for each collective"
             )
+
+
+def _common_id(process_group: dist.ProcessGroup) -> str:
+    """Return a text that all ranks of the group have in common, and no other group has; empty: they cannot agree.
+
+    `cudafuture.debug` compares the progress of ranks by it. Names of groups are used again, and by other jobs.
+    """
+    try:
+        store: Any = c10d._world.pg_map[process_group][1]
+        agreed: bytes = store.compare_set("cudafuture/id", "", uuid.uuid4().hex[:16])
+    except (KeyError, RuntimeError, NotImplementedError):  # a store that compares nothing, or is gone
+        return ""
+    return agreed.decode(errors="replace")
 
 
 def _queue_names(queue: str) -> list[str]:

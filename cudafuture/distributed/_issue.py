@@ -160,7 +160,16 @@ class Issue(NamedTuple):
         """Return the future of the issued Work, which keeps `tensors` while a device uses them."""
         group = self.group
         future: _Future[T] = _C.collective(
-            work, value, self.operation.name, group.callbacks, self, group.timeout, group.backends, tensors
+            work,
+            value,
+            self.operation.name,
+            group.callbacks,
+            self,
+            group.timeout,
+            self.issuer.place,
+            self.sequence,
+            group.backends,
+            tensors,
         )
         if _checks_ownership:
             result: _Future[T] = _C.issued(self.operation.name, group.callbacks, self)
@@ -223,7 +232,9 @@ class Issue(NamedTuple):
     def _run_behind(self, queue: _C.HostExecutor, call: Callable[[str], object], value: T) -> _Future[T]:
         """Run `call`, which blocks and takes the name of its serial queue, after the operations in that queue."""
         group = self.group
-        future: _Future[T] = _C.issued(self.operation.name, group.callbacks, self)
+        future: _Future[T] = _C.issued(
+            self.operation.name, group.callbacks, self, _C.OperationPlace.find("group", group.name), self.sequence
+        )
 
         def run() -> None:
             try:

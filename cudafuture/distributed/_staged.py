@@ -134,7 +134,9 @@ class _StagedOperation(Generic[T]):
             if is_alone and queue is not None and isinstance(e, RuntimeError):
                 self.issue.issuer.lost = e
             return self.issue.refused(e)
-        self.future: CUDAFuture[T] = _C.issued(self.issue.operation.name, group.callbacks, self.issue)
+        self.future: CUDAFuture[T] = _C.issued(
+            self.issue.operation.name, group.callbacks, self.issue, self.issue.issuer.place, self.issue.sequence
+        )
         if queue is None:
             self.begin(fetched)
             return self.future
@@ -150,7 +152,9 @@ class _StagedOperation(Generic[T]):
         try:
             self.require_step(fetched)
             self.work = self.issue_on(self.communicator())
-            host = _C.collective(self.work, None, issue.operation.name, group.callbacks, issue, group.timeout)
+            host = _C.collective(
+                self.work, None, issue.operation.name, group.callbacks, issue, group.timeout, None, issue.sequence
+            )
         except BaseException as e:
             self.future.set_exception(issue.error(e))
         else:

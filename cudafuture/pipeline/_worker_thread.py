@@ -107,6 +107,7 @@ class WorkerThread:
         with use_device(device):  # raises here, not in the thread, for a device that does not exist
             self.is_accelerator = isinstance(current_stream(device), torch.Stream)
         self.device = device
+        self.place = _C.OperationPlace.find("worker thread", f"{name}-{device}", "on")
         self.deadlines = deadlines
         self.thread = threading.Thread(target=self._run, name=f"{name}-{device}", daemon=True)
         self._limit = limit

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.future import copy
 
@@ -50,8 +51,9 @@ class LocalLink:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # guards the fields below
+        self._lock = threading.Lock()  # guards the fields below
         self._sent: dict[Any, tuple[CUDAFuture[list[Any]], torch.device, Any]] = {}
+        self._awaited: dict[Any, CUDAFuture[None]] = {}  # complete when the message was sent, or the link was closed
         self._is_closed = False
 
     def send(self, key: Any, leaves: Sequence[Any], device: torch.device, header: Any) -> None:
@@ -63,11 +65,13 @@ class LocalLink:
             future = CUDAFuture.completed(list(leaves))  # with events of the current streams
         else:
             future = copy(list(leaves), device)
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 raise LinkClosedError
             self._sent[key] = (future, device, header)
-            self._changed.notify_all()
+            awaited = self._awaited.pop(key, None)
+        if awaited is not None:
+            awaited.set_result(None)
 
     def receive(self, key: Any) -> tuple[list[Any], Any]:
         """Return a message; see ``Link``.
@@ -77,8 +81,15 @@ class LocalLink:
         >>> link.receive("key")
         ([1, 2], 'header')
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or key in self._sent)
+        with self._lock:
+            if key not in self._sent and not self._is_closed:
+                awaited: CUDAFuture[None] = CUDAFuture(name=f"message {key}")
+                self._awaited[key] = awaited
+                _C.register(awaited)
+            else:
+                awaited = CUDAFuture.completed(None)
+        awaited.wait()
+        with self._lock:
             if self._is_closed:
                 raise LinkClosedError
             future, device, header = self._sent.pop(key)
@@ -94,10 +105,12 @@ class LocalLink:
             ...
         cudafuture.pipeline.link.LinkClosedError
         """
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._sent.clear()
-            self._changed.notify_all()
+            awaited, self._awaited = self._awaited, {}
+        for one in awaited.values():
+            one.set_result(None)
 
 
 MakeLink = Callable[[], Link]

@@ -255,7 +255,8 @@ class Pipeline(nn.Module):
             for row, (device, workers) in enumerate(zip(self.devices, self._workers, strict=True)):
                 streams = _C.current_streams([device])
                 run = functools.partial(step.run_row, row)
-                futures.append(workers.submit(device, run, stream=streams[0] if streams else None))
+                stream = streams[0] if streams else None
+                futures.append(workers.submit(device, run, stream=stream, name=f"row {row} of the step"))
             for future in futures:
                 future.wait(
                     non_blocking=True, timeout=None if deadline is None else max(0.0, deadline - time.monotonic())

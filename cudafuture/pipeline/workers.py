@@ -172,6 +172,7 @@ class Workers:
         run: Any = task.run
         executor: Any = task
         task.future = future = _C.submit(run, executor, 0, task.name)
+        _C.register(future, worker.place)
         try:
             if timeout is not None:
                 self._deadlines.add(task, timeout, worker.device)

@@ -72,6 +72,8 @@ class Reader:
         self.pending = pending
         self.number = number
         self.modes = modes
+        self._loader = _C.OperationPlace.find("loader", _described(iterator), "by")  # of what a consumer waits for
+        self._begun = 0  # batches
         self._copies: deque[CUDAFuture[None]] = deque()  # of the copies that were enqueued last
         self._pid = os.getpid()
         # Guards the fields below. Re-entrant: garbage collection under it may free the epoch, which closes the reader.
@@ -112,6 +114,7 @@ class Reader:
             if self.is_closed:
                 waiting.set_result(None)
             else:
+                _C.register(waiting, self._loader, self._begun - 1)
                 self._waiting.append(waiting)
             return waiting
 
@@ -245,6 +248,7 @@ class Reader:
 
     def _new_batch(self) -> SentBatch:
         # "hold": the consumer's stream is the one that the memory belongs to, or SentBatch.record_use() is called.
+        self._begun += 1
         lifetime: Any = "record" if self._options.futures else "hold"
         return SentBatch(CUDAFuture(name="prefetch", lifetime=lifetime), CUDAFuture(name="prefetch"))
 
@@ -376,6 +380,15 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def _described(iterator: Any) -> str:
+    """Name the code that reads: of a generator, or of the type of another iterator."""
+    code = getattr(iterator, "gi_code", None) or getattr(iterator, "ag_code", None)
+    method = getattr(type(iterator), "__next__", None) or getattr(type(iterator), "__anext__", None)
+    code = code or getattr(method, "__code__", None)
+    name = getattr(iterator, "__qualname__", None) or type(iterator).__qualname__
+    return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
 
 
 @atexit.register

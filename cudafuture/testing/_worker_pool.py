@@ -62,6 +62,7 @@ class Worker:
                 start_new_session=True,
             )
         self.connection = MessageSocket(ours)
+        self.process = self._process.pid
         self._started = False
 
     def wait_until_started(self) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cudafuture.debug import look_at
+
 __all__ = ["Finished", "torchrun"]
 
 _DUMP_PATIENCE = 2.0  # seconds for aborted processes to write their stacks
@@ -61,11 +63,12 @@ def torchrun(
         process = subprocess.Popen(
             [*command, *args], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
         )
-        in_time = True
+        in_time, pending = True, ""
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             in_time = False
+            pending = _pending_below(process)
         finally:
             _end_all(process)
         out.seek(0)
@@ -73,10 +76,20 @@ def torchrun(
         finished = Finished(process.returncode, out.read(), err.read())
     written = f"\n--- stdout\n{finished.stdout}\n--- stderr\n{finished.stderr}"
     if not in_time:
-        raise TimeoutError(f"{script} with {n} processes did not end within {timeout:g} seconds{written}")
+        raise TimeoutError(f"{script} with {n} processes did not end within {timeout:g} seconds{written}{pending}")
     if check and finished.returncode != 0:
         raise RuntimeError(f"{script} with {n} processes ended with code {finished.returncode}{written}")
     return finished
+
+
+def _pending_below(process: subprocess.Popen[bytes]) -> str:
+    """Return what is pending in the workers of a launcher, and who waits for whom."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        workers = psutil.Process(process.pid).children(recursive=True)
+        return f"\n--- what is pending\n{look_at(worker.pid for worker in workers)}"
+    return ""
 
 
 def _end_all(process: subprocess.Popen[bytes]) -> None:

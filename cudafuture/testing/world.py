@@ -16,6 +16,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, ClassVar, TypeVar
 
+from cudafuture.debug import look_at
 from cudafuture.testing._worker_job import Outcome, WorkerJob, code_of_file
 from cudafuture.testing._worker_pool import Worker, WorkerPool, dump_stacks
 
@@ -149,6 +150,7 @@ class _Run:
         self._outcomes: dict[int, Outcome] = {}
         self._deaths: dict[int, str] = {}
         self._stacks: dict[int, str] = {}
+        self._pending = ""  # who waits for whom, when some rank has not come back
         self._order: list[int] = []  # ranks in the order of their failures
 
     @property
@@ -180,6 +182,8 @@ class _Run:
                     if self._order:
                         deadline = min(deadline, time.monotonic() + _GRACE)
             late = [key.data for key in selector.get_map().values()]
+        if late:
+            self._pending = str(look_at(worker.process for worker in self._workers))
         stacks = dump_stacks(self._workers[rank] for rank in late)
         self._stacks = dict(zip(late, stacks, strict=True))
         self._order += late
@@ -211,7 +215,10 @@ class _Run:
         errors = {
             rank: pickle.loads(outcome.error) for rank, outcome in self._outcomes.items() if outcome.error is not None
         }
-        raise WorldError("\n\n".join(self._describe(rank) for rank in self._order), errors)
+        parts = [self._describe(rank) for rank in self._order]
+        if self._pending:
+            parts.append("--- what is pending\n" + self._pending)
+        raise WorldError("\n\n".join(parts), errors)
 
     def _describe(self, rank: int) -> str:
         title = f"rank {rank} of {len(self._workers)}"

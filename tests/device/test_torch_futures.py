@@ -210,7 +210,7 @@ def test_python_work_is_ordered(device: Device) -> None:
     side = device.stream()
     with device.on(side):
         buffer = device.empty()
-    known = _C.collective(handle, buffer, "all_reduce", _C.inline_executor, None, 60.0)
+    known = _C.collective(handle, buffer, "all_reduce", _C.inline_executor, None, 60.0, None, 0)
     followed = CUDAFuture.from_torch(handle)
     with device.on(side):
         device.delay()

@@ -13,7 +13,7 @@ from layout.tree import PACKAGE, ROOT, cpp_files, imports, is_module, module_nam
 
 # Lowest first. The modules of one row do not import each other.
 CUDAFUTURE = (
-    ("errors", "config", "graph_breaks", "_arguments", "_build_info", "_frames", "_log", "_path"),
+    ("errors", "config", "graph_breaks", "_arguments", "_build_info", "_frames", "_log", "_path", "_progress"),
     ("_native", "_tensors", "_modes"),
     ("_C",),
     ("_c10d",),
@@ -26,7 +26,8 @@ CUDAFUTURE = (
     ("store",),
     ("swap",),
     ("compat",),
-    ("testing",),
+    ("testing", "cli"),
+    ("__main__",),
 )
 RPC_EXT = (
     ("_C",),
@@ -58,7 +59,18 @@ ENTRY_POINT = "cudafuture_c10d"  # torch imports it, and it imports cudafuture w
 ROW_OF = {f"{p}.{name}": row for p, rows in PACKAGES.items() for row, names in enumerate(rows) for name in names}
 
 # Modules that the native module imports by name while it runs. No arrow, as long as they import nothing from above.
-CALLED_BY_NATIVE = {"errors", "_arguments", "_frames", "_log", "_tensors", "_await", "_work", "_xxhash", "_c10d"}
+CALLED_BY_NATIVE = {
+    "errors",
+    "_arguments",
+    "_frames",
+    "_log",
+    "_progress",
+    "_tensors",
+    "_await",
+    "_work",
+    "_xxhash",
+    "_c10d",
+}
 
 FILES = python_files(*PACKAGES)
 BELOW_THE_FRONT_DOOR = [f for f in FILES if module_name(f) not in PACKAGES]

@@ -84,7 +84,7 @@ def test_table_names_every_variable() -> None:
             return default
 
     config.read(Spy())
-    assert sorted(asked) == sorted(set(re.findall(r"``(CUDAFUTURE_\w+)``", config.__doc__)))
+    assert sorted(asked) == sorted(set(re.findall(r"``((?:CUDAFUTURE|XDG)_\w+)``", config.__doc__)))
 
 
 def test_error_tree_is_complete() -> None:

@@ -47,7 +47,7 @@ auto call_with_gil(Function&& function) {
 
 class NativePromise final : public Promise {
  public:
-  NativePromise(std::string name, int priority, bool has_released);
+  NativePromise(std::string name, int priority, bool has_released, const OperationFacts& facts);
   ~NativePromise() override;
   NativePromise(const NativePromise&) = delete;
   NativePromise& operator=(const NativePromise&) = delete;

@@ -7,11 +7,12 @@
 
 namespace cudafuture::api {
 
-NativePromise::NativePromise(std::string name, int priority, bool has_released)
+NativePromise::NativePromise(std::string name, int priority, bool has_released, const OperationFacts& facts)
     : core_(c10::make_intrusive<Future>(priority)) {
   core_->set_name(std::move(name));
   core_->set_default_executor(&CallbackThread::get());
   if (has_released) core_->promise_release();
+  core_->set_operation(facts);
   core_->start();
 }
 
@@ -42,8 +43,9 @@ void NativePromise::fail(_object* exception, EventSet&& events) noexcept {
   fail(Value::of_error(Foreign(exception), std::move(traceback)), std::move(events));
 }
 
-std::shared_ptr<Promise> make_promise(std::string name, int priority, bool has_released) {
-  return std::make_shared<NativePromise>(std::move(name), priority, has_released);
+std::shared_ptr<Promise> make_promise(std::string name, int priority, bool has_released, const std::string& worker) {
+  const OperationFacts facts{worker.empty() ? nullptr : &OperationPlace::find("worker", worker, "to")};
+  return std::make_shared<NativePromise>(std::move(name), priority, has_released, facts);
 }
 
 }  // namespace cudafuture::api

@@ -27,7 +27,9 @@ class CUDAFUTURE_API Promise {
   virtual void release() noexcept = 0;  // completes `released`, unless it is done
 };
 
-// `priority`: of the future's callbacks; it was checked. `has_released`: the future has a future `released`.
-CUDAFUTURE_API std::shared_ptr<Promise> make_promise(std::string name, int priority, bool has_released);
+// `priority`: of the future's callbacks; it was checked. `has_released`: the future has a future `released`. `worker`:
+// the one that the operation is sent to; empty: none.
+CUDAFUTURE_API std::shared_ptr<Promise> make_promise(std::string name, int priority, bool has_released,
+                                                     const std::string& worker = {});
 
 }  // namespace cudafuture::api

@@ -12,15 +12,34 @@ namespace cudafuture::bind {
 namespace {
 
 // The futures that next() has not returned yet.
-struct Outstanding final : Producer {
+class Outstanding final : public Producer {
+ public:
   int visit(ForeignVisitor visitor) const override {
-    for (const Foreign& future : futures) {
+    for (const Foreign& future : futures_) {
       if (const int stop = visitor(future.get())) return stop;
     }
     return 0;
   }
 
-  std::vector<Foreign> futures;  // null: returned
+  void add_parts(std::vector<CombinationPart>& parts) const override {
+    std::lock_guard lock(mutex_);
+    for (const Foreign& future : futures_) {
+      auto* const object = static_cast<PyObject*>(future.get());
+      if (object == nullptr) continue;
+      if (Future* core = core_of_or_null(object)) parts.push_back({FuturePtr::reclaim_copy(core), Py_REFCNT(object)});
+    }
+  }
+
+  void add(nb::handle future) { futures_.push_back(foreign(nb::borrow(future))); }
+
+  nb::object take(std::size_t position) {
+    std::lock_guard lock(mutex_);
+    return nb::steal(static_cast<PyObject*>(futures_[position].take()));
+  }
+
+ private:
+  mutable std::mutex mutex_;      // the walk over pending futures reads without the GIL
+  std::vector<Foreign> futures_;  // null: returned
 };
 
 // Keeps the futures' Python objects, and shows them to the cyclic collector.
@@ -30,7 +49,7 @@ class PyArrivals {
     std::vector<Future*> cores;
     for (nb::handle future : futures) {
       cores.push_back(&expect_future(future, "waiting"));
-      outstanding_->futures.push_back(foreign(nb::borrow(future)));
+      outstanding_->add(future);
     }
     arrivals_ = std::make_unique<Arrivals>(std::move(cores));
   }
@@ -43,7 +62,7 @@ class PyArrivals {
     while (arrivals_ != nullptr) {
       std::size_t position = 0;
       if (arrivals_->take(position)) {
-        nb::object future = nb::steal(static_cast<PyObject*>(outstanding_->futures[position].take()));
+        nb::object future = outstanding_->take(position);
         join_host_time(core_of(future).completed_at());
         return future;
       }

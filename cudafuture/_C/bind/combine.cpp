@@ -30,6 +30,7 @@ class CombinedPart final : public Continuation {
  public:
   void run(Future& part) noexcept override;
   void abandon() noexcept override;
+  Future* dependent() const noexcept override { return whole == nullptr ? nullptr : &core_of(whole); }
   int visit(ForeignVisitor visitor) const override;
 
   std::shared_ptr<Combined> combined;
@@ -83,6 +84,10 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
       if (const int stop = visitor(part)) return stop;
     }
     return 0;
+  }
+
+  void add_parts(std::vector<CombinationPart>& parts) const override {
+    for (PyObject* part : parts_) parts.push_back({FuturePtr::reclaim_copy(&core_of(part)), Py_REFCNT(part)});
   }
 
   // Notes that one part is done. Returns false if the outcome is decided in a way that needs the interpreter, and this

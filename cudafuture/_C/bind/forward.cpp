@@ -33,6 +33,7 @@ class Forward final : public Continuation {
   }
 
   bool is_moot() const noexcept override { return core_of(child_).done(); }
+  Future* dependent() const noexcept override { return &core_of(child_); }
   int visit(ForeignVisitor visitor) const override { return visitor(child_.ptr()); }
 
  private:

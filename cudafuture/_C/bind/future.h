@@ -70,18 +70,6 @@ void wait_for_devices(Future& future, bool non_blocking, const Deadline& deadlin
 // device's queue is full, or where another thread frees memory.
 void order_callers_streams(Future& future, OrderingSyncEdges edges = {});
 
-// A callback that the thread is running, so that waiting for its own child is an error and not a deadlock.
-class RunningChild {
- public:
-  explicit RunningChild(const Future& child) noexcept;
-  ~RunningChild();
-  static bool is_on_this_thread(const Future& future) noexcept;
-
- private:
-  const Future& child_;
-  RunningChild* outer_;
-};
-
 // KeyboardInterrupt and SystemExit from a callback are kept until the outermost completion of the main thread returns
 // to Python, and are raised there.
 void keep_interrupt(nb::object exception);
@@ -132,10 +120,6 @@ PyObject* await_slot(PyObject* self) noexcept;
 
 // Creates a continuation that gives `child` the outcome of the future it is attached to.
 std::string repr(Future& future);
-// Return texts for messages: a pending future with its age, and the pending operations behind a combination, some of
-// them; empty: it is none.
-std::string operation_text(const Future& future);
-std::string pending_operations(const Future& future);
 
 // Logs the failures that no caller has retrieved of the futures that are alive; called at exit.
 void log_unseen_failures();

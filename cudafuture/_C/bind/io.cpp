@@ -49,6 +49,7 @@ nb::object transfer(EngineHandle& self, const std::shared_ptr<File>& file, bool 
     throw nb::value_error("the offset and the size of the tensors reach beyond the end of the largest file");
   }
   wait_for_room(*self.engine);
+  request.future->set_operation({nullptr, kUnknown, static_cast<std::int64_t>(request.memory.size())});
   nb::object result = wrap(request.future);
   if (request.device != nullptr) taken.keep.append(result);  // its tensors must not be freed on the engine's thread
   request.keep = foreign(std::move(taken.keep));

@@ -1,27 +1,21 @@
-// The threads that are blocked in a wait, and the futures that depend on others, for cudafuture.debug.
+// What is pending, for cudafuture.debug and for the errors of waits.
 #pragma once
 
+#include <string>
+
 #include "bind/python.h"
-#include "core/future.h"
-#include "core/intrusive_list.h"
+#include "core/thread_activity.h"
 
 namespace cudafuture::bind {
 
-// A thread that is about to block until a future is done. The list of them is guarded by the GIL.
-class BlockedThread {
- public:
-  explicit BlockedThread(Future& future) noexcept;
-  ~BlockedThread();
-  BlockedThread(const BlockedThread&) = delete;
-  BlockedThread& operator=(const BlockedThread&) = delete;
+// Returns the innermost line of the calling thread outside of the library and torch.
+CodeLine calling_line();
 
- private:
-  friend void bind_pending(nb::module_& m);
+// Returns the name and the line of a function, or of what a partial or a method calls. It reads what never changes, and
+// needs no GIL; the object must stay alive.
+std::string describe_function(void* object);
 
-  Future& future_;
-  const unsigned long thread_;
-  BlockedThread* next_;
-  BlockedThread** link_;  // that points at this one
-};
+// Returns a sentence about what a pending future waits for: some of its leaves. Empty: it is one itself, and not known.
+std::string pending_leaves(Future& future);
 
 }  // namespace cudafuture::bind

@@ -7,6 +7,7 @@
 #include <exception>
 #include <string>
 
+#include "bind/pending.h"
 #include "core/process.h"
 
 namespace cudafuture::bind {
@@ -137,6 +138,7 @@ void install_runtime() {
             if (state != nullptr) take_gil(static_cast<PyThreadState*>(state));
           },
       .release = release,
+      .describe = describe_function,
   });
   pthread_atfork(nullptr, nullptr, [] { main_thread = pthread_self(); });
 }

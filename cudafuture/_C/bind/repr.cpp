@@ -1,9 +1,7 @@
 // The text that shows a future: its state, its error, the operation and the futures that it was made from.
 #include <algorithm>
 #include <cstdio>
-#include <iterator>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
 #include "bind/future.h"
@@ -19,15 +17,11 @@ std::string quoted(const std::string& name) { return name.empty() ? "an unnamed 
 // Returns the names of the parts of a combination that is pending, or whose value has not been retrieved.
 std::vector<std::string> parts_of(const Future& future) {
   std::vector<std::string> names;
-  const auto add = [](void* part, void* list) {
-    static_cast<std::vector<std::string>*>(list)->push_back(core_of(static_cast<PyObject*>(part)).name());
-    return 0;
-  };
   if (!future.done()) {
-    future.visit_parts({add, &names});
+    for (const CombinationPart& part : future.parts()) names.push_back(part.future->name());
   } else if (future.value().form == Value::Form::parts) {
     const auto parts = nb::borrow<nb::tuple>(static_cast<PyObject*>(future.value().object.get()));
-    for (nb::handle part : parts) add(part.ptr(), &names);
+    for (nb::handle part : parts) names.push_back(core_of(part).name());
   }
   return names;
 }
@@ -63,19 +57,6 @@ std::string age_of(const Future& future) {
   return age;
 }
 
-// Returns the pending parts of a pending combination, each once.
-std::vector<nb::object> pending_parts_of(const Future& future) {
-  std::vector<nb::object> parts;
-  const auto add = [](void* part, void* list) {
-    static_cast<std::vector<nb::object>*>(list)->push_back(nb::borrow(static_cast<PyObject*>(part)));
-    return 0;
-  };
-  future.visit_parts({add, &parts});
-  parts.erase(std::remove_if(parts.begin(), parts.end(), [](nb::object& part) { return core_of(part).done(); }),
-              parts.end());
-  return parts;
-}
-
 // Returns the error of a failed future as text, without marking it seen. Its own repr may raise, or show the future.
 std::string error_of(Future& future) {
   const Value& value = future.value();
@@ -102,37 +83,6 @@ std::string error_of(Future& future) {
 }
 
 }  // namespace
-
-std::string pending_operations(const Future& future) {
-  std::vector<nb::object> waiting = pending_parts_of(future);
-  if (waiting.empty()) return {};
-  std::reverse(waiting.begin(), waiting.end());
-  std::unordered_set<PyObject*> seen;
-  std::vector<nb::object> leaves;  // in the order of the parts, through combinations of combinations
-  while (!waiting.empty()) {
-    const nb::object part = std::move(waiting.back());
-    waiting.pop_back();
-    if (!seen.insert(part.ptr()).second) continue;
-    std::vector<nb::object> parts = pending_parts_of(core_of(part));
-    if (parts.empty()) leaves.push_back(part);
-    std::move(parts.rbegin(), parts.rend(), std::back_inserter(waiting));
-  }
-  std::string text;
-  for (std::size_t i = 0; i < std::min(leaves.size(), kMaxParts); ++i)
-    text += (i == 0 ? "" : ", ") + operation_text(core_of(leaves[i]));
-  if (leaves.size() > kMaxParts) text += " and " + std::to_string(leaves.size() - kMaxParts) + " more";
-  return text;
-}
-
-std::string operation_text(const Future& future) {
-  const Maker maker = future.maker();
-  std::string text = origin_of(future);
-  if (text.empty()) text = quoted(future.name());
-  if (maker != Maker::none) text = std::string(name_of(maker)) + (maker == Maker::submit ? " " : " of ") + text;
-  text += " (" + age_of(future) + " old";
-  if (const std::string site = future.site(); !site.empty()) text += ", made at " + site;
-  return text + ")";
-}
 
 std::string repr(Future& future) {
   std::string text = "<CUDAFuture";

@@ -129,11 +129,14 @@ nb::object write(const StorePtr& self, nb::list keys, nb::list tensors, int prio
   std::fill_n(outcome, outcomes ? names.size() : 0, false);
   if (outcomes) taken.keep.append(nb::steal(THPVariable_Wrap(outcomes->detach())));
   store::WriteList writes;
+  std::uint64_t size = 0;
   for (std::size_t i = 0; i < names.size(); ++i) {
+    size += taken.memory.front().size();
     writes.push_back({call, std::move(names[i]), shape_of(tensors[i]), std::move(taken.memory.front()), 0, expected[i],
                       outcome == nullptr ? nullptr : outcome + i});
     taken.memory.pop_front();
   }
+  call->future->set_operation({&self->place(), kUnknown, static_cast<std::int64_t>(size)});
   if (atomic) call->atomic = std::make_shared<store::AtomicWrite>(writes.size());
   names = {};
   call->device = std::move(taken.device);
@@ -216,11 +219,14 @@ nb::object read(const StorePtr& self, nb::list keys, nb::object outs, nb::object
   Tensors taken = take_tensors(tensors, Direction::read, priority);
   std::uint64_t* const digest = told ? told->mutable_data_ptr<std::uint64_t>() : nullptr;
   store::ReadList reads;
+  std::uint64_t size = 0;
   for (std::size_t i = 0; i < names.size(); ++i) {
+    size += taken.memory.front().size();
     reads.push_back({call, std::move(names[i]), std::move((*entries)[i]), std::move(taken.memory.front()),
                      digest == nullptr ? nullptr : digest + i});
     taken.memory.pop_front();
   }
+  call->future->set_operation({&self->place(), kUnknown, static_cast<std::int64_t>(size)});
   entries.reset();
   names = {};
   call->result = foreign(gives_list ? nb::object(tensors) : nb::object(tensors[0]));

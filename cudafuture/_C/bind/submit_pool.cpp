@@ -26,15 +26,10 @@ bool waits_for_pool(const Future& future, int depth, std::unordered_map<const Fu
   const auto [answer, is_new] = known.try_emplace(&future, false);
   if (!is_new) return answer->second;
   bool& is_waiting = answer->second;  // stays in place while others are added
-  std::vector<const Future*> parts;   // the combination, or the callback thread with the GIL, drops them later
-  const auto add = [](void* part, void* list) {
-    static_cast<std::vector<const Future*>*>(list)->push_back(&core_of(nb::handle(static_cast<PyObject*>(part))));
-    return 0;
-  };
-  future.visit_parts({add, &parts});
-  const auto waits = [&](const Future* part) { return waits_for_pool(*part, depth + 1, known); };
+  const std::vector<CombinationPart> parts = future.parts();
+  const auto waits = [&](const CombinationPart& part) { return waits_for_pool(*part.future, depth + 1, known); };
   if (future.maker() != Maker::collect_any) return is_waiting = std::any_of(parts.begin(), parts.end(), waits);
-  const auto is_over = [&](const Future* part) { return part->done() || waits(part); };
+  const auto is_over = [&](const CombinationPart& part) { return part.future->done() || waits(part); };
   return is_waiting = !parts.empty() && std::all_of(parts.begin(), parts.end(), is_over);
 }
 

@@ -19,6 +19,7 @@
 #include "core/pinned_memory.h"
 #include "core/process.h"
 #include "core/stream_order.h"
+#include "core/thread_activity.h"
 
 namespace cudafuture::bind {
 namespace {
@@ -202,8 +203,7 @@ CallbackOrder::Kind Then::order_in(const Future& parent) const noexcept {
 }
 
 nb::object Then::invoke(Future& parent, Future* child) {
-  std::optional<RunningChild> running;
-  if (child != nullptr) running.emplace(*child);
+  const ThreadActivity running(ThreadActivity::Kind::callback, child != nullptr ? *child : parent, fn_.ptr());
   if (plain_call) return nb::steal(call_python(fn_.ptr(), nullptr));
   const nb::object argument = wrap(FuturePtr::unsafe_reclaim_from_nonowning(&parent));
   return nb::steal(call_python(fn_.ptr(), argument.ptr()));

@@ -25,6 +25,7 @@ class Then final : public Continuation, public Deferred {
   void run(Future& parent) noexcept override;
   void abandon() noexcept override;
   bool is_moot() const noexcept override { return child_.is_valid() && core_of(child_).done(); }
+  Future* dependent() const noexcept override { return child_.is_valid() ? &core_of(child_) : nullptr; }
   int visit(ForeignVisitor visitor) const override;
 
   // The function, if there is no child: borrowed, and valid under the parent's lock.

@@ -248,12 +248,14 @@ nb::object from_torch(nb::handle source) {
     const TorchFuturePtr native = wrapper->fut;
     auto future = c10::make_intrusive<Future>();
     if (!native->devices().empty()) future->set_bounding_set(native->devices());
+    future->set_operation({&OperationPlace::find("engine", "torch", "of")});
     nb::object result = wrap(future);
     follow_torch_future(source, std::move(future));
     return result;
   }
   if (is_work(source)) {
     auto future = c10::make_intrusive<Future>();
+    future->set_operation({&OperationPlace::find("engine", "torch", "of")});
     nb::object result = wrap(future);
     future->start();  // it owns the tensors: too late to cancel
     follow(source, std::move(future));

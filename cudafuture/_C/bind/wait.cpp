@@ -15,6 +15,7 @@
 #include "core/process.h"
 #include "core/stream_order.h"
 #include "core/stream_pool.h"
+#include "core/thread_activity.h"
 #include "core/thread_cache.h"
 
 namespace cudafuture::bind {
@@ -30,15 +31,12 @@ constexpr microseconds kShortPause{25};
 constexpr microseconds kLongPause{200};
 constexpr unsigned long kTimerSlack = 1000;  // nanoseconds
 
-thread_local RunningChild* innermost = nullptr;
-
 bool expired(const Deadline& deadline) { return deadline && Clock::now() >= *deadline; }
 
-[[noreturn]] void raise_timeout(const Future& future, const char* what) {
+[[noreturn]] void raise_timeout(Future& future, const char* what) {
   const std::string who = future.name().empty() ? "the future" : "'" + future.name() + "'";
   std::string message = "timeout: " + who + what + "; it stays valid, so wait() may be called again";
-  if (future.origin() != nullptr) message += ". It is " + operation_text(future);
-  if (const std::string pending = pending_operations(future); !pending.empty()) message += ". It waits for " + pending;
+  message += pending_leaves(future);
   if (const std::string reason = exhausted_pool(future); !reason.empty()) message += ". Now " + reason;
   PyErr_SetString(PyExc_TimeoutError, message.c_str());
   throw nb::python_error();
@@ -59,19 +57,33 @@ void warn_in_event_loop() {
   if (may_be_in_event_loop()) call(warn_if_in_loop());
 }
 
+// Returns true if this thread runs the callback whose child the future is.
+bool is_running_here(const Future& future) {
+  for (const auto* one = ThreadActivity::innermost(); one != nullptr; one = one->outer()) {
+    if (one->kind() == ThreadActivity::Kind::callback && &one->future() == &future) return true;
+  }
+  return false;
+}
+
 // Raises an error for a wait that would never end because this thread itself blocks the completion.
 void refuse_deadlock(const Future& future) {
-  if (!RunningChild::is_on_this_thread(future)) return;
+  if (!is_running_here(future)) return;
   raise_error("InvalidStateError", "a callback waits for its own result" +
                                        (future.name().empty() ? "" : " ('" + future.name() + "')") +
                                        ", which can only come after it returns; return the value, or use then_async()");
+}
+
+// Tells the core how the program calls this thread.
+void name_thread() {
+  if (has_thread_name()) return;
+  static Imported current_thread{"threading", "current_thread"};
+  set_thread_name(utf8_of(call(current_thread()).attr("name")));
 }
 
 // Blocks until the future is done. Threads that cannot be interrupted sleep until they are woken. The main thread
 // checks for signals from time to time, and the library's own threads for the exit of the process.
 bool block(Future& future, const Deadline& deadline) {
   warn_in_event_loop();
-  const BlockedThread blocked(future);
   const PoolWait pool_wait(future, deadline.has_value());
   const bool library_thread = CallbackThread::get().is_current() || ThreadCache::is_current();
   if (!is_main_thread() && !library_thread) {
@@ -132,6 +144,7 @@ void poll_devices(Future& future, const Deadline& deadline) {
   const Clock::time_point begin = Clock::now();
   Clock::time_point signals_seen = begin;
   std::optional<PollingPauses> pauses;
+  std::optional<ThreadActivity> waiting;  // once the wait is long
   bool finished = false;
   if (may_be_in_event_loop() && !expired(deadline) && !future.device_work_finished()) warn_in_event_loop();
   while (!finished) {
@@ -152,6 +165,7 @@ void poll_devices(Future& future, const Deadline& deadline) {
     signals_seen = Clock::now();
     if (finished) break;
     check_signals();
+    if (!waiting) waiting.emplace(ThreadActivity::Kind::wait, future, nullptr, calling_line());
     if (expired(deadline)) raise_timeout(future, " is complete but its device work has not finished");
   }
 }
@@ -195,16 +209,6 @@ void order_callers_streams(Future& future, OrderingSyncEdges edges) {
   future.consumed();
 }
 
-RunningChild::RunningChild(const Future& child) noexcept : child_(child), outer_(innermost) { innermost = this; }
-RunningChild::~RunningChild() { innermost = outer_; }
-
-bool RunningChild::is_on_this_thread(const Future& future) noexcept {
-  for (const RunningChild* r = innermost; r != nullptr; r = r->outer_) {
-    if (&r->child_ == &future) return true;
-  }
-  return false;
-}
-
 namespace {
 
 bool wait_while_pending(Future& future, const Deadline& deadline) {
@@ -222,6 +226,10 @@ bool wait_while_pending(Future& future, const Deadline& deadline) {
     queue.help(future);
     raise_kept_interrupt();
   }
+  if (future.done()) return true;
+  if (expired(deadline)) return false;
+  name_thread();
+  const ThreadActivity waiting(ThreadActivity::Kind::wait, future, nullptr, calling_line());
   if (on_callback_thread) CallbackThread::get().help(future, deadline ? &*deadline : nullptr);
   return future.done() || (!expired(deadline) && block(future, deadline));
 }

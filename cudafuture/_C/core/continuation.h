@@ -40,6 +40,9 @@ class Continuation {
   // Returns true if run() would have no effect any more. Called under the parent's lock.
   virtual bool is_moot() const noexcept { return false; }
 
+  // The future that run() completes; null: none, or several. Called under the parent's lock, which keeps it alive.
+  virtual Future* dependent() const noexcept { return nullptr; }
+
   // Visits the foreign references that this continuation owns.
   virtual int visit(ForeignVisitor) const { return 0; }
 

@@ -130,6 +130,18 @@ FuturePtr Future::released() {
   return released;
 }
 void Future::set_released(FuturePtr released) { rare().released = std::move(released); }
+void Future::set_operation(const OperationFacts& facts) {
+  if (done()) return;
+  std::unique_ptr<RegisteredOperation>& operation = rare().operation;
+  if (operation == nullptr) operation = std::make_unique<RegisteredOperation>(*this, facts);
+}
+const OperationFacts* Future::operation() const noexcept {
+  const Rare* rare = find_rare();
+  return rare == nullptr || rare->operation == nullptr ? nullptr : &rare->operation->facts();
+}
+void Future::end_operation(Rare* rare) noexcept {
+  if (rare != nullptr && rare->operation != nullptr) rare->operation->end();
+}
 void Future::promise_release() { releases_ = true; }
 void Future::release() noexcept {
   FuturePtr released;

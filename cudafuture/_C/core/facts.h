@@ -28,6 +28,7 @@ struct Future::Rare {
   std::shared_ptr<FailureReport> report;  // guarded by the lock of all reports; null: not shared
   FuturePtr released;
   std::unique_ptr<std::vector<at::Tensor>> named_tensors;  // null: none
+  std::unique_ptr<RegisteredOperation> operation;          // null: none
 };
 
 }  // namespace cudafuture

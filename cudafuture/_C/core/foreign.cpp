@@ -15,6 +15,7 @@ ForeignRuntime runtime{
     []() noexcept -> void* { return nullptr; },
     [](void*) noexcept {},
     [](void*) noexcept {},
+    [](void*) { return std::string(); },
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 // engines (Gloo, TensorPipe, I/O, the watcher) never take it. They post work that needs it to the callback thread.
 #pragma once
 
+#include <string>
 #include <utility>
 
 namespace cudafuture {
@@ -16,6 +17,8 @@ struct ForeignRuntime {
   void* (*step_out)() noexcept;            // releases the lock for a moment, if this thread holds it
   void (*step_in)(void* state) noexcept;   // takes the lock again; null: it was not held
   void (*release)(void* object) noexcept;  // drops one reference; called inside only
+  // Returns the name and the line of a function, or an empty text. Called without the lock; the function stays alive.
+  std::string (*describe)(void* function);
 };
 
 // Sets the runtime, once, before the first future. Without one (plain C++ programs) no object counts as foreign.

@@ -55,6 +55,8 @@ Future::Future(int priority, Lifetime lifetime) noexcept
   trace(TraceEvent::created, *this);
 }
 
+void Future::release_resources() { end_operation(find_rare()); }
+
 Future::~Future() {
   const UnseenFailureHook report = unseen_failure.load(std::memory_order_relaxed);
   if (report != nullptr && claim_failure_report()) {
@@ -211,6 +213,7 @@ bool Future::finish(State outcome, Value&& value, EventSet&& events, std::vector
   Continuation* list;
   Waiter* waiters;
   std::shared_ptr<Producer> producer;  // dropped after the lock is released
+  Rare* rare;
   const HostTime now = host_time();
   {
     std::lock_guard lock(mutex_);
@@ -218,12 +221,14 @@ bool Future::finish(State outcome, Value&& value, EventSet&& events, std::vector
     value_ = std::move(value);
     events_ = std::move(events);
     if (now.generation != 0) completed_at_ = later_of(completed_at_, now);
-    if (!named.empty()) rare().named_tensors = std::make_unique<std::vector<at::Tensor>>(std::move(named));
-    if (Rare* rare = find_rare()) producer = std::move(rare->producer);
+    if (!named.empty()) this->rare().named_tensors = std::make_unique<std::vector<at::Tensor>>(std::move(named));
+    rare = find_rare();
+    if (rare != nullptr) producer = std::move(rare->producer);
     list = continuations_.take_all();
     waiters = std::exchange(waiters_, nullptr);
     state_.store(outcome, std::memory_order_release);
   }
+  end_operation(rare);
   if (waiters != nullptr) release_all(waiters);
   if (producer != nullptr) producer->finished(*this);
   trace(TraceEvent::done, *this);
@@ -280,18 +285,21 @@ int Future::visit(ForeignVisitor visitor) {
   return visitor(value_.traceback.get());
 }
 
-int Future::visit_continuations(ForeignVisitor visitor) const {
+std::vector<FuturePtr> Future::dependents() const {
+  std::vector<FuturePtr> futures;
   std::lock_guard lock(mutex_);
   for (Continuation* c = continuations_.head(); c != nullptr; c = c->next) {
-    if (const int stop = c->visit(visitor)) return stop;
+    if (Future* const dependent = c->dependent()) futures.push_back(FuturePtr::reclaim_copy(dependent));
   }
-  return 0;
+  return futures;
 }
 
-int Future::visit_parts(ForeignVisitor visitor) const {
+std::vector<CombinationPart> Future::parts() const {
+  std::vector<CombinationPart> parts;
   std::lock_guard lock(mutex_);
-  const Rare* rare = find_rare();
-  return rare == nullptr || rare->producer == nullptr ? 0 : rare->producer->visit(visitor);
+  const Rare* const rare = find_rare();
+  if (rare != nullptr && rare->producer != nullptr) rare->producer->add_parts(parts);
+  return parts;
 }
 
 void Future::clear() noexcept {

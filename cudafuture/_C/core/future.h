@@ -37,6 +37,7 @@
 #include "core/event_set.h"
 #include "core/executor.h"
 #include "core/host_clock.h"
+#include "core/registered_operation.h"
 #include "core/sync_edge.h"
 #include "core/value.h"
 #include "core/waiter.h"
@@ -70,6 +71,11 @@ const char* name_of(Maker maker) noexcept;  // empty: none
 // Protection of the memory during a wait: a call of the allocator's `record_stream`, or the future, which holds it.
 enum class Lifetime : std::uint8_t { record, hold };
 
+struct CombinationPart {
+  FuturePtr future;
+  std::int64_t references;  // to its foreign object
+};
+
 // The party that will complete a future, as the future sees it: asked before cancellation, and dropped once the future
 // is done.
 class Producer {
@@ -78,6 +84,8 @@ class Producer {
   virtual bool cancel(Future&) { return true; }  // may be called twice; false: too late to cancel
   virtual void finished(Future&) noexcept {}     // the future is done, in whatever way
   virtual int visit(ForeignVisitor) const { return 0; }
+  // Adds the futures that a combination is made of, in their order. Called under the future's lock.
+  virtual void add_parts(std::vector<CombinationPart>&) const {}
 };
 
 class Future final : public c10::intrusive_ptr_target {
@@ -94,9 +102,9 @@ class Future final : public c10::intrusive_ptr_target {
   void set_name(std::string name) { name_ = std::move(name); }
   Maker maker() const noexcept { return maker_; }
   void set_maker(Maker maker) noexcept { maker_ = maker; }
-  // True if a function on the pool of submit completes the future. Guarded by the interpreter's lock.
-  bool is_pooled() const noexcept { return is_pooled_; }
-  void set_pooled(bool is_pooled) noexcept { is_pooled_ = is_pooled; }
+  // True if a function on the pool of submit completes the future. Set inside the interpreter only.
+  bool is_pooled() const noexcept { return is_pooled_.load(std::memory_order_relaxed); }
+  void set_pooled(bool is_pooled) noexcept { is_pooled_.store(is_pooled, std::memory_order_relaxed); }
   // The line of code that made the future; kept for messages if CUDAFUTURE_DEBUG asks for it. Only the first one stays.
   std::string site() const;
   void set_site(std::string site);
@@ -131,6 +139,9 @@ class Future final : public c10::intrusive_ptr_target {
   void promise_release();
   void release() noexcept;
   std::chrono::nanoseconds age() const noexcept;
+  // Puts the operation that this future stands for into the registry, until the future is done. Null: there is none.
+  void set_operation(const OperationFacts& facts);
+  const OperationFacts* operation() const noexcept;
 
   // ---- consumer
   State state() const noexcept { return state_.load(std::memory_order_acquire); }
@@ -199,12 +210,15 @@ class Future final : public c10::intrusive_ptr_target {
   void* wrapper = nullptr;
   // Visits every foreign reference that this future owns.
   int visit(ForeignVisitor visitor);
-  // Visits the foreign references of the continuations, under the lock.
-  int visit_continuations(ForeignVisitor visitor) const;
-  // Visits the parts of a pending combination, under the lock.
-  int visit_parts(ForeignVisitor visitor) const;
+  // The futures that wait for this one: its callbacks' children, and the combinations that it is a part of.
+  std::vector<FuturePtr> dependents() const;
+  // The parts of a pending combination.
+  std::vector<CombinationPart> parts() const;
   // Drops everything that can keep reference cycles alive: continuations (abandoned without a report), producer, value.
   void clear() noexcept;
+
+  // The last owner is gone: ends the operation's weak reference, which would keep the destructor from running.
+  void release_resources() override;
 
  private:
   struct Rare;
@@ -212,6 +226,7 @@ class Future final : public c10::intrusive_ptr_target {
 
   bool finish(State outcome, Value&& value, EventSet&& events, std::vector<at::Tensor>&& named);
   [[gnu::cold]] bool claim_report_of_failure() noexcept;
+  static void end_operation(Rare* rare) noexcept;
   Rare& rare();
   Rare& locked_rare();
   Rare* find_rare() const noexcept { return rare_.load(std::memory_order_acquire); }
@@ -227,7 +242,7 @@ class Future final : public c10::intrusive_ptr_target {
   bool started_ = false;
   bool releases_ = false;  // release() will be called
   bool is_released_ = false;
-  bool is_pooled_ = false;
+  std::atomic<bool> is_pooled_{false};
   Maker maker_ = Maker::none;
   Lifetime lifetime_;
   std::int32_t priority_;

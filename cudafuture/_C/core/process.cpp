@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/callback_thread.h"
+#include "core/debug_socket.h"
 #include "core/error.h"
 #include "core/thread_cache.h"
 #include "core/watcher.h"
@@ -47,6 +48,7 @@ void shut_down(bool (*go_on)() noexcept) noexcept {
   Watcher::get().stop(go_on);
   ThreadCache::get().stop(go_on);
   CallbackThread::get().stop(go_on);
+  DebugSocket::get().stop();  // last: those who ask may want to know why the others do not end
 }
 
 bool is_shut_down() noexcept { return down.load(std::memory_order_acquire); }

@@ -43,6 +43,7 @@ std::shared_ptr<Store> Store::open(std::shared_ptr<Engine> engine, const Options
 Store::Store(std::shared_ptr<Engine> engine, const Options& options)
     : engine_(std::move(engine)),
       options_(options),
+      place_(OperationPlace::find("store", options.folder, "of")),
       batch_size_(engine_->options().block_size),
       slabs_(std::make_shared<Slabs>(Slabs::Options{options.folder, options.direct, options.durable,
                                                     options.opening != Opening::write, options.capacity})),
@@ -69,6 +70,7 @@ void Store::close() {
 }
 
 void Store::begin(const CallPtr& call) {
+  call->future->set_operation({&place_});  // unless its size is known: then it is registered
   in_flight_.begin(*call);
   add(counters_.pending);
   call->future->start();

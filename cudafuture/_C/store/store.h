@@ -76,6 +76,7 @@ class Store final : public std::enable_shared_from_this<Store> {
   bool try_version(const std::string& key, Index::Version& version) const { return index_.try_version(key, version); }
   bool is_closed() const { return in_flight_.is_closed(); }
   io::Engine& engine() const noexcept { return *engine_; }
+  const OperationPlace& place() const noexcept { return place_; }
   std::vector<std::string> keys() const { return index_.keys(); }
   std::uint64_t trim() noexcept { return slabs_->trim(); }
   void forget(const std::vector<std::string>& keys) {
@@ -122,6 +123,7 @@ class Store final : public std::enable_shared_from_this<Store> {
 
   const std::shared_ptr<io::Engine> engine_;
   const Options options_;
+  const OperationPlace& place_;
   const std::uint64_t batch_size_;
   const std::shared_ptr<Slabs> slabs_;
   Index index_;

@@ -83,7 +83,7 @@ StoreOperation::StoreOperation(OperationsPtr operations, Kind kind, std::vector<
       kind_(kind),
       keys_(std::move(keys)),
       options_(std::move(options)),
-      promise_(api::make_promise(title_of(kind, keys_), options_.priority, kind == Kind::write)),
+      promise_(api::make_promise(title_of(kind, keys_), options_.priority, kind == Kind::write, operations_->worker())),
       since_(nanoseconds()),
       left_(keys_.size()),
       unreleased_(keys_.size()) {

@@ -1,0 +1,145 @@
+#include "core/thread_activity.h"
+
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include "core/debug_socket.h"
+#include "core/foreign.h"
+#include "core/process.h"
+#include "core/serial_queue.h"
+#include "core/spin_lock.h"
+
+namespace cudafuture {
+namespace {
+
+std::int64_t coarse_time() noexcept {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+  return t.tv_sec * 1'000'000'000 + t.tv_nsec;
+}
+
+}  // namespace
+
+struct ThreadRecord {
+  SpinLock lock;
+  const ThreadActivity* innermost = nullptr;
+  const SerialQueue* queue = nullptr;  // of the outermost callback
+  std::string name;
+  const pid_t thread = static_cast<pid_t>(syscall(SYS_gettid));
+
+  ThreadRecord() {
+    std::lock_guard held(list_mutex());
+    list().push_back(this);
+  }
+  ~ThreadRecord() {
+    if (is_forked_child()) return;
+    std::lock_guard held(list_mutex());
+    list().erase(std::find(list().begin(), list().end(), this));
+  }
+
+  // Both are leaked: threads run until the end of the process.
+  static std::mutex& list_mutex() noexcept {
+    static auto* mutex = new std::mutex;
+    return *mutex;
+  }
+  static std::vector<ThreadRecord*>& list() noexcept {
+    static auto* records = new std::vector<ThreadRecord*>;
+    return *records;
+  }
+  static ThreadRecord* of_thread();
+
+  ThreadActivities state(std::int64_t now) {
+    ThreadActivities found{thread, {}, thread == getpid(), {}, {}};
+    std::lock_guard held(lock);
+    found.name = name;
+    if (innermost == nullptr) return found;
+    if (queue != nullptr) found.queue = queue->name();
+    for (const ThreadActivity* one = innermost; one != nullptr; one = one->outer_) {
+      found.activities.push_back({one->kind_, FuturePtr::reclaim_copy(&one->future_), text_of(one->line_),
+                                  one->function_ == nullptr ? "" : foreign_runtime().describe(one->function_),
+                                  static_cast<double>(now - one->begun_) * 1e-9});
+    }
+    std::reverse(found.activities.begin(), found.activities.end());
+    return found;
+  }
+};
+
+namespace {
+
+thread_local constinit ThreadRecord* record_of_thread = nullptr;
+thread_local constinit bool has_ended = false;  // a thread that ends may still run callbacks; they are not recorded
+
+struct RecordOwner {
+  ~RecordOwner() {
+    has_ended = true;
+    delete std::exchange(record_of_thread, nullptr);
+  }
+};
+
+}  // namespace
+
+ThreadRecord* ThreadRecord::of_thread() {
+  if (record_of_thread == nullptr && !has_ended) {
+    static thread_local RecordOwner owner;
+    record_of_thread = new ThreadRecord;
+  }
+  return record_of_thread;
+}
+
+std::string text_of(const CodeLine& line) {
+  if (line.file == nullptr) return {};
+  return std::string(line.file) + ":" + std::to_string(line.line) + " in " + line.function + "()";
+}
+
+ThreadActivity::ThreadActivity(Kind kind, Future& future, void* function, const CodeLine& line) noexcept
+    : kind_(kind), future_(future), function_(function), line_(line), begun_(coarse_time()), outer_(nullptr) {
+  if (kind == Kind::wait) DebugSocket::require();
+  ThreadRecord* const record = ThreadRecord::of_thread();
+  if (record == nullptr) return;
+  outer_ = record->innermost;
+  const SerialQueue* const queue = outer_ == nullptr ? SerialQueue::current() : nullptr;
+  std::lock_guard lock(record->lock);
+  record->innermost = this;
+  if (outer_ == nullptr) record->queue = queue;
+}
+
+ThreadActivity::~ThreadActivity() {
+  ThreadRecord* const record = record_of_thread;
+  if (record == nullptr || record->innermost != this) return;
+  std::lock_guard lock(record->lock);
+  record->innermost = outer_;
+}
+
+const ThreadActivity* ThreadActivity::innermost() noexcept {
+  return record_of_thread == nullptr ? nullptr : record_of_thread->innermost;
+}
+
+std::vector<ThreadActivities> thread_states() {
+  std::vector<ThreadActivities> states;
+  const std::int64_t now = coarse_time();
+  std::lock_guard held(ThreadRecord::list_mutex());
+  for (ThreadRecord* record : ThreadRecord::list()) {
+    ThreadActivities state = record->state(now);
+    if (!state.activities.empty()) states.push_back(std::move(state));
+  }
+  return states;
+}
+
+void set_thread_name(std::string name) {
+  ThreadRecord* const record = ThreadRecord::of_thread();
+  if (record == nullptr) return;
+  std::lock_guard lock(record->lock);
+  record->name = std::move(name);
+}
+
+bool has_thread_name() noexcept {
+  const ThreadRecord* const record = ThreadRecord::of_thread();
+  return record == nullptr || !record->name.empty();
+}
+
+}  // namespace cudafuture

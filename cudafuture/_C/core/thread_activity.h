@@ -1,0 +1,79 @@
+// What the threads of this process do, as another thread can see it: the waits and the callbacks that they are in.
+//
+//     ThreadActivity on the stack of a thread ──► outer ──► outer      innermost first
+//
+// Lock: each thread has a spin lock, which guards its list; only the walk of pending.h takes another thread's.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/future.h"
+
+namespace cudafuture {
+
+// A line of code, in memory that lives as long as the thread's activity.
+struct CodeLine {
+  const char* file = nullptr;  // null: unknown
+  int line = 0;
+  const char* function = nullptr;
+};
+std::string text_of(const CodeLine& line);
+
+class ThreadActivity {
+ public:
+  enum class Kind : std::uint8_t { wait, callback };
+
+  // `future`: that the thread waits for, or the child of the callback that it runs, or the callback's parent if it has
+  // no child. `function`: the foreign function of the callback; null: none.
+  ThreadActivity(Kind kind, Future& future, void* function, const CodeLine& line = {}) noexcept;
+  ~ThreadActivity();
+  ThreadActivity(const ThreadActivity&) = delete;
+  ThreadActivity& operator=(const ThreadActivity&) = delete;
+
+  Kind kind() const noexcept { return kind_; }
+  const Future& future() const noexcept { return future_; }
+  const ThreadActivity* outer() const noexcept { return outer_; }
+  // The calling thread's innermost activity; null: none.
+  static const ThreadActivity* innermost() noexcept;
+
+ private:
+  friend struct ThreadRecord;
+  friend std::vector<struct ThreadActivities> thread_states();
+
+  const Kind kind_;
+  Future& future_;
+  void* const function_;
+  const CodeLine line_;
+  const std::int64_t begun_;  // CLOCK_MONOTONIC_COARSE, nanoseconds
+  const ThreadActivity* outer_;
+};
+
+// Copies of the activities of one thread.
+struct ActivityState {
+  ThreadActivity::Kind kind;
+  FuturePtr future;
+  std::string line;      // of the wait; empty: unknown
+  std::string function;  // of the callback; empty: unknown
+  double seconds;        // since it began
+};
+struct ThreadActivities {
+  pid_t thread;
+  std::string name;
+  bool is_main;
+  std::string queue;                      // the serial queue whose callback it runs; empty: none
+  std::vector<ActivityState> activities;  // outermost first
+};
+
+// Returns the threads that are in a wait or in a callback.
+std::vector<ThreadActivities> thread_states();
+
+// Names the calling thread, as the program knows it.
+void set_thread_name(std::string name);
+bool has_thread_name() noexcept;
+
+}  // namespace cudafuture

@@ -1,0 +1,102 @@
+"""The files in which processes keep their progress in each process group (``core/progress.h``)."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["GroupProgress", "ProcessProgress", "is_alive", "not_issued_by", "progress_in", "read_progress"]
+
+_HEADER = struct.Struct("=8s4i64s104x")  # as ProgressFile::Layout
+_GROUP = struct.Struct("=64s40s2i3q32s24x")  # as GroupRecord
+_MAGIC = b"cfprog1\0"
+
+
+@dataclass(frozen=True)
+class GroupProgress:
+    """Progress of one process in one process group."""
+
+    name: str
+    id: str  # the same on all ranks of the group; empty: the ranks could not agree
+    rank: int
+    size: int
+    issued: int  # operations
+    ended: int
+    issued_at: int  # of the last one, nanoseconds of CLOCK_MONOTONIC
+    last: str  # its name
+
+
+@dataclass(frozen=True)
+class ProcessProgress:
+    """Progress of one process. A negative rank: it is not known."""
+
+    process: int
+    rank: int
+    world_size: int
+    worker: str
+    groups: tuple[GroupProgress, ...]
+
+
+def read_progress(path: Path) -> ProcessProgress | None:
+    """Read the file of a process; None: there is none, or another version has written it."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) < _HEADER.size:
+        return None
+    magic, process, rank, size, count, worker = _HEADER.unpack_from(data)
+    if magic != _MAGIC or len(data) < _HEADER.size + count * _GROUP.size:
+        return None
+    groups = [_GROUP.unpack_from(data, _HEADER.size + i * _GROUP.size) for i in range(count)]
+    return ProcessProgress(process, rank, size, _text(worker), tuple(map(_group, groups)))
+
+
+def _group(fields: tuple[bytes, bytes, int, int, int, int, int, bytes]) -> GroupProgress:
+    name, id_, rank, size, issued, ended, issued_at, last = fields
+    return GroupProgress(_text(name), _text(id_), rank, size, issued, ended, issued_at, _text(last))
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode(errors="replace")
+
+
+def progress_in(folder: Path) -> Iterator[ProcessProgress]:
+    """Yield the progress of each process that has a file in `folder`."""
+    for path in sorted(folder.glob("*.progress")):
+        progress = read_progress(path)
+        if progress is not None:
+            yield progress
+
+
+def is_alive(process: int) -> bool:
+    """Return True if there is a process with this number, of any user."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def not_issued_by(folder: str, group: str, number: int) -> str:
+    """Name the ranks of a group on this machine that have not issued an operation; the native module calls this.
+
+    Args:
+        folder: of the files; empty: there are none.
+        group: id of the group.
+        number: of the operation, from 0.
+    """
+    if not folder or not group:
+        return ""
+    late: dict[int, str] = {}
+    for process in progress_in(Path(folder)):
+        for progress in process.groups:
+            if progress.id == group and progress.issued <= number:
+                rank = process.rank if process.rank >= 0 else progress.rank
+                late[rank] = f"rank {rank}" + ("" if is_alive(process.process) else ", which is dead")
+    return " and ".join(late[rank] for rank in sorted(late))

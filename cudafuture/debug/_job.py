@@ -1,0 +1,188 @@
+"""The processes of a job together: the ranks that wait for one another, the one that lags, and deadlocks.
+
+::
+
+    look_at(processes)       asks all of them at once
+        JobReport.waits()          rank 0 ── all_reduce #12 of group 'dp', not issued ──► rank 3
+        JobReport.verdicts()       a cycle: a deadlock;  a rank that others wait for, and that waits for none: it lags
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cudafuture._progress import GroupProgress
+from cudafuture.debug._processes import PATIENCE, ProcessReport, ask
+from cudafuture.debug._trees import PendingFuture, ThreadReport, cycles
+
+__all__ = ["JobReport", "RankWait", "WaitingProcess", "look_at"]
+
+_MOST_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class WaitingProcess:
+    """The threads of a process that wait: the main one, or those that serve calls and run callbacks."""
+
+    report: ProcessReport
+    is_main: bool
+
+    def threads(self) -> list[ThreadReport]:
+        """Return its threads that are blocked in a wait."""
+        pending = self.report.pending
+        threads = () if pending is None else pending.threads
+        return [one for one in threads if one.is_main == self.is_main and one.is_waiting]
+
+
+@dataclass(frozen=True)
+class RankWait:
+    """A thread of one process waits for something that another process has to do."""
+
+    of: WaitingProcess
+    thread: ThreadReport
+    operation: PendingFuture
+    on: WaitingProcess
+    what: str
+    """The thing that the other process has not done."""
+
+    def __str__(self) -> str:
+        return f"{self.of.report.title} waits for {self.on.report.title}: {self.what}; it waits at {self.thread.line}"
+
+
+@dataclass(frozen=True, repr=False)
+class JobReport:
+    """Reports of the processes of a job."""
+
+    reports: tuple[ProcessReport, ...]
+
+    def __repr__(self) -> str:
+        return f"<JobReport of {len(self.reports)} processes>"
+
+    def __str__(self) -> str:
+        """Return the trees of each process, and what they add up to."""
+        parts = [_section(report) for report in self.reports]
+        verdicts = self.verdicts()
+        return "\n\n".join([*parts, "\n".join(verdicts)] if verdicts else parts)
+
+    def waits(self) -> list[RankWait]:
+        """Return the waits of threads for what another process has to do.
+
+        >>> look_at([0]).waits()
+        []
+        """
+        return [
+            wait for report in self.reports for is_main in (True, False) for wait in self._waits_of(report, is_main)
+        ]
+
+    def _waits_of(self, report: ProcessReport, is_main: bool) -> Iterator[RankWait]:
+        of = WaitingProcess(report, is_main)
+        for thread in of.threads():
+            if thread.awaited is None:
+                continue
+            for operation in _operations_below(thread.awaited):
+                for other, what in self._holders(report, operation):
+                    on = WaitingProcess(other, True)
+                    if operation.operation is not None and operation.operation.get("place") == "worker":
+                        on = WaitingProcess(other, False)  # the thread that serves the call
+                    elif not on.threads():
+                        on = WaitingProcess(other, False)
+                    yield RankWait(of, thread, operation, on, what)
+
+    def _holders(self, report: ProcessReport, operation: PendingFuture) -> Iterator[tuple[ProcessReport, str]]:
+        """Yield the processes that hold up an operation, each with what it has not done."""
+        facts = operation.operation or {}
+        for other in self.reports:
+            if other.process == report.process:
+                continue
+            group = _progress_in(other, facts.get("group", ""))
+            if group is not None and "number" in facts and group.issued <= facts["number"]:
+                last = f"its last one was {group.last} #{group.issued - 1}" if group.issued else "it has issued none"
+                yield other, f"{operation.description}, is not issued there ({last})"
+            elif facts.get("place") == "worker" and other.worker and other.worker == facts.get("of"):
+                yield other, f"{operation.description}, is not answered"
+
+    def verdicts(self) -> list[str]:
+        """Name the deadlocks and the ranks that hold up others, one line or more for each.
+
+        >>> look_at([0]).verdicts()
+        []
+        """
+        waits = self.waits()
+        of: dict[WaitingProcess, list[RankWait]] = defaultdict(list)
+        held: dict[int, list[RankWait]] = defaultdict(list)
+        for wait in waits:
+            of[wait.of].append(wait)
+            held[wait.on.report.process].append(wait)
+        lines: list[str] = []
+        nodes = {id(node): node for node in dict.fromkeys(one for wait in waits for one in (wait.of, wait.on))}
+        same = {node: node for node in nodes.values()}
+        circles = cycles(nodes.values(), lambda node: [same[wait.on] for wait in of.get(node, ())])
+        in_circle: set[int] = set()
+        for circle in circles:
+            lines.append("deadlock:")
+            for node, following in zip(circle, [*circle[1:], circle[0]], strict=True):
+                in_circle.add(node.report.process)
+                lines.append("  " + str(next(wait for wait in of[node] if same[wait.on] is following)))
+        for process, held_up in held.items():
+            report = held_up[0].on.report
+            if process in in_circle or (not report.problem and of.get(held_up[0].on)):
+                continue  # it waits for another
+            lines.append(_lag(report, held_up))
+        return lines
+
+
+def _progress_in(report: ProcessReport, group: str) -> GroupProgress | None:
+    """Return the progress in the group with this id; None: the process is not in it, or that is not known."""
+    groups = () if report.progress is None else report.progress.groups
+    return next((one for one in groups if group and one.id == group), None)
+
+
+def _lag(report: ProcessReport, held_up: list[RankWait]) -> str:
+    others = ", ".join(dict.fromkeys(wait.of.report.title for wait in held_up))
+    state = report.problem or "it is not blocked by what others have to do"
+    return f"{report.title} holds up {others}: {held_up[0].what}; {state}"
+
+
+def _operations_below(future: PendingFuture) -> Iterator[PendingFuture]:
+    """Yield the operations that a future waits for, through its parts and through the threads of its callbacks."""
+    seen: set[int] = set()
+    stack = [future]
+    while stack:
+        one = stack.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if one.operation is not None:
+            yield one
+        stack += reversed([*one._causes()])
+
+
+def _section(report: ProcessReport) -> str:
+    lines = [report.title + (f": {report.problem}" if report.problem else "")]
+    if report.pending is not None:
+        lines += ["  " + line for line in str(report.pending).splitlines()]
+    elif report.progress is not None:
+        lines += [
+            f"  group '{group.name}': {group.issued} issued, {group.ended} ended, the last was {group.last}"
+            for group in report.progress.groups
+            if group.issued
+        ]
+    return "\n".join(lines)
+
+
+def look_at(processes: Iterable[int], folder: Path | None = None, patience: float = PATIENCE) -> JobReport:
+    """Ask several processes at once; see `ask`.
+
+    >>> look_at([0])
+    <JobReport of 1 processes>
+    """
+    numbers = list(dict.fromkeys(processes))
+    if not numbers:
+        return JobReport(())
+    with concurrent.futures.ThreadPoolExecutor(min(len(numbers), _MOST_AT_ONCE)) as threads:
+        reports = list(threads.map(lambda process: ask(process, folder, patience), numbers))
+    return JobReport(tuple(sorted(reports, key=lambda one: (one.rank is None, one.rank or 0, one.process))))
