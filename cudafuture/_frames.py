@@ -23,7 +23,7 @@ LIBRARY = (*(str(folder) + os.sep for folder in _FOLDERS), *_WRAPPERS)
 
 def call_site() -> str:
     """Return the innermost line outside of the library and torch, with its file and function."""
-    return line_of(sys._getframe(1))
+    return line_of(sys._getframe())  # its caller may be native, in a thread without other frames
 
 
 def line_of(frame: FrameType | None) -> str:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cudafuture._progress import GroupProgress
 from cudafuture.debug._processes import PATIENCE, ProcessReport, ask
@@ -102,6 +103,8 @@ class JobReport:
             if group is not None and "number" in facts and group.issued <= facts["number"]:
                 last = f"its last one was {group.last} #{group.issued - 1}" if group.issued else "it has issued none"
                 yield other, f"{operation.description}, is not issued there ({last})"
+            elif group is not None and (instead := _issued_instead(other, facts)):
+                yield other, f"{operation.description}, has {instead} in its place there"
             elif facts.get("place") == "worker" and other.worker and other.worker == facts.get("of"):
                 yield other, f"{operation.description}, is not answered"
 
@@ -133,6 +136,16 @@ class JobReport:
                 continue  # it waits for another
             lines.append(_lag(report, held_up))
         return lines
+
+
+def _issued_instead(report: ProcessReport, facts: dict[str, Any]) -> str:
+    """Return the pending operation of another name that a process has issued in the place of one; empty: none."""
+    for future in () if report.pending is None else report.pending.futures():
+        other = future.operation or {}
+        place = [one.get(key) for one in (facts, other) for key in ("group", "number")]
+        if place[:2] == place[2:] and None not in place and facts["name"] != other["name"]:
+            return future.description
+    return ""
 
 
 def _progress_in(report: ProcessReport, group: str) -> GroupProgress | None:

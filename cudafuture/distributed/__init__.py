@@ -11,6 +11,7 @@ the same callbacks in the same order on every rank therefore pairs its data corr
 from cudafuture._c10d import FutureWork
 from cudafuture.distributed._backend import wrap
 from cudafuture.distributed._backend_options import BackendOptions
+from cudafuture.distributed._flight_recorder import dump_flight_recorder
 from cudafuture.distributed.collectives import (
     all_gather,
     all_gather_coalesced,
@@ -65,6 +66,7 @@ __all__ = [
     "broadcast",
     "broadcast_object_list",
     "ddp_comm_hook",
+    "dump_flight_recorder",
     "gather",
     "gather_into_tensor",
     "gather_object",

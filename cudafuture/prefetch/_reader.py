@@ -73,7 +73,7 @@ class Reader:
         self.number = number
         self.modes = modes
         self._loader = _C.OperationPlace.find("loader", _described(iterator), "by")  # of what a consumer waits for
-        self._begun = 0  # batches
+        self._given = 0  # batches, to the consumer
         self._copies: deque[CUDAFuture[None]] = deque()  # of the copies that were enqueued last
         self._pid = os.getpid()
         # Guards the fields below. Re-entrant: garbage collection under it may free the epoch, which closes the reader.
@@ -109,12 +109,13 @@ class Reader:
         """
         with self._lock:
             if self._batches:
+                self._given += 1
                 return self._batches.popleft()
             waiting: CUDAFuture[None] = CUDAFuture(name="prefetch")
             if self.is_closed:
                 waiting.set_result(None)
             else:
-                _C.register(waiting, self._loader, self._begun - 1)
+                _C.register(waiting, self._loader, self._given)
                 self._waiting.append(waiting)
             return waiting
 
@@ -248,7 +249,6 @@ class Reader:
 
     def _new_batch(self) -> SentBatch:
         # "hold": the consumer's stream is the one that the memory belongs to, or SentBatch.record_use() is called.
-        self._begun += 1
         lifetime: Any = "record" if self._options.futures else "hold"
         return SentBatch(CUDAFuture(name="prefetch", lifetime=lifetime), CUDAFuture(name="prefetch"))
 

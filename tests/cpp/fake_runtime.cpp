@@ -1,6 +1,7 @@
 #include "fake_runtime.h"
 
 #include <mutex>
+#include <string>
 
 namespace cudafuture::fake {
 namespace {
@@ -74,7 +75,8 @@ void Runtime::install() {
                        .retire = retire,
                        .step_out = step_out,
                        .step_in = step_in,
-                       .release = release});
+                       .release = release,
+                       .describe = [](void*) { return std::string(); }});
 }
 
 bool Runtime::inside() noexcept { return holds_gil; }

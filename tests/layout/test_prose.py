@@ -79,14 +79,14 @@ VERBS = frozenset(
         r"\w+",
         """
         abort accumulate acknowledge add admit allocate allow append apply ask await begin block build call cancel
-        capture check clear close collect commit compare compile complete compute continue convert copy count create defer
-        delete describe discard distribute divide do draw drop empty end enqueue enter evict fail fill find finish flush
-        free gather give grow handle hold import insert issue join keep kill leave let load lock log look make map mark
-        merge move multiply name normalise open order parse pass pickle prepare prevent print provide publish put queue
-        raise read receive record reduce refuse register release remove rename repair replace request reset restore resume
-        retrieve retry return run save scale scan seed select send set show skip split spend start step stop store
-        submit suspend swap sync synchronize take transfer truncate undo unpack update use verify wait wake write
-        yield
+        capture check clear close collect commit compare compile complete compute continue convert copy count create
+        defer delete describe discard distribute divide do draw drop empty end enqueue enter evict fail fill find
+        finish flush free gather give grow handle hold import insert issue join keep kill leave let load lock log look
+        make map mark merge move multiply name normalise open order parse pass pickle prepare prevent print provide
+        publish put queue raise read receive record reduce refuse register release remove rename repair replace
+        request reset restore resume retrieve retry return run save scale scan seed select send set show skip split
+        spend start step stop store submit suspend swap sync synchronize take transfer truncate undo unpack update use
+        verify wait wake write yield
         """,
     )
 )

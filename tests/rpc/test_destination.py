@@ -102,8 +102,8 @@ def test_interrupted_wait_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None
     assert of.try_admit(1)
 
     class InterruptedWhenAdmitted:
-        def __init__(self) -> None:
-            self._future: CUDAFuture[None] = CUDAFuture()
+        def __init__(self, name: str) -> None:
+            self._future: CUDAFuture[None] = CUDAFuture(name=name)
             self.done, self.set_result = self._future.done, self._future.set_result
             self.exception = self._future.exception
 
@@ -114,6 +114,7 @@ def test_interrupted_wait_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None
 
     with monkeypatch.context() as patch:
         patch.setattr(_destination, "CUDAFuture", InterruptedWhenAdmitted)
+        patch.setattr(_destination.debug, "register", lambda *_, **__: None)  # which takes futures only
         with pytest.raises(KeyboardInterrupt):
             of.admit(50, 0)
     assert (of.statistics().in_flight, of.statistics().bytes_in_flight, of.statistics().calls) == (0, 0, 1)

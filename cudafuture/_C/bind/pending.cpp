@@ -135,7 +135,9 @@ std::string pending_leaves(Future& future) {
     text += i > 0 ? ", " : leaf.future == root ? ". It is " : ". It waits for ";
     text += description_of(*leaf.future);
     if (is_young) continue;
-    if (const std::string reason = graph.reason(leaf); !reason.empty()) text += " (" + reason + ")";
+    if (const std::string reason = graph.reason(leaf); !reason.empty()) {
+      text += " (" + reason + graph.blockers(leaf) + ")";
+    }
     if (facts == nullptr) continue;
     if (const std::string ranks = not_issued_by(*facts); !ranks.empty()) text += " (not issued by " + ranks + ")";
   }
@@ -150,6 +152,7 @@ void bind_pending(nb::module_& m) {
           "_of_group",
           [](const std::string& name, const std::string& id, int rank, int size) -> OperationPlace& {
             OperationPlace& place = OperationPlace::make("group", name, "of");
+            DebugSocket::require();
             place.progress = ProgressFile::get().add_group(name, id, rank, size);
             return place;
           },
@@ -158,7 +161,7 @@ void bind_pending(nb::module_& m) {
   m.def(
       "register",
       [](nb::handle future, const OperationPlace* place, std::int64_t number, std::int64_t bytes) {
-        core_of(future).set_operation({place, number, bytes});
+        expect_future(future, "register()").set_operation({place, number, bytes});
       },
       nb::arg("future"), nb::arg("place").none() = nb::none(), nb::arg("number") = kUnknown,
       nb::arg("bytes") = kUnknown);
@@ -171,9 +174,19 @@ void bind_pending(nb::module_& m) {
       nb::arg("folder"), nb::arg("version"));
   m.def("restart_debug_socket", [] { DebugSocket::get().start_in_child(); });
   m.def(
-      "set_rank", [](int rank, int size) { ProgressFile::get().set_rank(rank, size); }, nb::arg("rank"),
-      nb::arg("size"));
-  m.def("set_worker", [](std::string_view name) { ProgressFile::get().set_worker(name); }, nb::arg("name"));
+      "set_rank",
+      [](int rank, int size) {
+        DebugSocket::require();
+        ProgressFile::get().set_rank(rank, size);
+      },
+      nb::arg("rank"), nb::arg("size"));
+  m.def(
+      "set_worker",
+      [](std::string_view name) {
+        DebugSocket::require();
+        ProgressFile::get().set_worker(name);
+      },
+      nb::arg("name"));
   m.def(
       "set_library_folders", [](std::vector<std::string> folders) { library_folders() = std::move(folders); },
       nb::arg("folders"));

@@ -133,7 +133,9 @@ void Future::set_released(FuturePtr released) { rare().released = std::move(rele
 void Future::set_operation(const OperationFacts& facts) {
   if (done()) return;
   std::unique_ptr<RegisteredOperation>& operation = rare().operation;
-  if (operation == nullptr) operation = std::make_unique<RegisteredOperation>(*this, facts);
+  if (operation != nullptr) return;
+  operation = std::make_unique<RegisteredOperation>(*this, facts);
+  operation->begin();
 }
 const OperationFacts* Future::operation() const noexcept {
   const Rare* rare = find_rare();

@@ -78,7 +78,7 @@ PendingGraph PendingGraph::walk(std::vector<FuturePtr> roots, From from, std::si
   std::uint32_t ignored;
   for (FuturePtr& root : roots) graph.add(std::move(root), ignored);
   roots.clear();
-  graph.threads_ = thread_states();
+  if (from != From::roots) graph.threads_ = thread_states();
   if (from == From::threads) {
     for (const ThreadActivities& thread : graph.threads_) {
       for (const ActivityState& activity : thread.activities) graph.add(activity.future, ignored);
@@ -178,6 +178,15 @@ std::vector<std::uint32_t> PendingGraph::leaves_of(std::uint32_t index, std::siz
     stack.insert(stack.end(), below.rbegin(), below.rend());
   }
   return leaves;
+}
+
+std::string PendingGraph::blockers(const PendingNode& one) const {
+  if (one.blocked_by.empty()) return {};
+  const ActivityState& first = threads_[one.blocked_by.front()].activities.front();
+  std::string text = ", behind " + (first.function.empty() ? "a callback" : first.function) + ", which has run for " +
+                     seconds_text(first.seconds);
+  if (one.blocked_by.size() > 1) text += ", and " + std::to_string(one.blocked_by.size() - 1) + " more";
+  return text;
 }
 
 std::string PendingGraph::reason(const PendingNode& one) const {

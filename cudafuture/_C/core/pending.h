@@ -46,6 +46,8 @@ class PendingGraph {
   // Returns the pending operations, and other futures that wait for nothing known, below a future: some of them.
   std::vector<std::uint32_t> leaves_of(std::uint32_t index, std::size_t most) const;
   bool is_cut() const noexcept { return is_cut_; }
+  // Returns words about the callbacks behind which a future's own callback is queued; empty: none.
+  std::string blockers(const PendingNode& one) const;
   // Returns words about a future that waits for no other: why it is pending, as far as that is known.
   std::string reason(const PendingNode& one) const;
 

@@ -79,10 +79,12 @@ std::string text_of(const OperationFacts& facts) {
 }
 
 RegisteredOperation::RegisteredOperation(Future& future, const OperationFacts& facts) noexcept
-    : future_(future), facts_(facts), part_(Part::of_thread()), next_(nullptr), link_(nullptr) {
+    : future_(future), facts_(facts), part_(Part::of_thread()) {}
+
+void RegisteredOperation::begin() noexcept {
   DebugSocket::require();
-  if (facts.place != nullptr && facts.place->progress != nullptr)
-    facts.place->progress->issued(future.name(), facts.number);
+  if (facts_.place != nullptr && facts_.place->progress != nullptr)
+    facts_.place->progress->issued(future_.name(), facts_.number);
   c10::raw::weak_intrusive_ptr::incref(&future_);
   std::lock_guard lock(part_.lock);
   next_ = part_.first;

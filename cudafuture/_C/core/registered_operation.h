@@ -51,12 +51,14 @@ std::string text_of(const OperationFacts& facts);
 // An entry of the registry. It has a weak reference to its future, which owns it.
 class RegisteredOperation {
  public:
-  RegisteredOperation(Future& future, const OperationFacts& facts) noexcept;
+  RegisteredOperation(Future& future, const OperationFacts& facts) noexcept;  // not yet in the registry
   ~RegisteredOperation() { end(); }
   RegisteredOperation(const RegisteredOperation&) = delete;
   RegisteredOperation& operator=(const RegisteredOperation&) = delete;
 
   const OperationFacts& facts() const noexcept { return facts_; }
+  // Adds the operation, which its future has by now, to the registry.
+  void begin() noexcept;
   // Removes the operation from the registry. Any thread may call it, more than once.
   void end() noexcept;
 
@@ -69,8 +71,8 @@ class RegisteredOperation {
   Future& future_;
   const OperationFacts facts_;
   Part& part_;
-  RegisteredOperation* next_;   // guarded by the lock of the part, like the rest
-  RegisteredOperation** link_;  // that points at this one; null: it is not in the registry
+  RegisteredOperation* next_ = nullptr;   // guarded by the lock of the part, like the rest
+  RegisteredOperation** link_ = nullptr;  // that points at this one; null: it is not in the registry
 };
 
 }  // namespace cudafuture
