@@ -94,6 +94,7 @@ soak: JOBS = auto
 soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	$(PYTEST) --timeout 3600 -o faulthandler_timeout=4000
 	$(EVERYWHERE) -m "not world" --timeout 3600 -o faulthandler_timeout=4000
+	CUDAFUTURE_DEBUG=origin $(PYTEST) --timeout 3600 -o faulthandler_timeout=4000
 	CUDAFUTURE_TEST_BACKEND=cudafuture $(PYTEST) tests/collectives --timeout 3600 -o faulthandler_timeout=4000
 	$(MAKE) --no-print-directory test-native
 	$(MAKE) --no-print-directory test-cuda
@@ -114,6 +115,7 @@ bench: $(STATE)/built $(STATE)/has-demo
 	$(PY) benchmarks/collectives.py --check --json build/collectives.json
 	$(PY) benchmarks/device.py --check --json build/device.json
 	$(PY) benchmarks/rpc.py --check --json build/rpc.json
+	$(PY) benchmarks/debug.py --check --json build/debug.json
 	$(PY) benchmarks/prefetch.py --check --json build/prefetch.json
 	$(PY) benchmarks/images.py --check --json build/images.json
 	$(PY) benchmarks/pipeline.py --check --json build/pipeline.json

@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from cudafuture import debug
+from cudafuture.config import config
 from support.backends import choose_backend
 from support.soak import SOAK
 
@@ -58,6 +60,14 @@ def pytest_collection_finish() -> None:
     """Hide the collected tests from the garbage collector, which many tests call often."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def without_origins() -> Iterator[None]:
+    """Let futures not know the lines that make them, also with CUDAFUTURE_DEBUG=origin: whole texts are compared."""
+    debug.record_origins(False)
+    yield
+    debug.record_origins(config.debug_origin)
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def ask(process: int, folder: Path | None = None, patience: float = PATIENCE) ->
     try:
         answer = _answer(found / f"{process}.socket", end)
     except OSError as error:
-        return ProcessReport(process, _why(process, found, state, error), None, progress)
+        return ProcessReport(process, _why(process, found, _state_of(process) or "X", error), None, progress)
     return _report(process, answer, progress, state)
 
 
@@ -143,7 +143,7 @@ def _why(process: int, folder: Path, state: str, error: OSError) -> str:
     if isinstance(error, PermissionError) or is_foreign:
         return f"it belongs to {owner}: only its user and root may ask"
     if isinstance(error, (TimeoutError, socket.timeout, BlockingIOError)):
-        return f"it has not answered in {PATIENCE:g} s: the machine is busy, or the process cannot run (state {state})"
+        return f"it has not answered in time: the machine is busy, or the process cannot run (state {state})"
     if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
         return f"it has not used an engine of cudafuture, or not with this folder of sockets: {folder}"
     return f"it did not answer: {error}"

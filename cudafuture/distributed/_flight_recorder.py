@@ -36,7 +36,7 @@ _NAMES = {
 _SKIPPED = frozenset({"send", "recv", "batch_isend_irecv"})  # the format names the peers of messages
 
 
-class _Collective(NamedTuple):
+class RecordedCollective(NamedTuple):
     """One collective as it was issued. It refers to neither the group nor the tensors."""
 
     name: str
@@ -50,7 +50,7 @@ class _Collective(NamedTuple):
     is_on_device: bool
 
 
-_recent: deque[_Collective] = deque(maxlen=_KEPT)
+_recent: deque[RecordedCollective] = deque(maxlen=_KEPT)
 
 
 def record(name: str, roles: str, group: Group, issuer: Issuer, sequence: int, tensors: tuple[Any, ...]) -> None:
@@ -58,7 +58,7 @@ def record(name: str, roles: str, group: Group, issuer: Issuer, sequence: int, t
     if name in _SKIPPED or issuer.queue is not None:
         return
     row = (name, roles, group.name, group.id, sequence, tensors, time.time_ns(), group.timeout, group.has_nccl)
-    _recent.append(tuple.__new__(_Collective, row))
+    _recent.append(tuple.__new__(RecordedCollective, row))
 
 
 def dump_flight_recorder(prefix: str | os.PathLike[str]) -> Path:
@@ -89,7 +89,10 @@ def dump_flight_recorder(prefix: str | os.PathLike[str]) -> Path:
         for operation in (future.get("operation", {}) for future in graph["futures"])
         if "group" in operation and "number" in operation
     }
-    known = [state for _, state in list(groups.values())]
+    living = dist.distributed_c10d._world.pg_map
+    known = [state for group, state in list(groups.values()) if group() in living]
+    ids = {(state.name, state.id) for state in known}
+    recent = [one for one in list(_recent) if (one.group, one.id) in ids]  # not those of groups that were destroyed
     dump = {
         "version": _VERSION,
         "pg_config": {
@@ -97,7 +100,7 @@ def dump_flight_recorder(prefix: str | os.PathLike[str]) -> Path:
             for state in known
         },
         "pg_status": {state.name: {"last_enqueued_collective": state.program.issued - 1} for state in known},
-        "entries": [_entry(number, one, (one.id, one.sequence) in pending) for number, one in enumerate(list(_recent))],
+        "entries": [_entry(number, one, (one.id, one.sequence) in pending) for number, one in enumerate(recent)],
     }
     path = Path(f"{os.fspath(prefix)}{dist.get_rank()}")
     path.write_bytes(pickle.dumps(dump))
@@ -108,7 +111,7 @@ def _description(group: str) -> str:
     return "default_pg" if dist.group.WORLD is not None and dist.group.WORLD.group_name == group else "undefined"
 
 
-def _entry(number: int, one: _Collective, is_pending: bool) -> dict[str, Any]:
+def _entry(number: int, one: RecordedCollective, is_pending: bool) -> dict[str, Any]:
     read = [facts for facts, role in zip(one.tensors, one.roles, strict=False) if role in "rx"]
     written = [facts for facts, role in zip(one.tensors, one.roles, strict=False) if role in "wx"]
     inputs, outputs = _flat(read), _flat(written)

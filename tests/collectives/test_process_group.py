@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 FUNCTIONS = sorted(
     name
     for name in cfd.__all__
-    if inspect.isfunction(getattr(cfd, name)) and name not in ("ddp_comm_hook", "new_group", "wrap")
+    if inspect.isfunction(getattr(cfd, name))
+    and name not in ("ddp_comm_hook", "dump_flight_recorder", "new_group", "wrap")
 )
 NEWER = {  # than torch 2.11
     "barrier": {"timeout"},

@@ -12,6 +12,8 @@ import pytest
 from cudafuture import CUDAFuture, gather
 from cudafuture.debug import PendingFuture, pending
 
+pytestmark = pytest.mark.usefixtures("without_origins")
+
 AGE = r", [\d.e+-]+ s old"
 
 

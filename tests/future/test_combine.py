@@ -341,6 +341,7 @@ def test_gather_of_list_suggests_unpacking() -> None:
         gather([CUDAFuture()])  # type: ignore[call-overload]
 
 
+@pytest.mark.usefixtures("without_origins")
 @pytest.mark.parametrize("function", [wait, wait_all, as_completed, collect_all, collect_any])
 def test_single_future_argument_is_named(function: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match=r"futures is a list of CUDAFutures, not <CUDAFuture.*pass a list of one"):

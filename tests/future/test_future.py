@@ -280,6 +280,7 @@ def test_repr_shows_name_state_and_age() -> None:
     assert repr(CUDAFuture()).startswith("<CUDAFuture pending, ")
 
 
+@pytest.mark.usefixtures("without_origins")
 def test_repr_shows_error_without_retrieving_it(caplog: pytest.LogCaptureFixture) -> None:
     future = CUDAFuture.failed(ValueError("lost " * 100))
     assert repr(future).startswith("<CUDAFuture failed with ValueError('lost lost ")
@@ -349,6 +350,7 @@ def test_repr_shows_operation_and_parents() -> None:
         assert repr(future).startswith(shown)
 
 
+@pytest.mark.usefixtures("without_origins")
 def test_timeout_names_the_operations_behind_a_combination() -> None:
     reads = [CUDAFuture[int](name=f"read {n}") for n in range(7)]
     reads[0].set_result(0)
@@ -361,6 +363,7 @@ def test_timeout_names_the_operations_behind_a_combination() -> None:
     assert re.search(f"still pending; .* It waits for {names}$", str(raised.value))
 
 
+@pytest.mark.usefixtures("without_origins")
 def test_timeout_of_a_deep_combination_ends() -> None:
     last = CUDAFuture[int](name="last")
     whole: CUDAFuture[Any] = gather(last)
@@ -488,6 +491,7 @@ def test_cycle_through_grandchild_is_freed_silently(caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
+@pytest.mark.usefixtures("without_origins")
 def test_unseen_failure_in_cycle_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def produce() -> None:
         future: CUDAFuture[Any] = CUDAFuture(name="cyclic")

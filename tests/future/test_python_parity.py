@@ -301,6 +301,7 @@ def test_stop_iteration_is_refused_or_wrapped(run: Run) -> None:
 # ---- debug
 
 
+@pytest.mark.usefixtures("without_origins")
 def test_origin_is_shown_on_request() -> None:
     script = """
 from cudafuture import CUDAFuture, gather, submit

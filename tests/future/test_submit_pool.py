@@ -211,7 +211,7 @@ seen.exception()
 class Holder: pass
 holder = Holder(); holder.self = holder; holder.future = gather(*[CUDAFuture.failed(KeyError(i)) for i in range(9)])
 """
-    done = run_script(script)
+    done = run_script(script, environment={"CUDAFUTURE_DEBUG": ""})
     assert done.returncode == 0
     assert done.stderr.count("the exception of CUDAFuture 'kept' was never retrieved\n") == 1
     assert done.stderr.count("never retrieved") == 2

@@ -114,7 +114,7 @@ def test_interrupted_wait_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None
 
     with monkeypatch.context() as patch:
         patch.setattr(_destination, "CUDAFuture", InterruptedWhenAdmitted)
-        patch.setattr(_destination.debug, "register", lambda *_, **__: None)  # which takes futures only
+        patch.setattr("rpc_ext._destination.debug.register", lambda *_, **__: None)  # which takes futures only
         with pytest.raises(KeyboardInterrupt):
             of.admit(50, 0)
     assert (of.statistics().in_flight, of.statistics().bytes_in_flight, of.statistics().calls) == (0, 0, 1)

@@ -83,7 +83,6 @@ void name_thread() {
 // Blocks until the future is done. Threads that cannot be interrupted sleep until they are woken. The main thread
 // checks for signals from time to time, and the library's own threads for the exit of the process.
 bool block(Future& future, const Deadline& deadline) {
-  warn_in_event_loop();
   const PoolWait pool_wait(future, deadline.has_value());
   const bool library_thread = CallbackThread::get().is_current() || ThreadCache::is_current();
   if (!is_main_thread() && !library_thread) {
@@ -228,6 +227,7 @@ bool wait_while_pending(Future& future, const Deadline& deadline) {
   }
   if (future.done()) return true;
   if (expired(deadline)) return false;
+  warn_in_event_loop();
   name_thread();
   const ThreadActivity waiting(ThreadActivity::Kind::wait, future, nullptr, calling_line());
   if (on_callback_thread) CallbackThread::get().help(future, deadline ? &*deadline : nullptr);

@@ -107,7 +107,6 @@ void DebugSocket::start() noexcept {
 // Without a folder, a socket or a thread the program runs on: it can be asked in its own process only.
 void DebugSocket::start_locked() noexcept {
   if (folder_.empty() || is_shut_down() || !make_private(folder_)) return;
-  remove_old(folder_);
   if (parent_ == 0) ProgressFile::get().set_path(path(".progress"));  // what a child has is its parent's
   if (!listen()) return;
   sigset_t all;
@@ -143,6 +142,7 @@ bool DebugSocket::listen() noexcept {
 
 void DebugSocket::loop() noexcept {
   pthread_setname_np(pthread_self(), "cudafuture-ps");
+  remove_old(folder_);
   for (;;) {
     pollfd waiting[] = {{listening_, POLLIN, 0}, {stopping_, POLLIN, 0}};
     if (poll(waiting, 2, -1) < 0 && errno != EINTR) return;

@@ -12,7 +12,7 @@
 namespace cudafuture {
 namespace {
 
-thread_local SerialQueue* serial_queue_of_thread = nullptr;
+[[gnu::tls_model("initial-exec")]] thread_local SerialQueue* serial_queue_of_thread = nullptr;
 
 }  // namespace
 

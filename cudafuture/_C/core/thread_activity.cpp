@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <utility>
 
@@ -27,8 +28,8 @@ std::int64_t coarse_time() noexcept {
 
 struct ThreadRecord {
   SpinLock lock;
-  const ThreadActivity* innermost = nullptr;
-  const SerialQueue* queue = nullptr;  // of the outermost callback
+  std::atomic<const ThreadActivity*> innermost{nullptr};
+  std::atomic<const SerialQueue*> queue{nullptr};  // of the outermost callback
   std::string name;
   const pid_t thread = static_cast<pid_t>(syscall(SYS_gettid));
 
@@ -57,9 +58,10 @@ struct ThreadRecord {
     ThreadActivities found{thread, {}, thread == getpid(), {}, {}};
     std::lock_guard held(lock);
     found.name = name;
-    if (innermost == nullptr) return found;
-    if (queue != nullptr) found.queue = queue->name();
-    for (const ThreadActivity* one = innermost; one != nullptr; one = one->outer_) {
+    const ThreadActivity* one = innermost.load(std::memory_order_acquire);
+    if (one == nullptr) return found;
+    if (const SerialQueue* const of = queue.load(std::memory_order_relaxed)) found.queue = of->name();
+    for (; one != nullptr; one = one->outer_) {
       found.activities.push_back({one->kind_, FuturePtr::reclaim_copy(&one->future_), text_of(one->line_),
                                   one->function_ == nullptr ? "" : foreign_runtime().describe(one->function_),
                                   static_cast<double>(now - one->begun_) * 1e-9});
@@ -71,7 +73,7 @@ struct ThreadRecord {
 
 namespace {
 
-thread_local constinit ThreadRecord* record_of_thread = nullptr;
+[[gnu::tls_model("initial-exec")]] thread_local constinit ThreadRecord* record_of_thread = nullptr;
 thread_local constinit bool has_ended = false;  // a thread that ends may still run callbacks; they are not recorded
 
 struct RecordOwner {
@@ -83,7 +85,7 @@ struct RecordOwner {
 
 }  // namespace
 
-ThreadRecord* ThreadRecord::of_thread() {
+[[gnu::cold]] ThreadRecord* ThreadRecord::of_thread() {
   if (record_of_thread == nullptr && !has_ended) {
     static thread_local RecordOwner owner;
     record_of_thread = new ThreadRecord;
@@ -99,24 +101,22 @@ std::string text_of(const CodeLine& line) {
 ThreadActivity::ThreadActivity(Kind kind, Future& future, void* function, const CodeLine& line) noexcept
     : kind_(kind), future_(future), function_(function), line_(line), begun_(coarse_time()), outer_(nullptr) {
   if (kind == Kind::wait) DebugSocket::require();
-  ThreadRecord* const record = ThreadRecord::of_thread();
+  ThreadRecord* const record = record_of_thread != nullptr ? record_of_thread : ThreadRecord::of_thread();
   if (record == nullptr) return;
-  outer_ = record->innermost;
-  const SerialQueue* const queue = outer_ == nullptr ? SerialQueue::current() : nullptr;
-  std::lock_guard lock(record->lock);
-  record->innermost = this;
-  if (outer_ == nullptr) record->queue = queue;
+  outer_ = record->innermost.load(std::memory_order_relaxed);
+  if (outer_ == nullptr) record->queue.store(SerialQueue::current(), std::memory_order_relaxed);
+  record->innermost.store(this, std::memory_order_release);
 }
 
 ThreadActivity::~ThreadActivity() {
   ThreadRecord* const record = record_of_thread;
-  if (record == nullptr || record->innermost != this) return;
-  std::lock_guard lock(record->lock);
-  record->innermost = outer_;
+  if (record == nullptr || record->innermost.load(std::memory_order_relaxed) != this) return;
+  std::lock_guard lock(record->lock);  // a walk may read this object
+  record->innermost.store(outer_, std::memory_order_relaxed);
 }
 
 const ThreadActivity* ThreadActivity::innermost() noexcept {
-  return record_of_thread == nullptr ? nullptr : record_of_thread->innermost;
+  return record_of_thread == nullptr ? nullptr : record_of_thread->innermost.load(std::memory_order_relaxed);
 }
 
 std::vector<ThreadActivities> thread_states() {

@@ -2,7 +2,8 @@
 //
 //     ThreadActivity on the stack of a thread ──► outer ──► outer      innermost first
 //
-// Lock: each thread has a spin lock, which guards its list; only the walk of pending.h takes another thread's.
+// Lock: each thread has a spin lock, under which its list gets shorter; only the walk of pending.h takes another
+// thread's. An activity is added without the lock.
 #pragma once
 
 #include <sys/types.h>
