@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ __all__ = ["GroupProgress", "ProcessProgress", "is_alive", "not_issued_by", "pro
 
 _HEADER = struct.Struct("=8s4i64s104x")  # as ProgressFile::Layout
 _GROUP = struct.Struct("=64s40s2i3q32s24x")  # as GroupRecord
+_LARGEST = _HEADER.size + 256 * _GROUP.size
 _MAGIC = b"cfprog1\0"
 
 
@@ -43,7 +45,9 @@ class ProcessProgress:
 def read_progress(path: Path) -> ProcessProgress | None:
     """Read the file of a process; None: there is none, or another version has written it."""
     try:
-        data = path.read_bytes()
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            data = file.read(_LARGEST) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
     except OSError:
         return None
     if len(data) < _HEADER.size:
@@ -76,7 +80,7 @@ def is_alive(process: int) -> bool:
     """Return True if there is a process with this number, of any user."""
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
@@ -92,6 +96,11 @@ def not_issued_by(folder: str, group: str, number: int) -> str:
         number: of the operation, from 0.
     """
     if not folder or not group:
+        return ""
+    try:
+        if os.lstat(folder).st_uid != os.geteuid():  # another user's
+            return ""
+    except OSError:
         return ""
     late: dict[int, str] = {}
     for process in progress_in(Path(folder)):

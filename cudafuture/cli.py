@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ def _ps(options: argparse.Namespace) -> int:
     processes: list[int] = options.process
     folder: Path | None = options.job
     if not processes or folder is not None:
-        where = folder or Path(config.debug_dir)
+        where = folder or Path(config.debug_dir or os.devnull)
         if not where.is_dir():
             sys.stderr.write(f"there is no folder of sockets {where}: no process has used an engine\n")
             return 1
@@ -57,7 +58,7 @@ def _ps(options: argparse.Namespace) -> int:
 def _processes_in(folder: Path) -> list[int]:
     """Return the numbers of the processes that have files in a folder of sockets."""
     files = [file for suffix in ("socket", "progress") for file in folder.glob(f"*.{suffix}")]
-    return sorted({int(file.stem) for file in files if file.stem.isdigit()})
+    return sorted({int(file.stem) for file in files if file.stem.isascii() and file.stem.isdecimal()})
 
 
 break_graphs(main)

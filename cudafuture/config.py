@@ -79,13 +79,14 @@ def read(environ: Mapping[str, str]) -> Config:
 def debug_dir(environ: Mapping[str, str]) -> str:
     """Return the folder of the debug sockets of a process with this environment; empty: it has no socket.
 
-    >>> debug_dir({"XDG_RUNTIME_DIR": "/run/user/7"})
-    '/run/user/7/cudafuture'
+    >>> debug_dir({"XDG_RUNTIME_DIR": "/run"})
+    '/run/cudafuture'
     """
     chosen, runtime = environ.get("CUDAFUTURE_DEBUG_DIR"), environ.get("XDG_RUNTIME_DIR")
     if chosen:
         return "" if chosen == "off" else str(Path(chosen).absolute())
-    return f"{runtime}/cudafuture" if runtime else f"/tmp/cudafuture-{os.geteuid()}"
+    has_runtime = runtime is not None and Path(runtime).is_dir()  # containers inherit the name of a folder
+    return f"{runtime}/cudafuture" if has_runtime else f"/tmp/cudafuture-{os.geteuid()}"
 
 
 def _words(environ: Mapping[str, str], name: str, known: set[str]) -> frozenset[str]:

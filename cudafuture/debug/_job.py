@@ -12,17 +12,18 @@ from __future__ import annotations
 import concurrent.futures
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from cudafuture._progress import GroupProgress
-from cudafuture.debug._processes import PATIENCE, ProcessReport, ask
+from cudafuture.debug._processes import PATIENCE, ProcessReport, ask, progress_of
 from cudafuture.debug._trees import PendingFuture, ThreadReport, cycles
 
 __all__ = ["JobReport", "RankWait", "WaitingProcess", "look_at"]
 
-_MOST_AT_ONCE = 32
+_MOST_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class RankWait:
     on: WaitingProcess
     what: str
     """The thing that the other process has not done."""
+
+    @property
+    def is_call(self) -> bool:
+        """True for a call: its worker may have other threads that serve, so it closes no deadlock."""
+        return self.operation.operation is not None and self.operation.operation.get("place") == "worker"
 
     def __str__(self) -> str:
         return f"{self.of.report.title} waits for {self.on.report.title}: {self.what}; it waits at {self.thread.line}"
@@ -103,10 +109,30 @@ class JobReport:
             if group is not None and "number" in facts and group.issued <= facts["number"]:
                 last = f"its last one was {group.last} #{group.issued - 1}" if group.issued else "it has issued none"
                 yield other, f"{operation.description}, is not issued there ({last})"
-            elif group is not None and (instead := _issued_instead(other, facts)):
+            elif group is not None and (instead := self._issued_instead(other, facts)):
                 yield other, f"{operation.description}, has {instead} in its place there"
+            elif group is not None and other.problem and "number" in facts and group.ended <= facts["number"]:
+                yield other, f"{operation.description}, has not ended there"
             elif facts.get("place") == "worker" and other.worker and other.worker == facts.get("of"):
                 yield other, f"{operation.description}, is not answered"
+
+    def _issued_instead(self, report: ProcessReport, facts: dict[str, Any]) -> str:
+        """Return the pending operation of another name that a process has issued in the place of one; empty: none."""
+        found = self._collectives[report.process].get((facts["group"], facts.get("number")))
+        name = None if found is None or found.operation is None else found.operation["name"]
+        return "" if found is None or name == facts["name"] else found.description
+
+    @cached_property
+    def _collectives(self) -> dict[int, dict[tuple[Any, Any], PendingFuture]]:
+        """The pending operations of each process on groups, by the id of the group and their number."""
+        return {
+            report.process: {
+                (future.operation["group"], future.operation.get("number")): future
+                for future in (() if report.pending is None else report.pending.futures())
+                if future.operation is not None and "group" in future.operation
+            }
+            for report in self.reports
+        }
 
     def verdicts(self) -> list[str]:
         """Name the deadlocks and the ranks that hold up others, one line or more for each.
@@ -123,7 +149,7 @@ class JobReport:
         lines: list[str] = []
         nodes = {id(node): node for node in dict.fromkeys(one for wait in waits for one in (wait.of, wait.on))}
         same = {node: node for node in nodes.values()}
-        circles = cycles(nodes.values(), lambda node: [same[wait.on] for wait in of.get(node, ())])
+        circles = cycles(nodes.values(), lambda node: [same[wait.on] for wait in of.get(node, ()) if not wait.is_call])
         in_circle: set[int] = set()
         for circle in circles:
             lines.append("deadlock:")
@@ -136,16 +162,6 @@ class JobReport:
                 continue  # it waits for another
             lines.append(_lag(report, held_up))
         return lines
-
-
-def _issued_instead(report: ProcessReport, facts: dict[str, Any]) -> str:
-    """Return the pending operation of another name that a process has issued in the place of one; empty: none."""
-    for future in () if report.pending is None else report.pending.futures():
-        other = future.operation or {}
-        place = [one.get(key) for one in (facts, other) for key in ("group", "number")]
-        if place[:2] == place[2:] and None not in place and facts["name"] != other["name"]:
-            return future.description
-    return ""
 
 
 def _progress_in(report: ProcessReport, group: str) -> GroupProgress | None:
@@ -198,4 +214,6 @@ def look_at(processes: Iterable[int], folder: Path | None = None, patience: floa
         return JobReport(())
     with concurrent.futures.ThreadPoolExecutor(min(len(numbers), _MOST_AT_ONCE)) as threads:
         reports = list(threads.map(lambda process: ask(process, folder, patience), numbers))
+    # A process that answered early may have gone on meanwhile: what it has issued by now holds up no other.
+    reports = [replace(one, progress=progress_of(one.process, folder) or one.progress) for one in reports]
     return JobReport(tuple(sorted(reports, key=lambda one: (one.rank is None, one.rank or 0, one.process))))

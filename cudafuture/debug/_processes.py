@@ -77,10 +77,8 @@ def ask(process: int, folder: Path | None = None, patience: float = PATIENCE) ->
     'there is no process 0'
     """
     end = time.monotonic() + patience
-    found = Path(folder or _folder_of(process))
-    progress = read_progress(found / f"{process}.progress")
-    if progress is not None and progress.process != process:
-        progress = None
+    found = Path(folder or _folder_of(process) or os.devnull)
+    progress = progress_of(process, found)
     gone = "it is dead" if progress is not None else f"there is no process {process}"
     state = _state_of(process)
     if state is None:
@@ -92,6 +90,12 @@ def ask(process: int, folder: Path | None = None, patience: float = PATIENCE) ->
     return _report(process, answer, progress, state)
 
 
+def progress_of(process: int, folder: Path | None = None) -> ProcessProgress | None:
+    """Return the progress that a process has written; None: it has written none."""
+    progress = read_progress(Path(folder or _folder_of(process)) / f"{process}.progress")
+    return progress if progress is not None and progress.process == process else None
+
+
 def _report(process: int, answer: bytes, progress: ProcessProgress | None, state: str) -> ProcessReport:
     if not answer:
         owner = _owner_of(process)
@@ -99,17 +103,19 @@ def _report(process: int, answer: bytes, progress: ProcessProgress | None, state
     try:
         told: dict[str, Any] = json.loads(answer.decode(errors="replace"))
         protocol, version = told["protocol"], str(told["version"])
-    except (ValueError, KeyError, TypeError):
+        if protocol == _PROTOCOL and told["process"] == process and not told["forked_from"]:
+            if progress is None:  # it is in no group
+                progress = ProcessProgress(process, told["rank"], told["world_size"], told["worker"], ())
+            return ProcessReport(process, "", trees_of(told["pending"]), progress, version)
+    except (ValueError, LookupError, TypeError, RecursionError):
         return ProcessReport(process, "its answer is cut short or is none of this library", None, progress)
     if protocol != _PROTOCOL:
         what = f"it runs cudafuture {version}, which answers with protocol {protocol}: run `ps` of that version"
         return ProcessReport(process, what, None, progress, version)
     if told["process"] != process:
         return ProcessReport(process, f"process {told['process']} answered in its place", None, progress, version)
-    if told["forked_from"]:
-        what = f"it was forked from process {told['forked_from']}, which had used the library: it has no futures"
-        return ProcessReport(process, what, None, None, version)
-    return ProcessReport(process, "", trees_of(told["pending"]), progress, version)
+    what = f"it was forked from process {told['forked_from']}, which had used the library: it has no futures"
+    return ProcessReport(process, what, None, None, version)
 
 
 def _answer(path: Path, end: float) -> bytes:

@@ -2,8 +2,8 @@
 
 ::
 
-    Issue.follow() ──► record(issue)         a row in a ring
-    dump_flight_recorder("dumps/rank_")      dumps/rank_3, for torch.distributed.flight_recorder.fr_trace
+    Issue.follow() ──► record_collective()  a row in a ring
+    dump_flight_recorder("dumps/rank_")     dumps/rank_3, for torch.distributed.flight_recorder.fr_trace
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from cudafuture import _C
 from cudafuture.distributed._group import Group, Issuer, groups
 
-__all__ = ["dump_flight_recorder", "record"]
+__all__ = ["dump_flight_recorder", "record_collective"]
 
 _VERSION = "2.10"  # of the format
 _KEPT = 2000  # collectives, as torch's own recorder is often set to
@@ -53,7 +53,9 @@ class RecordedCollective(NamedTuple):
 _recent: deque[RecordedCollective] = deque(maxlen=_KEPT)
 
 
-def record(name: str, roles: str, group: Group, issuer: Issuer, sequence: int, tensors: tuple[Any, ...]) -> None:
+def record_collective(
+    name: str, roles: str, group: Group, issuer: Issuer, sequence: int, tensors: tuple[Any, ...]
+) -> None:
     """Add a collective to the ring, when it is issued."""
     if name in _SKIPPED or issuer.queue is not None:
         return
@@ -99,7 +101,7 @@ def dump_flight_recorder(prefix: str | os.PathLike[str]) -> Path:
             state.name: {"name": state.name, "desc": _description(state.name), "ranks": str(sorted(state.ranks))}
             for state in known
         },
-        "pg_status": {state.name: {"last_enqueued_collective": state.program.issued - 1} for state in known},
+        "pg_status": {state.name: {"last_enqueued_collective": state.program.issued} for state in known},
         "entries": [_entry(number, one, (one.id, one.sequence) in pending) for number, one in enumerate(recent)],
     }
     path = Path(f"{os.fspath(prefix)}{dist.get_rank()}")

@@ -18,6 +18,7 @@ groups: a callback issues on the group itself, at its place in the issue order (
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import threading
 import uuid
@@ -144,8 +145,11 @@ class Group:
         return issuer
 
     def _place(self, queue: str | None) -> _C.OperationPlace:
-        beside = "" if queue is None else f"/{queue}"
-        return _C.OperationPlace._of_group(self.name + beside, self.id and self.id + beside, self.rank, self.size)
+        name, id_ = self.name, self.id
+        if queue is not None:
+            name += f"/{queue}"
+            id_ = id_ and f"{id_}/{hashlib.blake2s(queue.encode(), digest_size=8).hexdigest()}"
+        return _C.OperationPlace._of_group(name, id_, self.rank, self.size)
 
     def wait_for_issue_order(self, operation: str, queue: str | None) -> None:
         """Wait until every operation before this point has been issued, to issue on the group over NCCL.

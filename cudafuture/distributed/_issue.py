@@ -21,7 +21,7 @@ from cudafuture._staging import are_dense
 from cudafuture._tensors import find_tensors
 from cudafuture.config import config
 from cudafuture.distributed import _gloo, _order, _staged
-from cudafuture.distributed._flight_recorder import record
+from cudafuture.distributed._flight_recorder import record_collective
 from cudafuture.distributed._group import Group, Issuer, group_of, groups, rank_in, resolve
 from cudafuture.distributed._monitored_barrier import Deadline
 from cudafuture.distributed._operations import DistributedOperation, Layout
@@ -160,7 +160,7 @@ class Issue(NamedTuple):
     ) -> _Future[T]:
         """Return the future of the issued Work, which keeps `tensors` while a device uses them."""
         group, operation = self.group, self.operation
-        record(operation.name, roles or operation.roles, group, self.issuer, self.sequence, self.tensors)
+        record_collective(operation.name, roles or operation.roles, group, self.issuer, self.sequence, self.tensors)
         future: _Future[T] = _C.collective(
             work,
             value,

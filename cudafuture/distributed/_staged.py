@@ -23,6 +23,7 @@ import torch.distributed as dist
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture._staging import complete
+from cudafuture.distributed._flight_recorder import record_collective
 from cudafuture.distributed._group import Group
 from cudafuture.distributed._operations import DistributedOperation
 from cudafuture.distributed._side_group import kind_of
@@ -134,6 +135,8 @@ class _StagedOperation(Generic[T]):
             if is_alone and queue is not None and isinstance(e, RuntimeError):
                 self.issue.issuer.lost = e
             return self.issue.refused(e)
+        operation = self.issue.operation
+        record_collective(operation.name, roles, group, self.issue.issuer, self.issue.sequence, self.issue.tensors)
         self.future: CUDAFuture[T] = _C.issued(
             self.issue.operation.name, group.callbacks, self.issue, self.issue.issuer.place, self.issue.sequence
         )

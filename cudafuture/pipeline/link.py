@@ -51,7 +51,7 @@ class LocalLink:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the fields below
+        self._lock = threading.RLock()  # guards the fields below; a finalizer may close the link under it
         self._sent: dict[Any, tuple[CUDAFuture[list[Any]], torch.device, Any]] = {}
         self._awaited: dict[Any, CUDAFuture[None]] = {}  # complete when the message was sent, or the link was closed
         self._is_closed = False
@@ -81,18 +81,18 @@ class LocalLink:
         >>> link.receive("key")
         ([1, 2], 'header')
         """
-        with self._lock:
-            if key not in self._sent and not self._is_closed:
-                awaited: CUDAFuture[None] = CUDAFuture(name=f"message {key}")
-                self._awaited[key] = awaited
+        while True:
+            awaited: CUDAFuture[None] = CUDAFuture(name=f"message {key}")
+            with self._lock:
+                if self._is_closed:
+                    raise LinkClosedError
+                if key in self._sent:
+                    future, device, header = self._sent.pop(key)
+                    break
+                known = self._awaited.setdefault(key, awaited)
+            if known is awaited:
                 _C.register(awaited)
-            else:
-                awaited = CUDAFuture.completed(None)
-        awaited.wait()
-        with self._lock:
-            if self._is_closed:
-                raise LinkClosedError
-            future, device, header = self._sent.pop(key)
+            known.wait()
         return future.wait(non_blocking=device.type != "cpu"), header
 
     def close(self) -> None:

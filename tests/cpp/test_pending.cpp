@@ -57,7 +57,7 @@ TEST_CASE("an operation and what waits for it are found until it ends") {
     REQUIRE(index >= 0);
     const std::vector<std::uint32_t> leaves = graph.leaves_of(static_cast<std::uint32_t>(index), 9);
     REQUIRE(leaves.size() == 1);
-    CHECK(graph.nodes()[leaves[0]].future == read);
+    CHECK(graph.nodes()[leaves[0]].future.get() == read.get());
     CHECK(description_of(*read).starts_with("read k #7 of store 's' (4 KiB), "));
   }
   CHECK(child.use_count() == 2);  // the walk keeps nothing

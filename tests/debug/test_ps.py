@@ -263,6 +263,42 @@ def test_exit_survives_questions(tmp_path: Path) -> None:
             assert child.errors() == ""
 
 
+@pytest.mark.slow
+@pytest.mark.soak
+def test_collections_survive_questions(tmp_path: Path) -> None:
+    script = """
+import gc, weakref
+class Callback:
+    def __call__(self, future): return self
+reads = [CUDAFuture(name=f"read {n}") for n in range(50)]
+for one in reads: debug.register(one)
+children = [gather(one.then(Callback()), one) for one in reads]
+gc.collect()
+living = [weakref.ref(one) for one in gc.get_objects() if type(one) is Callback]
+say("ready")
+for _ in range(int(hear())): gc.collect()
+say(str(sum(one() is None for one in living)))
+for one in reads: one.set_result(1)
+assert all(child.wait()[1] == 1 for child in children)
+"""
+    with child_of(tmp_path, script) as child:
+        child.say(str(soak_count(100)))
+        done = threading.Event()
+
+        def ask() -> None:
+            while not done.is_set():
+                debug.ask(child.process.pid, tmp_path)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            assert child.hear() == "0"  # of the callbacks were taken for garbage
+        finally:
+            done.set()
+            thread.join()
+        assert child.end() == 0
+
+
 # ---- this process
 
 

@@ -26,7 +26,7 @@ class Outstanding final : public Producer {
     for (const Foreign& future : futures_) {
       auto* const object = static_cast<PyObject*>(future.get());
       if (object == nullptr) continue;
-      if (Future* core = core_of_or_null(object)) parts.push_back({FuturePtr::reclaim_copy(core), Py_REFCNT(object)});
+      if (Future* core = core_of_or_null(object)) parts.push_back({WeakFuture(*core), Py_REFCNT(object)});
     }
   }
 

@@ -87,7 +87,7 @@ class Combined final : public Producer, public std::enable_shared_from_this<Comb
   }
 
   void add_parts(std::vector<CombinationPart>& parts) const override {
-    for (PyObject* part : parts_) parts.push_back({FuturePtr::reclaim_copy(&core_of(part)), Py_REFCNT(part)});
+    for (PyObject* part : parts_) parts.push_back({WeakFuture(core_of(part)), Py_REFCNT(part)});
   }
 
   // Notes that one part is done. Returns false if the outcome is decided in a way that needs the interpreter, and this

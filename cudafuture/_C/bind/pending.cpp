@@ -64,13 +64,13 @@ std::string not_issued_by(const OperationFacts& facts) {
 }
 
 // Returns the pending futures that the garbage collector knows: those of user code, which are in no registry.
-std::vector<FuturePtr> collected_futures() {
+std::vector<WeakFuture> collected_futures() {
   static Imported get_objects{"gc", "get_objects"};
-  std::vector<FuturePtr> futures;
+  std::vector<WeakFuture> futures;
   const nb::object objects = call(get_objects());
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects.ptr()); ++i) {
     Future* const future = core_of_or_null(PyList_GET_ITEM(objects.ptr(), i));
-    if (future != nullptr && !future->done()) futures.push_back(FuturePtr::reclaim_copy(future));
+    if (future != nullptr && !future->done()) futures.emplace_back(*future);
   }
   return futures;
 }
@@ -78,10 +78,10 @@ std::vector<FuturePtr> collected_futures() {
 // Returns the graph as JSON; with `roots`, which the caller keeps, it names their indices.
 std::string pending_text(nb::list roots) {
   std::vector<const Future*> named;
-  std::vector<FuturePtr> futures = collected_futures();
+  std::vector<WeakFuture> futures = collected_futures();
   for (nb::handle root : roots) {  // also those that gc.freeze() hides
     named.push_back(&expect_future(root, "pending()"));
-    futures.push_back(FuturePtr::reclaim_copy(&expect_future(root, "pending()")));
+    futures.emplace_back(expect_future(root, "pending()"));
   }
   const WithoutGil released;
   return as_json(PendingGraph::walk(std::move(futures), PendingGraph::From::threads), SIZE_MAX, named);
@@ -121,9 +121,10 @@ std::string describe_function(void* object) {
 
 std::string pending_leaves(Future& future) {
   const bool is_young = future.age() < kYoung;
-  const auto root = FuturePtr::reclaim_copy(&future);
+  std::vector<WeakFuture> roots;
+  roots.emplace_back(future);
   using From = PendingGraph::From;
-  const PendingGraph graph = PendingGraph::walk({root}, is_young ? From::roots : From::operations, kMostWalked);
+  const PendingGraph graph = PendingGraph::walk(std::move(roots), is_young ? From::roots : From::operations, kMostWalked);
   const std::int64_t index = graph.index_of(future);
   if (index < 0) return {};
   const std::vector<std::uint32_t> leaves = graph.leaves_of(static_cast<std::uint32_t>(index), kMaxLeaves + 1);
@@ -131,8 +132,8 @@ std::string pending_leaves(Future& future) {
   for (std::size_t i = 0; i < leaves.size() && i < kMaxLeaves; ++i) {
     const PendingNode& leaf = graph.nodes()[leaves[i]];
     const OperationFacts* const facts = leaf.future->operation();
-    if (leaf.future == root && facts == nullptr && !leaf.is_due && !leaf.is_running) return {};
-    text += i > 0 ? ", " : leaf.future == root ? ". It is " : ". It waits for ";
+    if (leaf.future.get() == &future && facts == nullptr && !leaf.is_due && !leaf.is_running) return {};
+    text += i > 0 ? ", " : leaf.future.get() == &future ? ". It is " : ". It waits for ";
     text += description_of(*leaf.future);
     if (is_young) continue;
     if (const std::string reason = graph.reason(leaf); !reason.empty()) {

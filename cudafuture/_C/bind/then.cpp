@@ -99,6 +99,7 @@ void Then::capture_context() {
 void Then::run(Future& parent) noexcept {
   if (child_.is_valid()) core_of(child_).set_pooled(python_executor.is_valid() && is_submit_pool(python_executor));
   if (python_executor.is_valid()) {
+    if (child_.is_valid()) core_of(child_).set_dispatched();
     hand_over(std::move(python_executor), this, parent);
     return;
   }

@@ -13,6 +13,11 @@ namespace {
 
 thread_local constinit CompletionQueue queue_of_thread;
 
+// Lets the future that waits for another thread say so.
+void note_dispatch(const Continuation& c) noexcept {
+  if (Future* const dependent = c.dependent()) dependent->set_dispatched();
+}
+
 }  // namespace
 
 CompletionQueue& CompletionQueue::current() noexcept { return queue_of_thread; }
@@ -38,8 +43,10 @@ void CompletionQueue::dispatch(Future& parent, Continuation* list) noexcept {
     }
     const bool is_foreign = (c->flags & Continuation::foreign) != 0;
     if (c->executor != nullptr && c->executor != &InlineExecutor::get()) {
+      note_dispatch(*c);
       c->executor->post(c);
     } else if (is_foreign && !inside) {
+      note_dispatch(*c);
       CallbackThread::get().post(c);
     } else {
       queue.push(c);

@@ -106,7 +106,9 @@ void DebugSocket::start() noexcept {
 
 // Without a folder, a socket or a thread the program runs on: it can be asked in its own process only.
 void DebugSocket::start_locked() noexcept {
+  mark_used();
   if (folder_.empty() || is_shut_down() || !make_private(folder_)) return;
+  unlink(path(".progress").c_str());  // of a dead process with this number
   if (parent_ == 0) ProgressFile::get().set_path(path(".progress"));  // what a child has is its parent's
   if (!listen()) return;
   sigset_t all;
@@ -147,12 +149,23 @@ void DebugSocket::loop() noexcept {
     pollfd waiting[] = {{listening_, POLLIN, 0}, {stopping_, POLLIN, 0}};
     if (poll(waiting, 2, -1) < 0 && errno != EINTR) return;
     if (waiting[1].revents != 0) return;
+    if ((waiting[0].revents & ~POLLIN) != 0) return;  // the program has closed our descriptor
     if ((waiting[0].revents & POLLIN) == 0) continue;
     const int client = accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC);
-    if (client < 0) continue;
+    if (client < 0) {  // no descriptor is left: try again later
+      poll(&waiting[1], 1, 100);
+      continue;
+    }
+    set_client(client);
     serve(client);
+    set_client(-1);
     close(client);
   }
+}
+
+void DebugSocket::set_client(int client) noexcept {
+  std::lock_guard lock(mutex_);
+  client_ = client;
 }
 
 void DebugSocket::serve(int client) const noexcept {
@@ -188,10 +201,11 @@ std::string DebugSocket::reply() const {
 void DebugSocket::start_in_child() noexcept {
   new (&mutex_) std::mutex;  // it may have been held by a thread that does not exist here
   if (!is_required.load(std::memory_order_relaxed) || !thread_.joinable()) return;
-  thread_.detach();
+  ProgressFile::get().leave_to_parent();
   new (&thread_) std::thread;
   close(std::exchange(listening_, -1));
   close(std::exchange(stopping_, -1));
+  if (client_ >= 0) close(std::exchange(client_, -1));
   parent_ = static_cast<int>(getppid());
   std::lock_guard lock(mutex_);
   start_locked();
@@ -203,6 +217,7 @@ void DebugSocket::stop() noexcept {
     is_required.store(true, std::memory_order_relaxed);  // it does not start any more
     if (!thread_.joinable()) return;
     eventfd_write(stopping_, 1);
+    if (client_ >= 0) shutdown(client_, SHUT_RDWR);  // it may be slow
   }
   thread_.join();
   close(std::exchange(listening_, -1));

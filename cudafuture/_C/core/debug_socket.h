@@ -5,7 +5,7 @@
 // It takes no lock of the interpreter, so that it answers while the main thread holds that lock or sleeps in C++. It
 // answers the user of this process and root only.
 //
-// Lock: mutex_ guards the start and the stop.
+// Lock: mutex_ guards the start, the stop and the client.
 #pragma once
 
 #include <atomic>
@@ -43,6 +43,7 @@ class DebugSocket {
   bool listen() noexcept;
   void loop() noexcept;
   void serve(int client) const noexcept;
+  void set_client(int client) noexcept;
   std::string reply() const;
   std::string path(const char* suffix) const;
 
@@ -52,6 +53,7 @@ class DebugSocket {
   std::thread thread_;
   int listening_ = -1;
   int stopping_ = -1;  // an eventfd
+  int client_ = -1;    // that the thread serves; -1: none
   int parent_ = 0;     // process that this one was forked from, after it had used the library; 0: none
 };
 

@@ -268,6 +268,14 @@ bool Future::cancel(Value&& reason) {
   return finish(State::cancelled, std::move(reason), {}, {}) || state() == State::cancelled;
 }
 
+// ---- the pointer that keeps the memory only
+
+WeakFuture::WeakFuture(Future& future) noexcept : future_(&future) { c10::raw::weak_intrusive_ptr::incref(future_); }
+WeakFuture::~WeakFuture() {
+  if (future_ != nullptr) c10::raw::weak_intrusive_ptr::decref(future_);
+}
+std::size_t WeakFuture::owners() const noexcept { return c10::raw::weak_intrusive_ptr::use_count(future_); }
+
 // ---- for the binding
 
 int Future::visit(ForeignVisitor visitor) {
@@ -285,11 +293,11 @@ int Future::visit(ForeignVisitor visitor) {
   return visitor(value_.traceback.get());
 }
 
-std::vector<FuturePtr> Future::dependents() const {
-  std::vector<FuturePtr> futures;
+std::vector<WeakFuture> Future::dependents() const {
+  std::vector<WeakFuture> futures;
   std::lock_guard lock(mutex_);
   for (Continuation* c = continuations_.head(); c != nullptr; c = c->next) {
-    if (Future* const dependent = c->dependent()) futures.push_back(FuturePtr::reclaim_copy(dependent));
+    if (Future* const dependent = c->dependent()) futures.emplace_back(*dependent);
   }
   return futures;
 }

@@ -41,6 +41,7 @@
 #include "core/sync_edge.h"
 #include "core/value.h"
 #include "core/waiter.h"
+#include "core/weak_future.h"
 
 namespace cudafuture {
 
@@ -72,7 +73,7 @@ const char* name_of(Maker maker) noexcept;  // empty: none
 enum class Lifetime : std::uint8_t { record, hold };
 
 struct CombinationPart {
-  FuturePtr future;
+  WeakFuture future;
   std::int64_t references;  // to its foreign object
 };
 
@@ -104,6 +105,9 @@ class Future final : public c10::intrusive_ptr_target {
   void set_maker(Maker maker) noexcept { maker_ = maker; }
   // True if a function on the pool of submit completes the future. Set inside the interpreter only.
   bool is_pooled() const noexcept { return is_pooled_.load(std::memory_order_relaxed); }
+  // True from the moment at which the callback that completes this future is queued for another thread.
+  bool is_dispatched() const noexcept { return is_dispatched_.load(std::memory_order_relaxed); }
+  void set_dispatched() noexcept { is_dispatched_.store(true, std::memory_order_relaxed); }
   void set_pooled(bool is_pooled) noexcept { is_pooled_.store(is_pooled, std::memory_order_relaxed); }
   // The line of code that made the future; kept for messages if CUDAFUTURE_DEBUG asks for it. Only the first one stays.
   std::string site() const;
@@ -211,7 +215,7 @@ class Future final : public c10::intrusive_ptr_target {
   // Visits every foreign reference that this future owns.
   int visit(ForeignVisitor visitor);
   // The futures that wait for this one: its callbacks' children, and the combinations that it is a part of.
-  std::vector<FuturePtr> dependents() const;
+  std::vector<WeakFuture> dependents() const;
   // The parts of a pending combination.
   std::vector<CombinationPart> parts() const;
   // Drops everything that can keep reference cycles alive: continuations (abandoned without a report), producer, value.
@@ -243,6 +247,7 @@ class Future final : public c10::intrusive_ptr_target {
   bool releases_ = false;  // release() will be called
   bool is_released_ = false;
   std::atomic<bool> is_pooled_{false};
+  std::atomic<bool> is_dispatched_{false};
   Maker maker_ = Maker::none;
   Lifetime lifetime_;
   std::int32_t priority_;

@@ -1,6 +1,7 @@
 // A writer of JSON text, for what the core tells other processes.
 #pragma once
 
+#include <charconv>
 #include <cstdint>
 #include <cstdio>
 #include <string>
@@ -37,8 +38,8 @@ class JsonWriter {
   JsonWriter& value(std::int64_t number) { return literal(std::to_string(number)); }
   JsonWriter& value(double number) {
     char text[32];
-    std::snprintf(text, sizeof text, "%.9g", number);  // the numbers here are finite
-    return literal(text);
+    const auto end = std::to_chars(text, text + sizeof text, number);  // in no locale; the numbers here are finite
+    return literal({text, static_cast<std::size_t>(end.ptr - text)});
   }
   JsonWriter& values(const std::vector<std::uint32_t>& numbers) {
     begin_array();

@@ -30,6 +30,30 @@ std::mutex& walk_mutex() {
 
 bool is_callback(Maker maker) { return maker != Maker::none && maker < Maker::gather; }
 
+// Futures whose last reference is dropped on the callback thread: that may run foreign code.
+class DroppedFutures final : public Continuation {
+ public:
+  explicit DroppedFutures(std::vector<WeakFuture> futures) : Continuation(foreign), futures_(std::move(futures)) {}
+  void run(Future&) noexcept override { delete this; }
+  void abandon() noexcept override { delete this; }
+
+ private:
+  std::vector<WeakFuture> futures_;
+};
+
+// Drops references: those to futures that are over go to the callback thread, unless this thread is inside.
+void drop(std::vector<WeakFuture> futures) {
+  if (foreign_runtime().inside()) return;
+  std::vector<WeakFuture> over;
+  for (WeakFuture& future : futures) {
+    if (future.get() != nullptr && future.owners() == 0) over.push_back(std::move(future));
+  }
+  if (over.empty()) return;
+  auto* const dropped = new DroppedFutures(std::move(over));
+  dropped->parent = c10::make_intrusive<Future>();
+  CallbackThread::get().post(dropped);
+}
+
 std::string quoted_name(const Future& future) {
   return future.name().empty() ? "an unnamed future" : "'" + future.name() + "'";
 }
@@ -55,8 +79,14 @@ std::string subject_of(const Future& future) {
     case Maker::then:
     case Maker::then_async:
       return std::string(name_of(future.maker())) + " of " + quoted_name(future);  // a child has its parent's name
-    default:
-      return std::string(name_of(future.maker())) + " of " + std::to_string(future.parts().size());
+    default: {
+      std::vector<CombinationPart> parts = future.parts();
+      std::string text = std::string(name_of(future.maker())) + " of " + std::to_string(parts.size());
+      std::vector<WeakFuture> seen;
+      for (CombinationPart& part : parts) seen.push_back(std::move(part.future));
+      drop(std::move(seen));
+      return text;
+    }
   }
 }
 
@@ -70,27 +100,34 @@ std::string description_of(const Future& future) {
 
 // ---- the walk
 
-PendingGraph PendingGraph::walk(std::vector<FuturePtr> roots, From from, std::size_t most) {
+PendingGraph::~PendingGraph() {
+  std::vector<WeakFuture> futures = std::move(dropped_);
+  for (PendingNode& node : nodes_) futures.push_back(std::move(node.future));
+  for (ThreadActivities& thread : threads_) {
+    for (ActivityState& activity : thread.activities) futures.push_back(std::move(activity.future));
+  }
+  drop(std::move(futures));
+}
+
+PendingGraph PendingGraph::walk(std::vector<WeakFuture> roots, From from, std::size_t most) {
   PendingGraph graph;
   if (is_forked_child()) return graph;  // the futures and the threads are the parent's
   graph.most_ = most;
   std::unique_lock lock(walk_mutex());
   std::uint32_t ignored;
-  for (FuturePtr& root : roots) graph.add(std::move(root), ignored);
+  for (WeakFuture& root : roots) graph.add(std::move(root), ignored);
   roots.clear();
   if (from != From::roots) graph.threads_ = thread_states();
   if (from == From::threads) {
     for (const ThreadActivities& thread : graph.threads_) {
-      for (const ActivityState& activity : thread.activities) graph.add(activity.future, ignored);
+      for (const ActivityState& activity : thread.activities) graph.add(WeakFuture(*activity.future), ignored);
     }
   }
   if (from != From::roots) {
-    for (FuturePtr& operation : RegisteredOperation::all()) graph.add(std::move(operation), ignored);
+    for (WeakFuture& operation : RegisteredOperation::all()) graph.add(std::move(operation), ignored);
   }
   for (std::uint32_t i = 0; i < graph.nodes_.size(); ++i) graph.add_links(i);
   graph.find_reasons();
-  lock.unlock();
-  graph.dropped_.clear();
   return graph;
 }
 
@@ -100,7 +137,7 @@ std::int64_t PendingGraph::index_of(const Future& future) const noexcept {
 }
 
 // Adds a pending future, unless it is there. False: it is done, or there are too many.
-bool PendingGraph::add(FuturePtr future, std::uint32_t& index) {
+bool PendingGraph::add(WeakFuture future, std::uint32_t& index) {
   const auto known = index_.find(future.get());
   if (known != index_.end()) {
     index = known->second;
@@ -108,7 +145,7 @@ bool PendingGraph::add(FuturePtr future, std::uint32_t& index) {
   }
   const bool is_one_too_many = nodes_.size() >= most_;
   is_cut_ = is_cut_ || is_one_too_many;
-  if (is_one_too_many || future->done()) {
+  if (is_one_too_many || future->done() || future.owners() == 0) {
     dropped_.push_back(std::move(future));
     return false;
   }
@@ -120,9 +157,9 @@ bool PendingGraph::add(FuturePtr future, std::uint32_t& index) {
 }
 
 void PendingGraph::add_links(std::uint32_t index) {
-  const FuturePtr future = nodes_[index].future;
+  Future* const future = nodes_[index].future.get();
   std::uint32_t other;
-  for (FuturePtr& dependent : future->dependents()) {
+  for (WeakFuture& dependent : future->dependents()) {
     const bool lists_parts = dependent->maker() >= Maker::gather;  // in their order: as follows
     if (add(std::move(dependent), other) && !lists_parts) nodes_[other].waits_for.push_back(index);
   }
@@ -146,7 +183,7 @@ void PendingGraph::find_reasons() {
   for (PendingNode& one : nodes_) {
     const Future& future = *one.future;
     if (!one.waits_for.empty() || one.is_running || future.operation() != nullptr) continue;
-    one.is_due = is_callback(future.maker()) && !future.running();
+    one.is_due = is_callback(future.maker()) && future.is_dispatched() && !future.running();
     if (one.is_due) {
       const OrderedExecutor* const order = future.ordered_executor();
       for (std::uint32_t i = 0; i < threads_.size(); ++i) {
@@ -154,13 +191,13 @@ void PendingGraph::find_reasons() {
         if (outermost.kind != ThreadActivity::Kind::callback) continue;
         const bool is_pools = outermost.future->is_pooled();
         const bool is_in_the_way = future.is_pooled() || future.maker() == Maker::submit ? is_pools
-                                   : order != nullptr ? threads_[i].queue.starts_with(order->name())
+                                   : order != nullptr ? threads_[i].queue.starts_with(order->name() + ".")
                                                       : !is_pools && threads_[i].queue.empty();
         if (is_in_the_way) one.blocked_by.push_back(i);
       }
     }
-    // Only combinations refer to its foreign object, and only that object and this graph own the future.
-    one.is_lost = !one.is_due && one.listed > 0 && one.references == one.listed && one.future.use_count() == 2;
+    // Only combinations refer to its foreign object, and only that object owns the future.
+    one.is_lost = !one.is_due && one.listed > 0 && one.references == one.listed && one.future.owners() == 1;
   }
 }
 
@@ -191,10 +228,7 @@ std::string PendingGraph::blockers(const PendingNode& one) const {
 
 std::string PendingGraph::reason(const PendingNode& one) const {
   if (one.is_lost) return "lost: only combinations refer to it, so nothing can complete it";
-  if (one.is_due) {
-    return one.blocked_by.empty() ? "its callback has not begun, and no known operation is before it"
-                                  : "its callback has not begun";
-  }
+  if (one.is_due) return "its callback has not begun";
   if (one.is_running || one.future->operation() != nullptr || !one.waits_for.empty()) return {};
   return "no known operation";
 }

@@ -19,7 +19,7 @@ namespace cudafuture {
 
 // What is known about a pending future.
 struct PendingNode {
-  FuturePtr future;
+  WeakFuture future;
   std::vector<std::uint32_t> waits_for;   // indices of its parts or of its parent
   std::vector<std::uint32_t> blocked_by;  // indices of the threads behind whose callbacks its own callback is queued
   std::int64_t listed = 0;                // how many times a pending combination lists it as a part
@@ -36,8 +36,10 @@ class PendingGraph {
     operations,  // and from all operations up
     threads,     // and from what threads wait for and run
   };
-  // The caller gives its references away: those that are left are the program's. Adds no futures beyond `most`.
-  static PendingGraph walk(std::vector<FuturePtr> roots, From from, std::size_t most = SIZE_MAX);
+  // Adds no futures beyond `most`.
+  static PendingGraph walk(std::vector<WeakFuture> roots, From from, std::size_t most = SIZE_MAX);
+  PendingGraph(PendingGraph&&) = default;
+  ~PendingGraph();
 
   const std::vector<PendingNode>& nodes() const noexcept { return nodes_; }
   const std::vector<ThreadActivities>& threads() const noexcept { return threads_; }
@@ -52,7 +54,8 @@ class PendingGraph {
   std::string reason(const PendingNode& one) const;
 
  private:
-  bool add(FuturePtr future, std::uint32_t& index);
+  PendingGraph() = default;
+  bool add(WeakFuture future, std::uint32_t& index);
   void add_links(std::uint32_t index);
   void find_reasons();
 
@@ -61,7 +64,7 @@ class PendingGraph {
   std::vector<PendingNode> nodes_;
   std::unordered_map<const Future*, std::uint32_t> index_;
   std::vector<ThreadActivities> threads_;
-  std::vector<FuturePtr> dropped_;  // not added: dropping the last reference to one may run foreign code
+  std::vector<WeakFuture> dropped_;  // not added
 };
 
 // Returns text for a pending future: its operation, or what made it, its age, and the line that made it if that is

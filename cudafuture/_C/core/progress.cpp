@@ -62,6 +62,15 @@ void ProgressFile::set_path(std::string path) noexcept {
   if (layout_->groups.load(std::memory_order_relaxed) > 0 || layout_->rank >= 0 || layout_->worker[0] != '\0') make();
 }
 
+void ProgressFile::leave_to_parent() noexcept {
+  new (&mutex_) std::mutex;  // it may have been held by a thread that does not exist here
+  void* const pages =
+      mmap(layout_, sizeof(Layout), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  if (pages == MAP_FAILED) return;
+  std::memcpy(layout_->magic, "cfprog1", 8);
+  layout_->rank = layout_->size = -1;
+}
+
 void ProgressFile::set_rank(int rank, int size) noexcept {
   std::lock_guard lock(mutex_);
   layout_->rank = rank;

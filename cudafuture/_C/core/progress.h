@@ -41,6 +41,9 @@ class ProgressFile {
   void set_rank(int rank, int size) noexcept;
   void set_worker(std::string_view name) noexcept;
 
+  // Called in a forked child: the pages are shared with the parent, so the child gets empty ones of its own.
+  void leave_to_parent() noexcept;
+
   // Adds a group. Returns null if there are too many: they are not recorded.
   GroupRecord* add_group(std::string_view name, std::string_view id, int rank, int size) noexcept;
 

@@ -82,6 +82,7 @@ RegisteredOperation::RegisteredOperation(Future& future, const OperationFacts& f
     : future_(future), facts_(facts), part_(Part::of_thread()) {}
 
 void RegisteredOperation::begin() noexcept {
+  if (is_forked_child()) return;  // the lock may be held by a thread that does not exist here
   DebugSocket::require();
   if (facts_.place != nullptr && facts_.place->progress != nullptr)
     facts_.place->progress->issued(future_.name(), facts_.number);
@@ -109,13 +110,12 @@ void RegisteredOperation::end() noexcept {
   c10::raw::weak_intrusive_ptr::decref(&future_);
 }
 
-std::vector<FuturePtr> RegisteredOperation::all() {
-  std::vector<FuturePtr> futures;
+std::vector<WeakFuture> RegisteredOperation::all() {
+  std::vector<WeakFuture> futures;
   for (Part& part : Part::all()) {
     std::lock_guard lock(part.lock);
     for (RegisteredOperation* one = part.first; one != nullptr; one = one->next_) {
-      auto* const future = static_cast<Future*>(c10::raw::weak_intrusive_ptr::lock(&one->future_));
-      if (future != nullptr) futures.push_back(FuturePtr::reclaim(future));
+      futures.emplace_back(one->future_);
     }
   }
   return futures;

@@ -16,10 +16,10 @@
 #include <string>
 #include <vector>
 
+#include "core/weak_future.h"
+
 namespace cudafuture {
 
-class Future;
-using FuturePtr = c10::intrusive_ptr<Future>;
 class GroupRecord;
 
 constexpr std::int64_t kUnknown = -1;
@@ -63,7 +63,7 @@ class RegisteredOperation {
   void end() noexcept;
 
   // Returns the futures of all operations in the registry.
-  static std::vector<FuturePtr> all();
+  static std::vector<WeakFuture> all();
 
  private:
   struct Part;

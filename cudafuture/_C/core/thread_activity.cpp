@@ -62,7 +62,7 @@ struct ThreadRecord {
     if (one == nullptr) return found;
     if (const SerialQueue* const of = queue.load(std::memory_order_relaxed)) found.queue = of->name();
     for (; one != nullptr; one = one->outer_) {
-      found.activities.push_back({one->kind_, FuturePtr::reclaim_copy(&one->future_), text_of(one->line_),
+      found.activities.push_back({one->kind_, WeakFuture(one->future_), text_of(one->line_),
                                   one->function_ == nullptr ? "" : foreign_runtime().describe(one->function_),
                                   static_cast<double>(now - one->begun_) * 1e-9});
     }

@@ -57,7 +57,7 @@ class ThreadActivity {
 // Copies of the activities of one thread.
 struct ActivityState {
   ThreadActivity::Kind kind;
-  FuturePtr future;
+  WeakFuture future;
   std::string line;      // of the wait; empty: unknown
   std::string function;  // of the callback; empty: unknown
   double seconds;        // since it began
