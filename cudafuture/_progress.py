@@ -104,8 +104,8 @@ def not_issued_by(folder: str, group: str, number: int) -> str:
         return ""
     late: dict[int, str] = {}
     for process in progress_in(Path(folder)):
-        for progress in process.groups:
-            if progress.id == group and progress.issued <= number:
-                rank = process.rank if process.rank >= 0 else progress.rank
-                late[rank] = f"rank {rank}" + ("" if is_alive(process.process) else ", which is dead")
+        progress = next((one for one in reversed(process.groups) if one.id == group), None)
+        if progress is not None and progress.issued <= number:
+            rank = process.rank if process.rank >= 0 else progress.rank
+            late[rank] = f"rank {rank}" + ("" if is_alive(process.process) else ", which is dead")
     return " and ".join(late[rank] for rank in sorted(late))

@@ -167,7 +167,7 @@ class JobReport:
 def _progress_in(report: ProcessReport, group: str) -> GroupProgress | None:
     """Return the progress in the group with this id; None: the process is not in it, or that is not known."""
     groups = () if report.progress is None else report.progress.groups
-    return next((one for one in groups if group and one.id == group), None)
+    return next((one for one in reversed(groups) if group and one.id == group), None)  # made again on one store
 
 
 def _lag(report: ProcessReport, held_up: list[RankWait]) -> str:

@@ -84,7 +84,7 @@ def ask(process: int, folder: Path | None = None, patience: float = PATIENCE) ->
     if state is None:
         return ProcessReport(process, gone, None, progress)
     try:
-        answer = _answer(found / f"{process}.socket", end)
+        answer = _answer(found / f"{process}.socket", Path(f"/proc/{process}").stat().st_uid, end)
     except OSError as error:
         return ProcessReport(process, _why(process, found, _state_of(process) or "X", error), None, progress)
     return _report(process, answer, progress, state)
@@ -118,11 +118,16 @@ def _report(process: int, answer: bytes, progress: ProcessProgress | None, state
     return ProcessReport(process, what, None, None, version)
 
 
-def _answer(path: Path, end: float) -> bytes:
-    """Return what the socket answers. Raise TimeoutError at the end, and another OSError without a listener."""
+def _answer(path: Path, owner: int, end: float) -> bytes:
+    """Return what the socket of a user's process answers.
+
+    Raise TimeoutError at the end, and another OSError without a listener.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
         try:
+            if os.fstat(folder).st_uid not in (os.geteuid(), owner):
+                raise PermissionError(f"{path.parent} belongs to another user")
             client.settimeout(max(0.001, end - time.monotonic()))
             client.connect(f"/proc/self/fd/{folder}/{path.name}")  # the path may be longer than an address
         finally:
