@@ -423,9 +423,22 @@ BackendPtr FutureBackend::made_of_inner(Make make) {
 
 BackendPtr FutureBackend::split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                 const c10::intrusive_ptr<Options>& options) {
-  return made_of_inner([&](const Inner& one) {
-    return one.backend->split(store_of(one.device, store), ranks, options_of(*one.backend, options));
+  // torch asks once for each type of devices, with one store: a second set of connections would meet the keys of the
+  // first one there, and hang.
+  BackendPtr known = last_split_.lock();
+  if (known != nullptr && last_split_store_.lock() == store && last_split_ranks_ == ranks) return known;
+  // The parts of one split have the same name, and so the same store: members would find each other's addresses.
+  std::string part = "ranks";
+  for (const int rank : ranks) part.append("_").append(std::to_string(rank));
+  const auto own = c10::make_intrusive<c10d::PrefixStore>(part + "/", store);
+  BackendPtr made = made_of_inner([&](const Inner& one) {
+    return one.backend->split(store_of(one.device, own), ranks, options_of(*one.backend, options));
   });
+  if (made == nullptr) return made;
+  last_split_ = c10::weak_intrusive_ptr<c10d::Backend>(made);
+  last_split_store_ = c10::weak_intrusive_ptr<c10d::Store>(store);
+  last_split_ranks_ = ranks;
+  return made;
 }
 
 BackendPtr FutureBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,

@@ -165,6 +165,10 @@ class FutureBackend final : public c10d::Backend {
   const bool is_owner_;
   std::shared_ptr<const GroupIdentity> identity_;
   std::atomic<std::uint64_t> issued_{0};
+  // The result of the last split(), and its arguments.
+  c10::weak_intrusive_ptr<c10d::Backend> last_split_{BackendPtr()};
+  c10::weak_intrusive_ptr<c10d::Store> last_split_store_{c10::intrusive_ptr<c10d::Store>()};
+  std::vector<int> last_split_ranks_;
   // The thread between startCoalescing() and endCoalescing(). As in the wrapped backends, there is one at a time.
   std::atomic<std::thread::id> coalescing_{std::thread::id()};
   std::vector<WorkPtr> coalesced_;  // of backends that do not coalesce

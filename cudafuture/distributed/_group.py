@@ -232,7 +232,8 @@ def _common_id(process_group: dist.ProcessGroup) -> str:
     """
     try:
         store: Any = c10d._world.pg_map[process_group][1]
-        agreed: bytes = store.compare_set("cudafuture/id", "", uuid.uuid4().hex[:16])
+        ranks = "_".join(map(str, dist.get_process_group_ranks(process_group)))  # the parts of a split share a store
+        agreed: bytes = store.compare_set(f"cudafuture/id/{ranks}", "", uuid.uuid4().hex[:16])
     except (KeyError, RuntimeError, NotImplementedError):  # a store that compares nothing, or is gone
         return ""
     return agreed.decode(errors="replace")
