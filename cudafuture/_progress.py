@@ -41,6 +41,13 @@ class ProcessProgress:
     worker: str
     groups: tuple[GroupProgress, ...]
 
+    def group(self, id_: str) -> GroupProgress | None:
+        """Return the progress in the group with an id; None: the process is not in it, or the id is empty.
+
+        The last record counts: a group that was destroyed and made again on one store has the same id.
+        """
+        return next((group for group in reversed(self.groups) if id_ and group.id == id_), None)
+
 
 def read_progress(path: Path) -> ProcessProgress | None:
     """Read the file of a process; None: there is none, or another version has written it."""
@@ -104,7 +111,7 @@ def not_issued_by(folder: str, group: str, number: int) -> str:
         return ""
     late: dict[int, str] = {}
     for process in progress_in(Path(folder)):
-        progress = next((one for one in reversed(process.groups) if one.id == group), None)
+        progress = process.group(group)
         if progress is not None and progress.issued <= number:
             rank = process.rank if process.rank >= 0 else progress.rank
             late[rank] = f"rank {rank}" + ("" if is_alive(process.process) else ", which is dead")

@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cudafuture._progress import GroupProgress
 from cudafuture.debug._processes import PATIENCE, ProcessReport, ask, progress_of
 from cudafuture.debug._trees import PendingFuture, ThreadReport, cycles
 
@@ -105,7 +104,7 @@ class JobReport:
         for other in self.reports:
             if other.process == report.process:
                 continue
-            group = _progress_in(other, facts.get("group", ""))
+            group = None if other.progress is None else other.progress.group(facts.get("group", ""))
             if group is not None and "number" in facts and group.issued <= facts["number"]:
                 last = f"its last one was {group.last} #{group.issued - 1}" if group.issued else "it has issued none"
                 yield other, f"{operation.description}, is not issued there ({last})"
@@ -162,12 +161,6 @@ class JobReport:
                 continue  # it waits for another
             lines.append(_lag(report, held_up))
         return lines
-
-
-def _progress_in(report: ProcessReport, group: str) -> GroupProgress | None:
-    """Return the progress in the group with this id; None: the process is not in it, or that is not known."""
-    groups = () if report.progress is None else report.progress.groups
-    return next((one for one in reversed(groups) if group and one.id == group), None)  # made again on one store
 
 
 def _lag(report: ProcessReport, held_up: list[RankWait]) -> str:

@@ -150,7 +150,7 @@ class _Run:
         self._outcomes: dict[int, Outcome] = {}
         self._deaths: dict[int, str] = {}
         self._stacks: dict[int, str] = {}
-        self._pending = ""  # who waits for whom, when some rank has not come back
+        self._pending = ""  # the report of `ps`, when some rank has not come back
         self._order: list[int] = []  # ranks in the order of their failures
 
     @property

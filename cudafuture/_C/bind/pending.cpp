@@ -124,7 +124,8 @@ std::string pending_leaves(Future& future) {
   std::vector<WeakFuture> roots;
   roots.emplace_back(future);
   using From = PendingGraph::From;
-  const PendingGraph graph = PendingGraph::walk(std::move(roots), is_young ? From::roots : From::operations, kMostWalked);
+  const PendingGraph graph =
+      PendingGraph::walk(std::move(roots), is_young ? From::roots : From::operations, kMostWalked);
   const std::int64_t index = graph.index_of(future);
   if (index < 0) return {};
   const std::vector<std::uint32_t> leaves = graph.leaves_of(static_cast<std::uint32_t>(index), kMaxLeaves + 1);

@@ -1,4 +1,4 @@
-// What is pending, for cudafuture.debug and for the errors of waits.
+// Texts about pending futures, for cudafuture.debug and for the errors of waits.
 #pragma once
 
 #include <string>

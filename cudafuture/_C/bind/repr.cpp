@@ -5,14 +5,13 @@
 #include <vector>
 
 #include "bind/future.h"
+#include "core/pending.h"
 
 namespace cudafuture::bind {
 namespace {
 
 constexpr std::size_t kMaxParts = 4;
 constexpr std::size_t kMaxError = 200;  // characters
-
-std::string quoted(const std::string& name) { return name.empty() ? "an unnamed future" : "'" + name + "'"; }
 
 // Returns the names of the parts of a combination that is pending, or whose value has not been retrieved.
 std::vector<std::string> parts_of(const Future& future) {
@@ -31,10 +30,10 @@ std::string operation_of(const Future& future) {
   if (maker == Maker::none) return {};
   std::string text = std::string(", ") + name_of(maker);
   if (maker == Maker::submit) return text;
-  if (maker < Maker::gather) return text + " of " + quoted(future.name());  // a child has its parent's name
+  if (maker < Maker::gather) return text + " of " + quoted_name(future.name());  // a child has its parent's name
   const std::vector<std::string> parts = parts_of(future);
   const std::size_t shown = std::min(parts.size(), kMaxParts);
-  for (std::size_t i = 0; i < shown; ++i) text += (i == 0 ? " of " : ", ") + quoted(parts[i]);
+  for (std::size_t i = 0; i < shown; ++i) text += (i == 0 ? " of " : ", ") + quoted_name(parts[i]);
   if (parts.size() > shown) text += " and " + std::to_string(parts.size() - shown) + " more";
   return text;
 }

@@ -108,8 +108,8 @@ void DebugSocket::start() noexcept {
 void DebugSocket::start_locked() noexcept {
   mark_used();
   if (folder_.empty() || is_shut_down() || !make_private(folder_)) return;
-  unlink(path(".progress").c_str());  // of a dead process with this number
-  if (parent_ == 0) ProgressFile::get().set_path(path(".progress"));  // what a child has is its parent's
+  unlink(path(".progress").c_str());                                  // of a dead process with this number
+  if (parent_ == 0) ProgressFile::get().set_path(path(".progress"));  // a child has no progress of its own
   if (!listen()) return;
   sigset_t all;
   sigset_t before;

@@ -1,11 +1,10 @@
 #include "core/future.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "core/callback_thread.h"
+#include "core/coarse_clock.h"
 #include "core/completion_queue.h"
 #include "core/facts.h"
 #include "core/process.h"
@@ -16,12 +15,6 @@ namespace {
 
 std::atomic<UnseenFailureHook> unseen_failure{nullptr};
 std::atomic<bool> has_failed{false};
-
-std::uint64_t coarse_now() noexcept {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
-  return static_cast<std::uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(t.tv_nsec);
-}
 
 // Abandons continuations that will not run. Foreign ones are destroyed inside the interpreter.
 void abandon_all(Continuation* list) noexcept {
@@ -50,7 +43,7 @@ void release_all(Waiter* waiters) noexcept {
 void set_unseen_failure_hook(UnseenFailureHook hook) noexcept { unseen_failure.store(hook, std::memory_order_relaxed); }
 
 Future::Future(int priority, Lifetime lifetime) noexcept
-    : lifetime_(lifetime), priority_(priority), born_(coarse_now()), completed_at_(host_time()) {
+    : lifetime_(lifetime), priority_(priority), born_(coarse_time()), completed_at_(host_time()) {
   mark_used();
   trace(TraceEvent::created, *this);
 }
@@ -76,7 +69,7 @@ void Future::leak_tensors() noexcept {
   if (rare != nullptr) static_cast<void>(rare->named_tensors.release());
 }
 
-std::chrono::nanoseconds Future::age() const noexcept { return std::chrono::nanoseconds(coarse_now() - born_); }
+std::chrono::nanoseconds Future::age() const noexcept { return std::chrono::nanoseconds(coarse_time() - born_); }
 
 // ---- consumer
 

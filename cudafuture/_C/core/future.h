@@ -259,7 +259,7 @@ class Future final : public c10::intrusive_ptr_target {
   EventSet events_;
   std::string name_;
   std::atomic<Rare*> rare_{nullptr};  // owned; created on first use, under the lock once other threads see the future
-  std::uint64_t born_;                // CLOCK_MONOTONIC_COARSE, nanoseconds
+  std::int64_t born_;                 // coarse_time()
   HostTime completed_at_;             // while pending: the lower bound
 };
 

@@ -54,10 +54,6 @@ void drop(std::vector<WeakFuture> futures) {
   CallbackThread::get().post(dropped);
 }
 
-std::string quoted_name(const Future& future) {
-  return future.name().empty() ? "an unnamed future" : "'" + future.name() + "'";
-}
-
 std::string seconds_text(double seconds) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3g s", seconds);
@@ -73,12 +69,12 @@ std::string subject_of(const Future& future) {
   }
   switch (future.maker()) {
     case Maker::none:
-      return "future " + quoted_name(future);
+      return "future " + quoted_name(future.name());
     case Maker::submit:
-      return "submit of " + quoted_name(future);
+      return "submit of " + quoted_name(future.name());
     case Maker::then:
-    case Maker::then_async:
-      return std::string(name_of(future.maker())) + " of " + quoted_name(future);  // a child has its parent's name
+    case Maker::then_async:  // a child has its parent's name
+      return std::string(name_of(future.maker())) + " of " + quoted_name(future.name());
     default: {
       std::vector<CombinationPart> parts = future.parts();
       std::string text = std::string(name_of(future.maker())) + " of " + std::to_string(parts.size());
@@ -91,6 +87,8 @@ std::string subject_of(const Future& future) {
 }
 
 }  // namespace
+
+std::string quoted_name(const std::string& name) { return name.empty() ? "an unnamed future" : "'" + name + "'"; }
 
 std::string description_of(const Future& future) {
   std::string text = subject_of(future) + ", " + seconds_text(age_in_seconds(future)) + " old";

@@ -17,7 +17,7 @@
 
 namespace cudafuture {
 
-// What is known about a pending future.
+// A pending future in the graph, and the reason why it is pending.
 struct PendingNode {
   WeakFuture future;
   std::vector<std::uint32_t> waits_for;   // indices of its parts or of its parent
@@ -66,6 +66,9 @@ class PendingGraph {
   std::vector<ThreadActivities> threads_;
   std::vector<WeakFuture> dropped_;  // not added
 };
+
+// Returns a name for messages, also of a future without one.
+std::string quoted_name(const std::string& name);
 
 // Returns text for a pending future: its operation, or what made it, its age, and the line that made it if that is
 // kept.

@@ -2,12 +2,13 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
+
+#include "core/coarse_clock.h"
 
 namespace cudafuture {
 namespace {
@@ -35,10 +36,8 @@ struct ProgressFile::Layout {
 };
 
 void GroupRecord::issued(std::string_view operation, std::int64_t number) noexcept {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
   put_text(last_, operation);
-  issued_at_.store(now.tv_sec * 1'000'000'000 + now.tv_nsec, std::memory_order_relaxed);
+  issued_at_.store(coarse_time(), std::memory_order_relaxed);
   issued_.store(number + 1, std::memory_order_relaxed);
 }
 

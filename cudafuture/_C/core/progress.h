@@ -28,7 +28,7 @@ class GroupRecord {
   std::int32_t size_;
   std::atomic<std::int64_t> issued_;
   std::atomic<std::int64_t> ended_;
-  std::atomic<std::int64_t> issued_at_;  // CLOCK_MONOTONIC_COARSE, nanoseconds
+  std::atomic<std::int64_t> issued_at_;  // coarse_time()
   char last_[32];                        // name of the operation that was issued last
   char padding_[24];
 };

@@ -1,7 +1,6 @@
 #include "core/thread_activity.h"
 
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <mutex>
 #include <utility>
 
+#include "core/coarse_clock.h"
 #include "core/debug_socket.h"
 #include "core/foreign.h"
 #include "core/process.h"
@@ -16,16 +16,6 @@
 #include "core/spin_lock.h"
 
 namespace cudafuture {
-namespace {
-
-std::int64_t coarse_time() noexcept {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
-  return t.tv_sec * 1'000'000'000 + t.tv_nsec;
-}
-
-}  // namespace
-
 struct ThreadRecord {
   SpinLock lock;
   std::atomic<const ThreadActivity*> innermost{nullptr};

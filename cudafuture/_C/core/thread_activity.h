@@ -1,4 +1,4 @@
-// What the threads of this process do, as another thread can see it: the waits and the callbacks that they are in.
+// The waits and the callbacks that the threads of this process are in, as another thread can see them.
 //
 //     ThreadActivity on the stack of a thread ──► outer ──► outer      innermost first
 //
@@ -50,7 +50,7 @@ class ThreadActivity {
   Future& future_;
   void* const function_;
   const CodeLine line_;
-  const std::int64_t begun_;  // CLOCK_MONOTONIC_COARSE, nanoseconds
+  const std::int64_t begun_;  // coarse_time()
   const ThreadActivity* outer_;
 };
 

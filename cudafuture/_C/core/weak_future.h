@@ -1,8 +1,8 @@
 // A pointer that keeps a future's memory, but not the future: its members stay readable, and it may be over.
 //
-// The walk over pending futures holds these. A strong reference that comes from outside the interpreter would change
-// what the cyclic collector sees in the middle of a collection: it takes a future that an engine owns as well for
-// reachable, and then its children for garbage.
+// The walk over pending futures holds these. The cyclic collector takes a future that an engine also owns for
+// reachable. If a thread outside the interpreter became such an owner in the middle of a collection, the collector
+// would take the future's children for garbage.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
