@@ -13,7 +13,7 @@ __all__ = ["GroupProgress", "ProcessProgress", "is_alive", "not_issued_by", "pro
 
 _HEADER = struct.Struct("=8s4i64s104x")  # as ProgressFile::Layout
 _GROUP = struct.Struct("=64s40s2i3q32s24x")  # as GroupRecord
-_LARGEST = _HEADER.size + 256 * _GROUP.size
+_LARGEST = _HEADER.size + 512 * _GROUP.size
 _MAGIC = b"cfprog1\0"
 
 

@@ -125,6 +125,14 @@ BackendPtr FutureBackend::route_in_callback(const char* name, const Inner& inner
   return other.is_none() ? inner.backend : other.cast<BackendPtr>();
 }
 
+OperationPlace& FutureBackend::find_place() {
+  const py::gil_scoped_acquire inside;
+  const py::capsule place =
+      py::module_::import("cudafuture.distributed._backend").attr("place_of_works")(identity_->name, identity_->number);
+  place_.store(place.get_pointer<OperationPlace>(), std::memory_order_release);
+  return *place_;
+}
+
 // Hot and flat: other threads run while a collective is waited for, and each page of cold code then costs a miss.
 template <class Call, class About>
 [[gnu::hot, gnu::flatten]] WorkPtr FutureBackend::issue(const char* name, c10::DeviceType device, c10::IValue value,
@@ -136,12 +144,17 @@ template <class Call, class About>
     const BackendPtr backend = route(name, inner, is_message ? Pairing::by_peer : Pairing::by_order);
     const std::uint64_t sequence = issued_.fetch_add(1, std::memory_order_relaxed);
     WorkPtr work = call(*backend);
-    if (work == nullptr) return work;
-    if (is_coalescing_here()) [[unlikely]] {
-      if (!backend->supportsCoalescing()) coalesced_.push_back(work);
+    std::int64_t number = api::kNone;
+    if (!is_message && backend == inner.backend) [[likely]] {
+      number = collectives_.fetch_add(1, std::memory_order_relaxed);
+      api::note_issued(place(), name, number);
+    }
+    if (work == nullptr || is_coalescing_here()) [[unlikely]] {
+      if (number != api::kNone) api::note_ended(place());  // its end is not seen
+      if (work != nullptr && !backend->supportsCoalescing()) coalesced_.push_back(work);
       return work;
     }
-    IssuedOperation operation{name, sequence, identity_, std::move(value), stream};
+    IssuedOperation operation{name, sequence, identity_, std::move(value), stream, &place(), number};
     if constexpr (is_message) {
       if (!inner.has_issue_order) work = c10::make_intrusive<MessageWork>(work);
       operation.peer = about.peer;
@@ -330,7 +343,9 @@ WorkPtr FutureBackend::barrier(const c10d::BarrierOptions& options) {
 }
 
 void FutureBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  route("monitored_barrier", of(c10::DeviceType::CPU), Pairing::by_order)->monitoredBarrier(options, wait_all_ranks);
+  const BackendPtr backend = route("monitored_barrier", of(c10::DeviceType::CPU), Pairing::by_order);
+  const api::OperationWait shown({"monitored_barrier", &place()}, false);
+  backend->monitoredBarrier(options, wait_all_ranks);
 }
 
 // ---- point to point
@@ -388,7 +403,7 @@ WorkPtr FutureBackend::endCoalescing() {
   std::optional<c10::Stream> stream;
   if (!outputs.empty()) stream = current_stream(outputs.get(0));
   return c10::make_intrusive<FutureWork>(
-      std::move(work), IssuedOperation{"coalesced", issued_++, identity_, std::move(outputs), stream});
+      std::move(work), IssuedOperation{"coalesced", issued_++, identity_, std::move(outputs), stream, &place()});
 }
 
 // ---- new groups

@@ -158,6 +158,12 @@ class FutureBackend final : public c10d::Backend {
   // The backend on which this thread issues: that of the device, or, in a callback, that of the callback's side group.
   BackendPtr route(const char* name, const Inner& inner, Pairing pairing);
   [[gnu::cold, gnu::noinline]] BackendPtr route_in_callback(const char* name, const Inner& inner);
+  // The place of the group's operations, which Python makes at the first one.
+  OperationPlace& place() {
+    OperationPlace* const known = place_.load(std::memory_order_acquire);
+    return known != nullptr ? *known : find_place();
+  }
+  [[gnu::cold, gnu::noinline]] OperationPlace& find_place();
   // Gives the wrapped backends what torch has set in fields of this object.
   void carry();
 
@@ -165,6 +171,8 @@ class FutureBackend final : public c10d::Backend {
   const bool is_owner_;
   std::shared_ptr<const GroupIdentity> identity_;
   std::atomic<std::uint64_t> issued_{0};
+  std::atomic<OperationPlace*> place_{nullptr};  // never freed
+  std::atomic<std::int64_t> collectives_{0};     // issued on this group itself
   // The result of the last split(), and its arguments.
   c10::weak_intrusive_ptr<c10d::Backend> last_split_{BackendPtr()};
   c10::weak_intrusive_ptr<c10d::Store> last_split_store_{c10::intrusive_ptr<c10d::Store>()};

@@ -1,5 +1,6 @@
 #include "work.h"
 
+#include <pybind11/chrono.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <algorithm>
@@ -19,6 +20,14 @@ bool is_python_ending() {
 #endif
 }
 
+std::int64_t bytes_of(const c10::IValue& value) {
+  if (value.isTensor()) return static_cast<std::int64_t>(value.toTensor().nbytes());
+  if (!value.isList()) return api::kNone;
+  std::int64_t bytes = 0;
+  for (const c10::IValue& one : value.toListRef()) bytes += std::max<std::int64_t>(bytes_of(one), 0);
+  return bytes;
+}
+
 }  // namespace
 
 ForwardingWork::ForwardingWork(WorkPtr inner) : Work(-1, inner->retrieveOpType()), inner_(std::move(inner)) {}
@@ -27,6 +36,7 @@ FutureWork::FutureWork(WorkPtr inner, IssuedOperation operation)
     : ForwardingWork(std::move(inner)), operation_(std::move(operation)) {}
 
 FutureWork::~FutureWork() {
+  note_end();
   if (future_ == nullptr || is_python_ending()) return;
   const py::gil_scoped_acquire inside;
   Py_DECREF(future_);
@@ -47,12 +57,39 @@ void FutureWork::keep(py::object future, bool is_compared) {
   is_compared_ = is_compared;
 }
 
+void FutureWork::note_end() noexcept {
+  if (operation_.number != api::kNone && !has_ended_.exchange(true)) api::note_ended(*operation_.place);
+}
+
+std::optional<api::OperationWait> FutureWork::shown_wait(bool has_line) {
+  std::optional<api::OperationWait> shown;
+  if (operation_.stream || inner()->isCompleted()) return shown;  // a stream waits
+  shown.emplace(api::WaitedOperation{operation_.name, operation_.place, operation_.number, bytes_of(operation_.value),
+                                     operation_.peer},
+                has_line);
+  return shown;
+}
+
 bool FutureWork::wait(std::chrono::milliseconds timeout) {
-  if (!is_compared_) return ForwardingWork::wait(timeout);
+  if (!is_compared_) {
+    const std::optional<api::OperationWait> shown = shown_wait(false);
+    const bool ended = ForwardingWork::wait(timeout);
+    note_end();
+    return ended;
+  }
   const py::gil_scoped_acquire inside;
   const py::object seconds = timeout == kNoTimeout ? py::none() : py::object(py::float_(timeout.count() / 1e3));
   py::module_::import("cudafuture.distributed._backend").attr("wait_compared")(made(), seconds);
   return true;
+}
+
+bool FutureWork::wait_inside(std::chrono::milliseconds timeout) {
+  if (is_compared_) return wait(timeout);  // the future shows its line
+  const std::optional<api::OperationWait> shown = shown_wait(true);
+  const py::gil_scoped_release outside;
+  const bool ended = ForwardingWork::wait(timeout);
+  note_end();
+  return ended;
 }
 
 bool FutureWork::isCompleted() {
@@ -148,6 +185,9 @@ the thread for tensors on the host, as the wrapped backend does. Beside that it 
       .def_property_readonly(
           "sequence", [](const FutureWork& self) { return self.operation().sequence; },
           "Number of operations that this rank issued on the group before this one.")
+      .def("wait", &FutureWork::wait_inside, py::arg("timeout") = kNoTimeout,
+           "Wait as the Work of the wrapped backend does.")
+      .def_property_readonly("_number", [](const FutureWork& self) { return self.operation().number; })
       .def_property_readonly("_group_number", [](const FutureWork& self) { return self.operation().group->number; })
       .def_property_readonly("_made", [](const FutureWork& self) { return self.made(); })
       .def(

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "api/operation.h"
 #include "holder.h"
 
 namespace cudafuture::c10d_backend {
@@ -34,7 +35,9 @@ struct IssuedOperation {
   std::shared_ptr<const GroupIdentity> group;
   c10::IValue value;                  // of the future: the output, or none
   std::optional<c10::Stream> stream;  // the current one of the tensors' device; nullopt: no device with streams
-  int peer = kAnyRank;                // of a recv: the rank of the sender in the group
+  OperationPlace* place = nullptr;    // null: none
+  std::int64_t number = api::kNone;   // among the group's collectives, from 0; none: a message, or on another group
+  int peer = kAnyRank;                // of a message: the rank of its other end in the group
 };
 
 // A Work that forwards all calls to another one.
@@ -79,10 +82,17 @@ class FutureWork final : public ForwardingWork {
   void keep(pybind11::object future, bool is_compared);
 
   bool wait(std::chrono::milliseconds timeout) override;
+  // As wait(), called by a line of Python, with the GIL.
+  bool wait_inside(std::chrono::milliseconds timeout);
   bool isCompleted() override;
 
  private:
+  // The wait of the calling thread, for those who ask; none: it does not block.
+  std::optional<api::OperationWait> shown_wait(bool has_line);
+  void note_end() noexcept;
+
   const IssuedOperation operation_;
+  std::atomic<bool> has_ended_{false};    // noted in the progress of the group
   PyObject* future_ = nullptr;            // guarded by the GIL
   std::atomic<bool> is_compared_{false};  // set before the Work is returned to its caller
 };

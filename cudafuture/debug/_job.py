@@ -105,7 +105,10 @@ class JobReport:
             if other.process == report.process:
                 continue
             group = None if other.progress is None else other.progress.group(facts.get("group", ""))
-            if group is not None and "number" in facts and group.issued <= facts["number"]:
+            if group is not None and "peer" in facts:
+                if group.rank == facts["peer"]:
+                    yield other, f"{operation.description}, is not matched there"
+            elif group is not None and "number" in facts and group.issued <= facts["number"]:
                 last = f"its last one was {group.last} #{group.issued - 1}" if group.issued else "it has issued none"
                 yield other, f"{operation.description}, is not issued there ({last})"
             elif group is not None and (instead := self._issued_instead(other, facts)):
@@ -117,7 +120,7 @@ class JobReport:
 
     def _issued_instead(self, report: ProcessReport, facts: dict[str, Any]) -> str:
         """Return the pending operation of another name that a process has issued in the place of one; empty: none."""
-        found = self._collectives[report.process].get((facts["group"], facts.get("number")))
+        found = self._collectives[report.process].get((facts["group"], facts.get("number", -1)))
         name = None if found is None or found.operation is None else found.operation["name"]
         return "" if found is None or name == facts["name"] else found.description
 
@@ -126,9 +129,9 @@ class JobReport:
         """The pending operations of each process on groups, by the id of the group and their number."""
         return {
             report.process: {
-                (future.operation["group"], future.operation.get("number")): future
+                (future.operation["group"], future.operation["number"]): future
                 for future in (() if report.pending is None else report.pending.futures())
-                if future.operation is not None and "group" in future.operation
+                if future.operation is not None and {"group", "number"} <= future.operation.keys()
             }
             for report in self.reports
         }

@@ -46,6 +46,7 @@ __all__ = [
     "create",
     "group_of_backend",
     "make_future",
+    "place_of_works",
     "route",
     "wait_compared",
     "wrap",
@@ -179,6 +180,15 @@ def group_of_backend(name: str, number: int) -> dist.ProcessGroup:
     raise RuntimeError(f"the process group '{name}' was destroyed")
 
 
+def place_of_works(name: str, number: int) -> Any:
+    """Return a capsule of the place of the operations on a group whose backend has this number."""
+    try:
+        place = group_of(group_of_backend(name, number)).works
+    except (KeyError, RuntimeError):  # unknown to torch, such as a side group
+        place = _C.OperationPlace.find("group", name)
+    return place._capsule()
+
+
 def _future_backends(group: dist.ProcessGroup) -> list[FutureBackend]:
     backends = [group._get_backend(device) for device in group._device_types]
     backends = [b if isinstance(b, FutureBackend) else getattr(b, "wrapped_pg", b) for b in backends]
@@ -217,10 +227,11 @@ def _follow(work: FutureWork, issue: Issue | None = None) -> _C.CUDAFuture[Any]:
             state.callbacks,
             issue,
             state.timeout,
-            state.beside.place,
-            work.sequence,
+            state.works,
+            work._number,
             state.backends,
             value,
+            work._peer,
         )
     return with_sender(future, work.inner, issue, group) if work.name == RECV.name and source < 0 else future
 

@@ -25,6 +25,7 @@ import uuid
 import weakref
 from collections import Counter
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -89,6 +90,8 @@ class Group:
         if dist.is_initialized():
             _C.set_rank(dist.get_rank(), dist.get_world_size())
         self.program = Issuer(None, None, self._place(None))
+        assert self.program.place is not None
+        self.messages = self.program.place._uncounted()
         self.beside = Issuer(None, None, _C.OperationPlace.find("group", self.name))  # in no order
         self.ranks = frozenset(dist.get_process_group_ranks(process_group))
         self.made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks, from ProcessGroup.new_group()
@@ -150,6 +153,12 @@ class Group:
             name += f"/{queue}"
             id_ = id_ and f"{id_}/{hashlib.blake2s(queue.encode(), digest_size=8).hexdigest()}"
         return _C.OperationPlace._of_group(name, id_, self.rank, self.size)
+
+    @cached_property
+    def works(self) -> _C.OperationPlace:
+        """Place of the Works of the c10d backend, which counts them: torch issues them in their own order."""
+        id_ = self.id and f"{self.id}/works"
+        return _C.OperationPlace._of_group(self.name, id_, self.rank, self.size)._uncounted()
 
     def wait_for_issue_order(self, operation: str, queue: str | None) -> None:
         """Wait until every operation before this point has been issued, to issue on the group over NCCL.

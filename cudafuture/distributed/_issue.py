@@ -30,6 +30,7 @@ from cudafuture.distributed._staging_buffers import each
 from cudafuture.errors import CollectiveError, InvalidStateError, TensorSearchError
 
 __all__ = [
+    "NO_PEER",
     "Issue",
     "begin",
     "begin_beside",
@@ -37,6 +38,7 @@ __all__ = [
     "nothing",
 ]
 
+NO_PEER = -1
 T = TypeVar("T")
 _world = dist.distributed_c10d._world
 _new: Any = tuple.__new__
@@ -104,6 +106,7 @@ class Issue(NamedTuple):
         value: T,
         tensors: tuple[Any, ...] = (),
         roles: str = "",
+        peer: int = NO_PEER,
     ) -> _Future[T]:
         """Issue the operation: call `function` with `tensors` and ``group=``; it returns a Work.
 
@@ -119,7 +122,11 @@ class Issue(NamedTuple):
             work = function(*tensors, group=self.issuer.process_group or process_group)
         except BaseException as e:
             return self.refused(e)
-        return self.follow(process_group, work, value, tensors, function, roles)
+        return self.follow(process_group, work, value, tensors, function, roles, peer)
+
+    def place_of(self, peer: int) -> tuple[_C.OperationPlace | None, int]:
+        """Return the place of the operation, and its number there; -1: none, since messages have no common order."""
+        return (self.issuer.place, self.sequence) if peer == NO_PEER else (self.group.messages, -1)
 
     def choose_root(
         self, process_group: dist.ProcessGroup, rank: int | None, group_rank: int | None, options: dict[str, Any]
@@ -157,8 +164,12 @@ class Issue(NamedTuple):
         tensors: object,
         function: Callable[..., Any] | None = None,
         roles: str = "",
+        peer: int = NO_PEER,
     ) -> _Future[T]:
-        """Return the future of the issued Work, which keeps `tensors` while a device uses them."""
+        """Return the future of the issued Work, which keeps `tensors` while a device uses them.
+
+        `peer`: of a message: the rank of its other end in the group.
+        """
         group, operation = self.group, self.operation
         record_collective(operation.name, roles or operation.roles, group, self.issuer, self.sequence, self.tensors)
         future: _Future[T] = _C.collective(
@@ -168,10 +179,10 @@ class Issue(NamedTuple):
             group.callbacks,
             self,
             group.timeout,
-            self.issuer.place,
-            self.sequence,
+            *self.place_of(peer),
             group.backends,
             tensors,
+            peer,
         )
         if _checks_ownership:
             result: _Future[T] = _C.issued(self.operation.name, group.callbacks, self)

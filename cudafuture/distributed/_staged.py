@@ -98,25 +98,34 @@ def run(
     return _StagedOperation(issue, process_group, lambda _: value).start(function, tensors, roles, issue.group.staged)
 
 
-def run_send(issue: Issue, process_group: dist.ProcessGroup, function: Call, tensor: torch.Tensor) -> CUDAFuture[None]:
+def run_send(
+    issue: Issue, process_group: dist.ProcessGroup, function: Call, tensor: torch.Tensor, peer: int
+) -> CUDAFuture[None]:
     """Issue a send after those that wait for their copies: the peer matches them by order only."""
-    return _StagedOperation[None](issue, process_group, lambda _: None).start(
+    return _StagedOperation[None](issue, process_group, lambda _: None, peer).start(
         function, (tensor,), "r", issue.group.sends
     )
 
 
 def run_recv(
-    issue: Issue, process_group: dist.ProcessGroup, function: Call, value: Callable[[Any], T], tensor: torch.Tensor
+    issue: Issue,
+    process_group: dist.ProcessGroup,
+    function: Call,
+    value: Callable[[Any], T],
+    tensor: torch.Tensor,
+    peer: int = -1,
 ) -> CUDAFuture[T]:
     """Issue a recv at once, since no copy precedes it. `value` creates the value from the Work."""
-    return _StagedOperation(issue, process_group, value).start(function, (tensor,), "w", None)
+    return _StagedOperation(issue, process_group, value, peer).start(function, (tensor,), "w", None)
 
 
 class _StagedOperation(Generic[T]):
     """One operation that goes through the host."""
 
-    def __init__(self, issue: Issue, process_group: dist.ProcessGroup, value: Callable[[Any], T]) -> None:
-        self.issue, self.process_group, self.value = issue, process_group, value
+    def __init__(
+        self, issue: Issue, process_group: dist.ProcessGroup, value: Callable[[Any], T], peer: int = -1
+    ) -> None:
+        self.issue, self.process_group, self.value, self.peer = issue, process_group, value, peer
 
     def start(
         self, function: Call, tensors: tuple[Any, ...], roles: str, queue: _C.HostExecutor | None
@@ -137,9 +146,8 @@ class _StagedOperation(Generic[T]):
             return self.issue.refused(e)
         operation = self.issue.operation
         record_collective(operation.name, roles, group, self.issue.issuer, self.issue.sequence, self.issue.tensors)
-        self.future: CUDAFuture[T] = _C.issued(
-            self.issue.operation.name, group.callbacks, self.issue, self.issue.issuer.place, self.issue.sequence
-        )
+        place, number = self.issue.place_of(self.peer)
+        self.future: CUDAFuture[T] = _C.issued(operation.name, group.callbacks, self.issue, place, number, self.peer)
         if queue is None:
             self.begin(fetched)
             return self.future

@@ -218,14 +218,14 @@ def _begin(operation: DistributedOperation, process_group: dist.ProcessGroup, me
 def _send_in_batch(
     issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int
 ) -> CUDAFuture[None]:
-    return issue.run(group, _batch_of_one(dist.isend, peer, tag), None, (tensor,))
+    return issue.run(group, _batch_of_one(dist.isend, peer, tag), None, (tensor,), peer=peer)
 
 
 def _recv_in_batch(
     issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int
 ) -> CUDAFuture[Received]:
     received = Received(tensor, dist.get_global_rank(group, peer))
-    return issue.run(group, _batch_of_one(dist.irecv, peer, tag), received, (tensor,))
+    return issue.run(group, _batch_of_one(dist.irecv, peer, tag), received, (tensor,), peer=peer)
 
 
 def _batch_of_one(function: Any, peer: int, tag: int) -> Any:

@@ -139,10 +139,13 @@ def _issue_batch(issue: Issue, pg: dist.ProcessGroup, ops: list[dist.P2POp]) -> 
         return issue.run(pg, issue_all, values, tensors)
     for op in ops:
         peer_in(pg, None, op.group_peer, "peer")
-    first = issue.run(pg, issue_all, values[0], tensors)
+    first = issue.run(pg, issue_all, values[0], tensors, peer=ops[0].group_peer)
     if not works:  # refused
         return gather(first)
-    others = [issue.follow(pg, w, v, t) for w, v, t in zip(works[1:], values[1:], tensors[1:], strict=True)]
+    others = [
+        issue.follow(pg, work, value, tensor, peer=op.group_peer)
+        for work, value, tensor, op in zip(works[1:], values[1:], tensors[1:], ops[1:], strict=True)
+    ]
     return gather(first, *others)
 
 
@@ -179,8 +182,8 @@ def issue_send(issue: Issue, group: dist.ProcessGroup, tensor: torch.Tensor, pee
     """Send a tensor to rank `peer` of the group, behind the sends that wait for their copies to the host."""
     function = partial(SEND.function, tag=tag, group_dst=peer)
     if issue.is_staged or _is_behind_others(issue, tensor):
-        return _staged.run_send(issue, group, function, tensor)
-    return issue.run(group, function, None, (tensor,))
+        return _staged.run_send(issue, group, function, tensor, peer)
+    return issue.run(group, function, None, (tensor,), peer=peer)
 
 
 def _is_behind_others(issue: Issue, tensor: torch.Tensor) -> bool:
@@ -195,8 +198,8 @@ def issue_recv(
     function = partial(RECV.function, tag=tag, group_src=peer)
     received = Received(tensor, dist.get_global_rank(group, peer))
     if issue.is_staged:
-        return _staged.run_recv(issue, group, function, lambda _: received, tensor)
-    return issue.run(group, function, received, (tensor,))
+        return _staged.run_recv(issue, group, function, lambda _: received, tensor, peer)
+    return issue.run(group, function, received, (tensor,), peer=peer)
 
 
 def _issue_alone(issue: Issue, group: dist.ProcessGroup, op: dist.P2POp) -> CUDAFuture[Any]:

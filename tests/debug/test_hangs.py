@@ -25,10 +25,10 @@ from cudafuture import CUDAFuture, collect_any, debug, gather, submit
 
 never = threading.Event()
 
-def begin(rank, size, store):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))
+def begin(rank, size, store, backend):
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=int(rank), world_size=int(size))
 
-if len(sys.argv) == 4:
+if len(sys.argv) == 5:
     begin(*sys.argv[1:])
     rank = dist.get_rank()
 """
@@ -48,10 +48,10 @@ class Programs:
         self.children.append(self._stack.enter_context(child))
         return child
 
-    def start_ranks(self, size: int, script: str) -> list[Child]:
-        """Start a script on each rank of a group; its arguments are the rank, the size and the store."""
+    def start_ranks(self, size: int, script: str, backend: str = "gloo") -> list[Child]:
+        """Start a script on each rank of a group."""
         store = str(self.folder / "store")
-        return [self.start(script, str(rank), str(size), store) for rank in range(size)]
+        return [self.start(script, str(rank), str(size), store, backend) for rank in range(size)]
 
     def expect(self, *texts: str) -> None:
         """Ask until the report has all of the texts, which are regular expressions."""
@@ -267,3 +267,36 @@ cfd.all_reduce(t, group=second).wait()
         r"deadlock:\n *rank (\d) [^\n]* waits for rank \d [^\n]*: all_reduce #1 of group '\d'[^\n]*is not issued there"
         rf"[^\n]*it waits at {line(6)}[^\n]*\n *rank \d [^\n]* waits for rank \1",
     )
+
+
+def test_works_that_wait_for_each_other(programs: Programs) -> None:
+    programs.start_ranks(
+        2,
+        """t = torch.ones(4)
+dist.all_reduce(t)
+if rank == 0:
+    dist.all_reduce(t)
+else:
+    dist.recv(t, 0)
+""",
+        backend="cudafuture",
+    )
+    programs.expect(
+        rf"deadlock:\n  rank 0 [^\n]* waits for rank 1 [^\n]*: all_reduce #1 of group '0' \(16 B\)[^\n]* is not issued "
+        rf"there \(its last one was all_reduce #0\); it waits at {line(4)}[^\n]*\n"
+        rf"  rank 1 [^\n]* waits for rank 0 [^\n]*: recv with rank 0 of group '0' \(16 B\)[^\n]* is not matched "
+        rf"there; it waits at {line(6)}",
+    )
+
+
+def test_two_recvs_without_a_send(programs: Programs) -> None:
+    programs.start_ranks(2, "cfd.recv(torch.ones(4), src=1 - rank).wait()")
+    programs.expect(
+        r"deadlock:\n  rank 0 [^\n]* waits for rank 1 [^\n]*: recv with rank 1 of group '0' [^\n]* is not matched",
+        r"  rank 1 [^\n]* waits for rank 0 [^\n]*: recv with rank 0 of group '0' [^\n]*, is not matched there",
+    )
+
+
+def test_barrier_that_one_rank_does_not_enter(programs: Programs) -> None:
+    programs.start_ranks(2, "dist.monitored_barrier(cfd.wrap()) if rank == 0 else never.wait()")
+    programs.expect(r"monitored_barrier of group '0'[^\n]*\n    awaited by thread 'MainThread'")

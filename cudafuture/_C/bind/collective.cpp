@@ -49,10 +49,10 @@ FuturePtr make_future(const std::string& name, const HostExecutor& callbacks, nb
 // Returns the future of a collective: it follows `work`, which uses `tensors`, and completes with `value`.
 nb::object collective(nb::handle work, nb::object value, const std::string& name, const HostExecutor& callbacks,
                       nb::object origin, double timeout, const OperationPlace* place, std::int64_t number,
-                      std::optional<BackendsPtr> backends, nb::object tensors) {
+                      std::optional<BackendsPtr> backends, nb::object tensors, std::int64_t peer) {
   const ParkingScope parking;
   refuse_after_fork();
-  FuturePtr future = make_future(name, callbacks, origin, {place, number, bytes_of(tensors)});
+  FuturePtr future = make_future(name, callbacks, origin, {place, number, bytes_of(tensors), peer});
   nb::object result = wrap(future);
   const WorkGroup group{timeout, backends.value_or(nullptr), std::move(origin)};
   follow_work(work, std::move(future), std::move(value), std::move(tensors), group);
@@ -62,10 +62,10 @@ nb::object collective(nb::handle work, nb::object value, const std::string& name
 
 // Returns a future that Python completes.
 nb::object issued(const std::string& name, const HostExecutor& callbacks, nb::object origin,
-                  const OperationPlace* place, std::int64_t number) {
+                  const OperationPlace* place, std::int64_t number, std::int64_t peer) {
   const ParkingScope parking;
   refuse_after_fork();
-  return wrap(make_future(name, callbacks, std::move(origin), {place, number}));
+  return wrap(make_future(name, callbacks, std::move(origin), {place, number, kUnknown, peer}));
 }
 
 // Calls `notice` with the origin of each overdue future before it fails the futures, so that the callers that see the
@@ -92,12 +92,12 @@ void fail_overdue(double grace, nb::handle notice) {
 void bind_collective(nb::module_& m) {
   m.def("collective", collective, nb::arg("work"), nb::arg("value").none(), nb::arg("name"), nb::arg("callbacks"),
         nb::arg("origin").none(), nb::arg("timeout"), nb::arg("place").none(), nb::arg("number"),
-        nb::arg("backends").none() = nb::none(), nb::arg("tensors").none() = nb::none());
+        nb::arg("backends").none() = nb::none(), nb::arg("tensors").none() = nb::none(), nb::arg("peer") = kUnknown);
   m.def("fail_overdue", fail_overdue, nb::arg("grace"), nb::arg("notice"));
   m.def("has_contiguous_memory", has_contiguous_memory, nb::arg("tensor"));
   m.def("expect_storage", expect_storage, nb::arg("tensor"));
   m.def("issued", issued, nb::arg("name"), nb::arg("callbacks"), nb::arg("origin").none(),
-        nb::arg("place").none() = nb::none(), nb::arg("number") = kUnknown);
+        nb::arg("place").none() = nb::none(), nb::arg("number") = kUnknown, nb::arg("peer") = kUnknown);
 }
 
 }  // namespace cudafuture::bind

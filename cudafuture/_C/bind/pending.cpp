@@ -159,6 +159,15 @@ void bind_pending(nb::module_& m) {
             return place;
           },
           nb::arg("name"), nb::arg("id"), nb::arg("rank"), nb::arg("size"), nb::rv_policy::reference)
+      .def(
+          "_uncounted",
+          [](const OperationPlace& place) -> OperationPlace& {
+            OperationPlace& other = *new OperationPlace(place);
+            other.is_counted = false;
+            return other;
+          },
+          nb::rv_policy::reference)
+      .def("_capsule", [](OperationPlace& place) { return nb::capsule(&place, "OperationPlace"); })
       .def("__repr__", [](const OperationPlace& place) { return "<OperationPlace " + place.text + ">"; });
   m.def(
       "register",

@@ -306,6 +306,7 @@ void write_operation(JsonWriter& json, const Future& future, const OperationFact
   }
   if (facts.number != kUnknown) json.key("number").value(facts.number);
   if (facts.bytes != kUnknown) json.key("bytes").value(facts.bytes);
+  if (facts.peer != kUnknown) json.key("peer").value(facts.peer);
   json.end_object();
 }
 

@@ -13,7 +13,7 @@
 namespace cudafuture {
 namespace {
 
-constexpr int kMostGroups = 256;
+constexpr int kMostGroups = 512;
 
 template <std::size_t Size>
 void put_text(char (&field)[Size], std::string_view text) noexcept {

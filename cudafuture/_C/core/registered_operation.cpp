@@ -42,6 +42,11 @@ std::mutex& places_mutex() {
   return *mutex;
 }
 
+// Returns the progress that an operation counts in; null: none.
+GroupRecord* counted_in(const OperationFacts& facts) noexcept {
+  return facts.place != nullptr && facts.place->is_counted ? facts.place->progress : nullptr;
+}
+
 std::string text_of_bytes(std::int64_t bytes) {
   static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
   double size = static_cast<double>(bytes);
@@ -73,6 +78,7 @@ OperationPlace& OperationPlace::find(const std::string& kind, const std::string&
 std::string text_of(const OperationFacts& facts) {
   std::string text;
   if (facts.number != kUnknown) text += " #" + std::to_string(facts.number);
+  if (facts.peer != kUnknown) text += " with rank " + std::to_string(facts.peer);
   if (facts.place != nullptr && !facts.place->text.empty()) text += " " + facts.place->text;
   if (facts.bytes != kUnknown) text += " (" + text_of_bytes(facts.bytes) + ")";
   return text;
@@ -84,8 +90,7 @@ RegisteredOperation::RegisteredOperation(Future& future, const OperationFacts& f
 void RegisteredOperation::begin() noexcept {
   if (is_forked_child()) return;  // the lock may be held by a thread that does not exist here
   DebugSocket::require();
-  if (facts_.place != nullptr && facts_.place->progress != nullptr)
-    facts_.place->progress->issued(future_.name(), facts_.number);
+  if (GroupRecord* const progress = counted_in(facts_)) progress->issued(future_.name(), facts_.number);
   c10::raw::weak_intrusive_ptr::incref(&future_);
   std::lock_guard lock(part_.lock);
   next_ = part_.first;
@@ -106,7 +111,7 @@ void RegisteredOperation::end() noexcept {
     if (next_ != nullptr) next_->link_ = link_;
     link_ = nullptr;
   }
-  if (facts_.place != nullptr && facts_.place->progress != nullptr) facts_.place->progress->ended();
+  if (GroupRecord* const progress = counted_in(facts_)) progress->ended();
   c10::raw::weak_intrusive_ptr::decref(&future_);
 }
 

@@ -31,6 +31,7 @@ struct OperationPlace {
   std::string name;
   std::string text;                 // for messages, such as "of group 'dp'"; empty: names of operations have it
   GroupRecord* progress = nullptr;  // of a group; null: none is kept
+  bool is_counted = true;           // registered operations count in the progress; false: their engine counts them
 
   // Returns the place with this kind, name and preposition, always the same one.
   static OperationPlace& find(const std::string& kind, const std::string& name, const std::string& preposition);
@@ -43,9 +44,11 @@ struct OperationFacts {
   const OperationPlace* place = nullptr;  // null: none
   std::int64_t number = kUnknown;         // in the order of the place, from 0
   std::int64_t bytes = kUnknown;
+  std::int64_t peer = kUnknown;  // of a message: the rank of its other end in the group
 };
 
-// Returns text such as " #12 of group 'dp' (4 MiB)", which follows the name of the operation.
+// Returns text such as " #12 of group 'dp' (4 MiB)" or " with rank 3 of group 'dp'", which follows the name of the
+// operation.
 std::string text_of(const OperationFacts& facts);
 
 // An entry of the registry. It has a weak reference to its future, which owns it.
