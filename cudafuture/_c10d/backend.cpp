@@ -64,6 +64,14 @@ FutureBackend::FutureBackend(int rank, int size, std::vector<Inner> inner, bool 
   for (Inner& one : inner_) one.has_issue_order = one.backend->getBackendName() == "nccl";
   pg_uid_ = identity_->name;
   pg_desc_ = inner_.front().backend->getGroupDesc();
+  if (!is_owner_) {  // ranks may wrap a group at different points
+    for_each([this](c10d::Backend& backend) {
+      try {
+        wrapped_at_ = wrapped_at_ * 31 + backend.getSequenceNumberForGroup();
+      } catch (const c10::Error&) {  // it has none
+      }
+    });
+  }
 }
 
 const FutureBackend::Inner& FutureBackend::of(c10::DeviceType device) const {
@@ -128,7 +136,8 @@ BackendPtr FutureBackend::route_in_callback(const char* name, const Inner& inner
 OperationPlace& FutureBackend::find_place() {
   const py::gil_scoped_acquire inside;
   const py::capsule place =
-      py::module_::import("cudafuture.distributed._backend").attr("place_of_works")(identity_->name, identity_->number);
+      py::module_::import("cudafuture.distributed._backend")
+          .attr("place_of_works")(identity_->name, identity_->number, is_owner_ ? 0 : wrapped_at_);
   place_.store(place.get_pointer<OperationPlace>(), std::memory_order_release);
   return *place_;
 }
@@ -143,21 +152,33 @@ template <class Call, class About>
     const Inner& inner = of(device);
     const BackendPtr backend = route(name, inner, is_message ? Pairing::by_peer : Pairing::by_order);
     const std::uint64_t sequence = issued_.fetch_add(1, std::memory_order_relaxed);
-    WorkPtr work = call(*backend);
     std::int64_t number = api::kNone;
+    OperationPlace& place = this->place();
     if (!is_message && backend == inner.backend) [[likely]] {
       number = collectives_.fetch_add(1, std::memory_order_relaxed);
-      api::note_issued(place(), name, number);
+      api::note_issued(place, name, number);
+    }
+    WorkPtr work;
+    try {
+      work = call(*backend);
+    } catch (...) {
+      if (number != api::kNone) {  // it was not issued
+        collectives_.fetch_sub(1, std::memory_order_relaxed);
+        api::note_issued(place, name, number - 1);
+      }
+      throw;
     }
     if (work == nullptr || is_coalescing_here()) [[unlikely]] {
-      if (number != api::kNone) api::note_ended(place());  // its end is not seen
+      if (number != api::kNone) api::note_ended(place);  // its end is not seen
       if (work != nullptr && !backend->supportsCoalescing()) coalesced_.push_back(work);
       return work;
     }
-    IssuedOperation operation{name, sequence, identity_, std::move(value), stream, &place(), number};
+    IssuedOperation operation{name, sequence, identity_, std::move(value), stream, &place, number};
+    operation.blocks_host = !stream || !inner.has_issue_order;
     if constexpr (is_message) {
       if (!inner.has_issue_order) work = c10::make_intrusive<MessageWork>(work);
       operation.peer = about.peer;
+      if (about.tensor.layout() == c10::kStrided) operation.bytes = static_cast<std::int64_t>(about.tensor.nbytes());
     }
     return c10::make_intrusive<FutureWork>(std::move(work), std::move(operation));
   };

@@ -20,8 +20,12 @@ bool is_python_ending() {
 #endif
 }
 
+std::int64_t bytes_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == c10::kStrided ? static_cast<std::int64_t>(tensor.nbytes()) : api::kNone;
+}
+
 std::int64_t bytes_of(const c10::IValue& value) {
-  if (value.isTensor()) return static_cast<std::int64_t>(value.toTensor().nbytes());
+  if (value.isTensor()) return bytes_of(value.toTensor());
   if (!value.isList()) return api::kNone;
   std::int64_t bytes = 0;
   for (const c10::IValue& one : value.toListRef()) bytes += std::max<std::int64_t>(bytes_of(one), 0);
@@ -36,7 +40,7 @@ FutureWork::FutureWork(WorkPtr inner, IssuedOperation operation)
     : ForwardingWork(std::move(inner)), operation_(std::move(operation)) {}
 
 FutureWork::~FutureWork() {
-  note_end();
+  if (operation_.number != api::kNone && !has_ended_) note_end_later();
   if (future_ == nullptr || is_python_ending()) return;
   const py::gil_scoped_acquire inside;
   Py_DECREF(future_);
@@ -61,18 +65,29 @@ void FutureWork::note_end() noexcept {
   if (operation_.number != api::kNone && !has_ended_.exchange(true)) api::note_ended(*operation_.place);
 }
 
-std::optional<api::OperationWait> FutureWork::shown_wait(bool has_line) {
+// A caller that drops a Work early, such as DDP, waits for the future of torch.
+void FutureWork::note_end_later() noexcept {
+  if (!operation_.blocks_host || inner()->isCompleted()) return note_end();
+  try {
+    inner()->getFuture()->addCallback([place = operation_.place](c10::ivalue::Future&) { api::note_ended(*place); });
+  } catch (const std::exception&) {  // a backend without futures
+    note_end();
+  }
+}
+
+std::optional<api::OperationWait> FutureWork::shown_wait(std::chrono::milliseconds timeout, bool has_line) {
   std::optional<api::OperationWait> shown;
-  if (operation_.stream || inner()->isCompleted()) return shown;  // a stream waits
-  shown.emplace(api::WaitedOperation{operation_.name, operation_.place, operation_.number, bytes_of(operation_.value),
-                                     operation_.peer},
+  if (!operation_.blocks_host || inner()->isCompleted()) return shown;
+  shown.emplace(api::WaitedOperation{operation_.name, operation_.place, operation_.number,
+                                     operation_.bytes == api::kNone ? bytes_of(operation_.value) : operation_.bytes,
+                                     operation_.peer, timeout != kNoTimeout},
                 has_line);
   return shown;
 }
 
 bool FutureWork::wait(std::chrono::milliseconds timeout) {
   if (!is_compared_) {
-    const std::optional<api::OperationWait> shown = shown_wait(false);
+    const std::optional<api::OperationWait> shown = shown_wait(timeout, false);
     const bool ended = ForwardingWork::wait(timeout);
     note_end();
     return ended;
@@ -85,7 +100,7 @@ bool FutureWork::wait(std::chrono::milliseconds timeout) {
 
 bool FutureWork::wait_inside(std::chrono::milliseconds timeout) {
   if (is_compared_) return wait(timeout);  // the future shows its line
-  const std::optional<api::OperationWait> shown = shown_wait(true);
+  const std::optional<api::OperationWait> shown = shown_wait(timeout, true);
   const py::gil_scoped_release outside;
   const bool ended = ForwardingWork::wait(timeout);
   note_end();
@@ -186,7 +201,14 @@ the thread for tensors on the host, as the wrapped backend does. Beside that it 
           "sequence", [](const FutureWork& self) { return self.operation().sequence; },
           "Number of operations that this rank issued on the group before this one.")
       .def("wait", &FutureWork::wait_inside, py::arg("timeout") = kNoTimeout,
-           "Wait as the Work of the wrapped backend does.")
+           R"(Wait as the Work of the wrapped backend does.
+
+>>> import torch
+>>> import torch.distributed as dist
+>>> import cudafuture.distributed as cfd
+>>> dist.all_reduce(torch.ones(2), group=cfd.wrap(), async_op=True).wait()
+True
+)")
       .def_property_readonly("_number", [](const FutureWork& self) { return self.operation().number; })
       .def_property_readonly("_group_number", [](const FutureWork& self) { return self.operation().group->number; })
       .def_property_readonly("_made", [](const FutureWork& self) { return self.made(); })

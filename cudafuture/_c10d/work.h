@@ -38,6 +38,8 @@ struct IssuedOperation {
   OperationPlace* place = nullptr;    // null: none
   std::int64_t number = api::kNone;   // among the group's collectives, from 0; none: a message, or on another group
   int peer = kAnyRank;                // of a message: the rank of its other end in the group
+  std::int64_t bytes = api::kNone;    // of a message; of others those of `value`
+  bool blocks_host = true;            // wait() blocks the thread; false: a stream waits
 };
 
 // A Work that forwards all calls to another one.
@@ -88,8 +90,9 @@ class FutureWork final : public ForwardingWork {
 
  private:
   // The wait of the calling thread, for those who ask; none: it does not block.
-  std::optional<api::OperationWait> shown_wait(bool has_line);
+  std::optional<api::OperationWait> shown_wait(std::chrono::milliseconds timeout, bool has_line);
   void note_end() noexcept;
+  [[gnu::cold, gnu::noinline]] void note_end_later() noexcept;
 
   const IssuedOperation operation_;
   std::atomic<bool> has_ended_{false};    // noted in the progress of the group

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,12 +18,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from cudafuture._progress import GroupProgress
 from cudafuture.debug._processes import PATIENCE, ProcessReport, ask, progress_of
 from cudafuture.debug._trees import PendingFuture, ThreadReport, cycles
 
 __all__ = ["JobReport", "RankWait", "WaitingProcess", "look_at"]
 
 _MOST_AT_ONCE = 256
+_PAUSE = 0.5  # seconds
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,10 @@ class RankWait:
     """The thing that the other process has not done."""
 
     @property
-    def is_call(self) -> bool:
-        """True for a call: its worker may have other threads that serve, so it closes no deadlock."""
-        return self.operation.operation is not None and self.operation.operation.get("place") == "worker"
+    def is_certain(self) -> bool:
+        """False for a call, whose worker may have other threads that serve, and for a wait that ends by itself."""
+        is_call = self.operation.operation is not None and self.operation.operation.get("place") == "worker"
+        return not is_call and not self.thread.has_timeout
 
     def __str__(self) -> str:
         return f"{self.of.report.title} waits for {self.on.report.title}: {self.what}; it waits at {self.thread.line}"
@@ -64,6 +68,8 @@ class JobReport:
     """Reports of the processes of a job."""
 
     reports: tuple[ProcessReport, ...]
+    earlier: JobReport | None = None
+    """Report of a moment before: a wait counts if it was there, too. None: there is none."""
 
     def __repr__(self) -> str:
         return f"<JobReport of {len(self.reports)} processes>"
@@ -80,9 +86,13 @@ class JobReport:
         >>> look_at([0]).waits()
         []
         """
-        return [
+        waits = [
             wait for report in self.reports for is_main in (True, False) for wait in self._waits_of(report, is_main)
         ]
+        if self.earlier is None:
+            return waits
+        before = {_identity(wait): wait.thread.seconds for wait in self.earlier.waits()}
+        return [wait for wait in waits if wait.thread.seconds > before.get(_identity(wait), wait.thread.seconds)]
 
     def _waits_of(self, report: ProcessReport, is_main: bool) -> Iterator[RankWait]:
         of = WaitingProcess(report, is_main)
@@ -106,8 +116,10 @@ class JobReport:
                 continue
             group = None if other.progress is None else other.progress.group(facts.get("group", ""))
             if group is not None and "peer" in facts:
-                if group.rank == facts["peer"]:
+                if group.rank == facts["peer"] and not self._is_matched(report, other, facts):
                     yield other, f"{operation.description}, is not matched there"
+            elif group is None and self._is_absent(report, other, facts):
+                yield other, f"{operation.description}, is not issued there (it has issued none)"
             elif group is not None and "number" in facts and group.issued <= facts["number"]:
                 last = f"its last one was {group.last} #{group.issued - 1}" if group.issued else "it has issued none"
                 yield other, f"{operation.description}, is not issued there ({last})"
@@ -117,6 +129,42 @@ class JobReport:
                 yield other, f"{operation.description}, has not ended there"
             elif facts.get("place") == "worker" and other.worker and other.worker == facts.get("of"):
                 yield other, f"{operation.description}, is not answered"
+
+    def _is_matched(self, report: ProcessReport, other: ProcessReport, facts: dict[str, Any]) -> bool:
+        """Return True if the other end of a message is pending on a process: then the data are on the way."""
+        group = None if report.progress is None else report.progress.group(facts["group"])
+        return any(
+            one["group"] == facts["group"]
+            and group is not None
+            and one.get("peer", group.rank) == group.rank  # of a recv from any rank: none
+            and ("recv" in one["name"]) != ("recv" in facts["name"])
+            for one in self._messages[other.process]
+        )
+
+    def _is_absent(self, report: ProcessReport, other: ProcessReport, facts: dict[str, Any]) -> bool:
+        """Return True if a process is in the group of an operation, but has no progress there: it has issued nothing.
+
+        It is known for groups of all ranks only, whose numbers are those of the processes.
+        """
+        group = None if report.progress is None else report.progress.group(facts.get("group", ""))
+        if group is None or other.rank is None or other.progress is None or "number" not in facts:
+            return False
+        is_of_all = group.size == other.progress.world_size and group.rank == report.rank
+        return is_of_all and 0 <= other.rank < group.size
+
+    @cached_property
+    def _messages(self) -> dict[int, list[dict[str, Any]]]:
+        """The facts of the pending messages of each process."""
+        return {
+            report.process: [
+                future.operation
+                for future in (() if report.pending is None else report.pending.futures())
+                if future.operation is not None
+                and "group" in future.operation
+                and ("send" in future.operation["name"] or "recv" in future.operation["name"])
+            ]
+            for report in self.reports
+        }
 
     def _issued_instead(self, report: ProcessReport, facts: dict[str, Any]) -> str:
         """Return the pending operation of another name that a process has issued in the place of one; empty: none."""
@@ -151,10 +199,10 @@ class JobReport:
         lines: list[str] = []
         nodes = {id(node): node for node in dict.fromkeys(one for wait in waits for one in (wait.of, wait.on))}
         same = {node: node for node in nodes.values()}
-        circles = cycles(nodes.values(), lambda node: [same[wait.on] for wait in of.get(node, ()) if not wait.is_call])
+        circles = cycles(nodes.values(), lambda node: [same[wait.on] for wait in of.get(node, ()) if wait.is_certain])
         in_circle: set[int] = set()
         for circle in circles:
-            lines.append("deadlock:")
+            lines.append("deadlock, unless another thread of these processes goes on:")
             for node, following in zip(circle, [*circle[1:], circle[0]], strict=True):
                 in_circle.add(node.report.process)
                 lines.append("  " + str(next(wait for wait in of[node] if same[wait.on] is following)))
@@ -163,13 +211,61 @@ class JobReport:
             if process in in_circle or (not report.problem and of.get(held_up[0].on)):
                 continue  # it waits for another
             lines.append(_lag(report, held_up))
-        return lines
+        named = in_circle | held.keys()
+        return [*lines, *(line for process, line in self._behind() if process not in named)]
+
+    def _was_behind(self, report: ProcessReport, group: GroupProgress) -> bool:
+        """Return True if a process has issued nothing on a group since the earlier report."""
+        if self.earlier is None:
+            return True
+        same = next((one for one in self.earlier.reports if one.process == report.process), None)
+        before = None if same is None or same.progress is None else same.progress.group(group.id)
+        return before is not None and before.issued == group.issued
+
+    def _behind(self) -> Iterator[tuple[int, str]]:
+        """Yield the processes that have issued less on a group than others, which have not ended what they issued.
+
+        That is all that is known if nothing of the library waits: torch's C++ code does, such as DDP's.
+        """
+        groups: dict[str, list[tuple[ProcessReport, GroupProgress]]] = defaultdict(list)
+        for report in self.reports:
+            for group in () if report.progress is None else report.progress.groups:
+                if group.id and report.progress is not None and report.progress.group(group.id) is group:
+                    groups[group.id].append((report, group))
+        for members in groups.values():
+            leader, most = max(members, key=lambda one: one[1].issued)
+            for report, group in members:
+                if group.issued < most.issued and most.ended <= group.issued and self._was_behind(report, group):
+                    last = (
+                        f"its last one was {group.last} #{group.issued - 1}" if group.issued else "it has issued none"
+                    )
+                    yield (
+                        report.process,
+                        f"{report.title} is behind {leader.title} on group '{group.name}': "
+                        f"#{group.issued} is not issued there ({last}); {_state(report)}",
+                    )
 
 
 def _lag(report: ProcessReport, held_up: list[RankWait]) -> str:
     others = ", ".join(dict.fromkeys(wait.of.report.title for wait in held_up))
-    state = report.problem or "it is not blocked by what others have to do"
-    return f"{report.title} holds up {others}: {held_up[0].what}; {state}"
+    return f"{report.title} holds up {others}: {held_up[0].what}; {_state(report)}"
+
+
+def _state(report: ProcessReport) -> str:
+    """Return what a process does that holds up others."""
+    if report.problem:
+        return report.problem
+    waiting = [thread for thread in (report.pending.threads if report.pending else ()) if thread.is_waiting]
+    waiting.sort(key=lambda thread: not thread.is_main)
+    if waiting and waiting[0].awaited is not None:
+        return f"it waits for {waiting[0].awaited.description} at {waiting[0].line}"
+    return "no wait is known there"
+
+
+def _identity(wait: RankWait) -> tuple[Any, ...]:
+    facts = wait.operation.operation or {}
+    names = tuple(facts.get(key) for key in ("name", "of", "number", "peer"))
+    return (wait.of.report.process, wait.thread.thread, wait.on.report.process, names)
 
 
 def _operations_below(future: PendingFuture) -> Iterator[PendingFuture]:
@@ -183,7 +279,8 @@ def _operations_below(future: PendingFuture) -> Iterator[PendingFuture]:
         seen.add(id(one))
         if one.operation is not None:
             yield one
-        stack += reversed([*one._causes()])
+        if not one.needs_one:
+            stack += reversed([*one._causes()])
 
 
 def _section(report: ProcessReport) -> str:
@@ -202,10 +299,21 @@ def _section(report: ProcessReport) -> str:
 def look_at(processes: Iterable[int], folder: Path | None = None, patience: float = PATIENCE) -> JobReport:
     """Ask several processes at once; see `ask`.
 
+    If some hold up others, it asks again half a second later: what only seemed so, since the answers are not of one
+    moment, or since the data of a message were on the way, is then gone.
+
     >>> look_at([0])
     <JobReport of 1 processes>
     """
     numbers = list(dict.fromkeys(processes))
+    first = _ask_all(numbers, folder, patience)
+    if not first.verdicts():
+        return first
+    time.sleep(_PAUSE)
+    return replace(_ask_all(numbers, folder, patience), earlier=first)
+
+
+def _ask_all(numbers: list[int], folder: Path | None, patience: float) -> JobReport:
     if not numbers:
         return JobReport(())
     with concurrent.futures.ThreadPoolExecutor(min(len(numbers), _MOST_AT_ONCE)) as threads:

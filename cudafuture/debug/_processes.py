@@ -99,6 +99,8 @@ def progress_of(process: int, folder: Path | None = None) -> ProcessProgress | N
 def _report(process: int, answer: bytes, progress: ProcessProgress | None, state: str) -> ProcessReport:
     if not answer:
         owner = _owner_of(process)
+        if os.geteuid() == 0 or owner == _name_of(os.geteuid()):
+            return ProcessReport(process, "it is ending", None, progress)
         return ProcessReport(process, f"it refused to answer: only its user, {owner}, and root may ask", None, progress)
     try:
         told: dict[str, Any] = json.loads(answer.decode(errors="replace"))
@@ -156,6 +158,8 @@ def _why(process: int, folder: Path, state: str, error: OSError) -> str:
     if isinstance(error, (TimeoutError, socket.timeout, BlockingIOError)):
         return f"it has not answered in time: the machine is busy, or the process cannot run (state {state})"
     if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
+        if (folder / f"{process}.progress").exists():
+            return "it is ending: it has closed its socket"
         return f"it has not used an engine of cudafuture, or not with this folder of sockets: {folder}"
     return f"it did not answer: {error}"
 

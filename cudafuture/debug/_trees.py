@@ -33,6 +33,8 @@ class PendingFuture:
     """Number of futures of the same kind that it stands for, in a process with very many."""
     operation: dict[str, Any] | None = None
     """The facts of an engine's operation: "name", "place" (the kind), "of" (its name), "number", "bytes"."""
+    needs_one: bool = False
+    """True if one of the futures that it waits for is enough."""
     waits_for: list[PendingFuture] = field(default_factory=list)
     """The pending futures that it is made from; empty: nothing in this process is known to hold it up."""
     threads: list[ThreadReport] = field(default_factory=list)
@@ -83,6 +85,16 @@ class ThreadReport:
     def is_waiting(self) -> bool:
         """True if it is blocked in a wait."""
         return bool(self.activities[-1]["kind"] == "wait")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for which it has been in its innermost wait or callback."""
+        return float(self.activities[-1]["seconds"])
+
+    @property
+    def has_timeout(self) -> bool:
+        """True if its wait ends by itself."""
+        return bool(self.activities[-1].get("has_timeout"))
 
     @property
     def line(self) -> str:
@@ -224,7 +236,9 @@ def _activity(thread: ThreadReport) -> str:
 def trees_of(graph: dict[str, Any], roots: bool = False) -> Pending:
     """Build the trees from what the walk in C++ tells. `roots`: only those of the given futures."""
     futures = [
-        PendingFuture(one["text"], one.get("reason", ""), one.get("count", 1), one.get("operation"))
+        PendingFuture(
+            one["text"], one.get("reason", ""), one.get("count", 1), one.get("operation"), one.get("needs_one", False)
+        )
         for one in graph["futures"]
     ]
     threads = [ThreadReport(one["thread"], one["name"], one["is_main"], one["activities"]) for one in graph["threads"]]
@@ -267,10 +281,10 @@ def pending(*futures: _C.CUDAFuture[Any]) -> Pending:
     >>> read = CUDAFuture(name="read weight")
     >>> both = gather(read.then(lambda f: f.value() + 1), CUDAFuture(name="all_reduce"))
     >>> print(pending(both))
-    gather of 2, ...s old
-      then of 'read weight', ...s old
-        future 'read weight', ...s old (no known operation)
-      future 'all_reduce', ...s old (lost: only combinations refer to it, so nothing can complete it)
+    gather of 2, ...s old...
+      then of 'read weight', ...s old...
+        future 'read weight', ...s old... (no known operation)
+      future 'all_reduce', ...s old... (lost: only combinations refer to it, so nothing can complete it)
     """
     for future in futures:
         if not isinstance(future, _C.CUDAFuture):

@@ -78,6 +78,8 @@ def create(wanted: _DistributedBackendOptions, options: Any) -> FutureBackend:
         ValueError: a wrapped backend is "cudafuture" itself, or torch does not have it.
     """
     choices = BackendOptions.of(options).choices
+    if dist.group.WORLD is None:  # it will be the default group; for those who ask before its first operation
+        _C.set_rank(wanted.group_rank, wanted.group_size)
     made: dict[Any, Any] = {}  # one backend for all devices with the same choice
     inner = []
     for device, choice in choices.items():
@@ -180,10 +182,10 @@ def group_of_backend(name: str, number: int) -> dist.ProcessGroup:
     raise RuntimeError(f"the process group '{name}' was destroyed")
 
 
-def place_of_works(name: str, number: int) -> Any:
+def place_of_works(name: str, number: int, counted_from: int) -> Any:
     """Return a capsule of the place of the operations on a group whose backend has this number."""
     try:
-        place = group_of(group_of_backend(name, number)).works
+        place = group_of(group_of_backend(name, number)).works(counted_from)
     except (KeyError, RuntimeError):  # unknown to torch, such as a side group
         place = _C.OperationPlace.find("group", name)
     return place._capsule()
@@ -227,7 +229,7 @@ def _follow(work: FutureWork, issue: Issue | None = None) -> _C.CUDAFuture[Any]:
             state.callbacks,
             issue,
             state.timeout,
-            state.works,
+            state.works(),
             work._number,
             state.backends,
             value,

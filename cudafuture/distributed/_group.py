@@ -25,7 +25,6 @@ import uuid
 import weakref
 from collections import Counter
 from datetime import timedelta
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -97,6 +96,7 @@ class Group:
         self.made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks, from ProcessGroup.new_group()
         self.staged_kinds: dict[tuple[str, str], bool] = {}  # per operation and type of device
         self.is_broken = False  # its Gloo thread has ended: calls into the group may never return
+        self._works: _C.OperationPlace | None = None
         self._side_groups: dict[str, Issuer] = {}
         self._queues_in_issue_order: set[str] = set()
         self._barriers: dict[str, MonitoredBarrier] = {}  # by serial queue, each used by the queue's thread only
@@ -154,11 +154,15 @@ class Group:
             id_ = id_ and f"{id_}/{hashlib.blake2s(queue.encode(), digest_size=8).hexdigest()}"
         return _C.OperationPlace._of_group(name, id_, self.rank, self.size)
 
-    @cached_property
-    def works(self) -> _C.OperationPlace:
-        """Place of the Works of the c10d backend, which counts them: torch issues them in their own order."""
-        id_ = self.id and f"{self.id}/works"
-        return _C.OperationPlace._of_group(self.name, id_, self.rank, self.size)._uncounted()
+    def works(self, counted_from: int = 0) -> _C.OperationPlace:
+        """Return the place of the Works of the c10d backend, which counts them: torch issues them in their own order.
+
+        `counted_from`: tells apart ranks that have wrapped the group at different points; the first call counts.
+        """
+        if self._works is None:
+            id_ = self.id and f"{self.id}/{counted_from}"
+            self._works = _C.OperationPlace._of_group(self.name, id_, self.rank, self.size)._uncounted()
+        return self._works
 
     def wait_for_issue_order(self, operation: str, queue: str | None) -> None:
         """Wait until every operation before this point has been issued, to issue on the group over NCCL.

@@ -158,7 +158,10 @@ def recv_object_list(
         received.then(receive_payload, executor=None if over_nccl else _C.callback_thread)
         return result
 
-    result: CUDAFuture[int] = _C.issued(issue.operation.name, issue.group.callbacks, issue)
+    place, number = issue.place_of(peer) if peer is not None else (None, -1)
+    result: CUDAFuture[int] = _C.issued(
+        issue.operation.name, issue.group.callbacks, issue, place, number, -1 if peer is None else peer
+    )
 
     def receive_payload(received: CUDAFuture[Received]) -> None:
         try:

@@ -382,7 +382,7 @@ TEST_CASE_FIXTURE(Rules, "a future keeps its first late error") {
 
 TEST_CASE_FIXTURE(Rules, "the trace hook is called at creation and end, without the lock") {
   traced.clear();
-  trace_hook = [](TraceEvent event, const Future& future) {
+  trace_hook = [](TraceEvent event, const Future& future, const TraceDetail&) {
     traced.push_back(event);
     if (event == TraceEvent::done) take_lock_of(const_cast<Future&>(future));
   };

@@ -264,8 +264,8 @@ cfd.all_reduce(t, group=second).wait()
 """,
     )
     programs.expect(
-        r"deadlock:\n *rank (\d) [^\n]* waits for rank \d [^\n]*: all_reduce #1 of group '\d'[^\n]*is not issued there"
-        rf"[^\n]*it waits at {line(6)}[^\n]*\n *rank \d [^\n]* waits for rank \1",
+        r"deadlock, [^\n]*:\n *rank (\d) [^\n]* waits for rank \d [^\n]*: all_reduce #1 of group '\d'[^\n]* is "
+        rf"not issued[^\n]*it waits at {line(6)}[^\n]*\n *rank \d [^\n]* waits for rank \1",
     )
 
 
@@ -282,8 +282,8 @@ else:
         backend="cudafuture",
     )
     programs.expect(
-        rf"deadlock:\n  rank 0 [^\n]* waits for rank 1 [^\n]*: all_reduce #1 of group '0' \(16 B\)[^\n]* is not issued "
-        rf"there \(its last one was all_reduce #0\); it waits at {line(4)}[^\n]*\n"
+        rf"deadlock, [^\n]*:\n  rank 0 [^\n]* waits for rank 1 [^\n]*: all_reduce #1 of group .0. \(16 B\)[^\n]* is "
+        rf"not issued there \(its last one was all_reduce #0\); it waits at {line(4)}[^\n]*\n"
         rf"  rank 1 [^\n]* waits for rank 0 [^\n]*: recv with rank 0 of group '0' \(16 B\)[^\n]* is not matched "
         rf"there; it waits at {line(6)}",
     )
@@ -292,7 +292,7 @@ else:
 def test_two_recvs_without_a_send(programs: Programs) -> None:
     programs.start_ranks(2, "cfd.recv(torch.ones(4), src=1 - rank).wait()")
     programs.expect(
-        r"deadlock:\n  rank 0 [^\n]* waits for rank 1 [^\n]*: recv with rank 1 of group '0' [^\n]* is not matched",
+        r"deadlock, [^\n]*:\n  rank 0 [^\n]* waits for rank 1 [^\n]*: recv with rank 1 of group '0' [^\n]* is not m",
         r"  rank 1 [^\n]* waits for rank 0 [^\n]*: recv with rank 0 of group '0' [^\n]*, is not matched there",
     )
 

@@ -170,7 +170,7 @@ say("ready")
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (b"", "it refused to answer: only its user"),
+        (b"", "it is ending"),
         (b'{"protocol": 1, "vers', "its answer is cut short"),
         (b"[]", "its answer is cut short or is none of this library"),
         (

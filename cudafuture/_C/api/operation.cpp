@@ -21,8 +21,8 @@ void note_ended(OperationPlace& group) noexcept {
 
 // The wait is shown through a future that stands for the operation.
 struct OperationWait::State {
-  State(FuturePtr operation, const CodeLine& line)
-      : future(std::move(operation)), activity(ThreadActivity::Kind::wait, *future, nullptr, line) {}
+  State(FuturePtr operation, const CodeLine& line, bool has_timeout)
+      : future(std::move(operation)), activity(ThreadActivity::Kind::wait, *future, nullptr, line, has_timeout) {}
 
   const FuturePtr future;
   const ThreadActivity activity;
@@ -32,7 +32,8 @@ OperationWait::OperationWait(const WaitedOperation& operation, bool has_line) {
   FuturePtr future = c10::make_intrusive<Future>();
   future->set_name(operation.name);
   future->set_operation({operation.place, operation.number, operation.bytes, operation.peer});
-  state_ = std::make_unique<State>(std::move(future), has_line ? bind::calling_line() : CodeLine());
+  state_ =
+      std::make_unique<State>(std::move(future), has_line ? bind::calling_line() : CodeLine(), operation.has_timeout);
 }
 
 OperationWait::OperationWait(OperationWait&&) noexcept = default;

@@ -26,6 +26,7 @@ struct WaitedOperation {
   std::int64_t number = kNone;
   std::int64_t bytes = kNone;
   std::int64_t peer = kNone;  // of a message: the rank of its other end in the group
+  bool has_timeout = false;
 };
 
 // While it lives, the thread that made it is shown as waiting for an operation. `has_line`: with the line of Python

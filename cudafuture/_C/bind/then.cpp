@@ -129,8 +129,6 @@ void Then::execute(Future& parent) noexcept {
   Future* child = child_.is_valid() ? &core_of(child_) : nullptr;
   if (child != nullptr && !child->start()) return;  // cancelled before it began
   join_host_clock_of(parent);
-  const FuturePtr traced = child != nullptr ? nb::inst_ptr<PyFuture>(child_)->core : FuturePtr();
-  trace(TraceEvent::callback_begin, child != nullptr ? *child : parent);
   try {
     relax_library_thread();
     call(parent, child);
@@ -139,7 +137,6 @@ void Then::execute(Future& parent) noexcept {
   } catch (...) {
     failed(parent, child, exception_of(std::current_exception()), {});
   }
-  trace(TraceEvent::callback_end, child != nullptr ? *child : parent);
 }
 
 bool Then::refuse(const std::exception_ptr& error) noexcept {

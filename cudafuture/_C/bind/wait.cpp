@@ -143,9 +143,10 @@ void poll_devices(Future& future, const Deadline& deadline) {
   const Clock::time_point begin = Clock::now();
   Clock::time_point signals_seen = begin;
   std::optional<PollingPauses> pauses;
-  std::optional<ThreadActivity> waiting;  // once the wait is long
+  std::optional<ThreadActivity> waiting;  // once the wait is long, or for a tracer
   bool finished = false;
   if (may_be_in_event_loop() && !expired(deadline) && !future.device_work_finished()) warn_in_event_loop();
+  if (is_traced()) waiting.emplace(ThreadActivity::Kind::wait, future, nullptr, calling_line(), deadline.has_value());
   while (!finished) {
     {
       WithoutGil released;
@@ -164,7 +165,7 @@ void poll_devices(Future& future, const Deadline& deadline) {
     signals_seen = Clock::now();
     if (finished) break;
     check_signals();
-    if (!waiting) waiting.emplace(ThreadActivity::Kind::wait, future, nullptr, calling_line());
+    if (!waiting) waiting.emplace(ThreadActivity::Kind::wait, future, nullptr, calling_line(), deadline.has_value());
     if (expired(deadline)) raise_timeout(future, " is complete but its device work has not finished");
   }
 }
@@ -229,7 +230,7 @@ bool wait_while_pending(Future& future, const Deadline& deadline) {
   if (expired(deadline)) return false;
   warn_in_event_loop();
   name_thread();
-  const ThreadActivity waiting(ThreadActivity::Kind::wait, future, nullptr, calling_line());
+  const ThreadActivity waiting(ThreadActivity::Kind::wait, future, nullptr, calling_line(), deadline.has_value());
   if (on_callback_thread) CallbackThread::get().help(future, deadline ? &*deadline : nullptr);
   return future.done() || (!expired(deadline) && block(future, deadline));
 }
@@ -237,6 +238,8 @@ bool wait_while_pending(Future& future, const Deadline& deadline) {
 }  // namespace
 
 bool try_wait_until_done(Future& future, const Deadline& deadline) {
+  std::optional<ThreadActivity> waiting;  // in virtual time, in which a done future may lie ahead of this thread
+  if (is_traced() && has_host_clock()) waiting.emplace(ThreadActivity::Kind::wait, future, nullptr, calling_line());
   if (!future.done() && !wait_while_pending(future, deadline)) return false;
   join_host_time(future.completed_at());
   return true;

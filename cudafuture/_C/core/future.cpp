@@ -121,6 +121,9 @@ ContinuationList Future::sweep() noexcept {
 
 void Future::attach(Continuation* c) {
   if (c->executor != nullptr) c->executor->enrol(*c);
+  if (is_traced()) [[unlikely]] {
+    if (const Future* const dependent = c->dependent()) trace(TraceEvent::follows, *dependent, {this});
+  }
   if (!done()) {
     std::unique_lock lock(mutex_);
     if (!done()) {
@@ -174,12 +177,18 @@ bool Future::device_work_finished() noexcept {
     if (!events_.query()) return false;
   } catch (...) {
     set_late_error(std::current_exception());
-    return true;
+    return note_ready();
   }
   const AsyncErrors* const errors = async_errors();
-  if (errors == nullptr) return true;
+  if (errors == nullptr) return note_ready();
   const bool is_decided = errors->confirm();  // after the query: an abort ends device work, too
-  return poll_async_errors() || is_decided;
+  return (poll_async_errors() || is_decided) && note_ready();
+}
+
+// Returns true, and lets a tracer know, once.
+bool Future::note_ready() noexcept {
+  if (is_traced() && !is_ready_traced_.exchange(true)) trace(TraceEvent::ready, *this);
+  return true;
 }
 
 std::exception_ptr Future::late_error() {
@@ -221,10 +230,10 @@ bool Future::finish(State outcome, Value&& value, EventSet&& events, std::vector
     waiters = std::exchange(waiters_, nullptr);
     state_.store(outcome, std::memory_order_release);
   }
+  trace(TraceEvent::done, *this);  // before the waiters go on: they may end the recording
   end_operation(rare);
   if (waiters != nullptr) release_all(waiters);
   if (producer != nullptr) producer->finished(*this);
-  trace(TraceEvent::done, *this);
   if (list != nullptr) CompletionQueue::dispatch(*this, list);
   return true;
 }

@@ -39,28 +39,12 @@
 #include "core/host_clock.h"
 #include "core/registered_operation.h"
 #include "core/sync_edge.h"
+#include "core/trace.h"
 #include "core/value.h"
 #include "core/waiter.h"
 #include "core/weak_future.h"
 
 namespace cudafuture {
-
-class Future;
-
-// ---- the hook through which a tracer observes futures; without a tracer it costs one load of a null pointer
-
-enum class TraceEvent { created, done, callback_begin, callback_end };
-
-// Called on the thread of the event, with no lock of the core held. Must not throw, and must not complete futures.
-using TraceHook = void (*)(TraceEvent event, const Future& future);
-
-inline std::atomic<TraceHook> trace_hook{nullptr};
-
-inline void trace(TraceEvent event, const Future& future) {
-  if (TraceHook hook = trace_hook.load(std::memory_order_acquire)) [[unlikely]] {
-    hook(event, future);
-  }
-}
 
 enum class State : std::uint8_t { pending, completed, failed, cancelled };
 const char* name_of(State state) noexcept;
@@ -237,6 +221,7 @@ class Future final : public c10::intrusive_ptr_target {
   void leak_tensors() noexcept;
   const AsyncErrors* async_errors() const noexcept;
   bool poll_async_errors() noexcept;
+  bool note_ready() noexcept;
   ContinuationList sweep() noexcept;
 
   mutable std::mutex mutex_;
@@ -248,6 +233,7 @@ class Future final : public c10::intrusive_ptr_target {
   bool is_released_ = false;
   std::atomic<bool> is_pooled_{false};
   std::atomic<bool> is_dispatched_{false};
+  std::atomic<bool> is_ready_traced_{false};
   Maker maker_ = Maker::none;
   Lifetime lifetime_;
   std::int32_t priority_;

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <utility>
 
 #include "core/callback_thread.h"
@@ -256,9 +257,21 @@ std::string kind_of(const PendingNode& one) {
     }
   }
   if (const OperationFacts* facts = future.operation(); facts != nullptr && facts->place != nullptr)
-    kind += facts->place->text;
+    kind += facts->place->text + " " + std::to_string(facts->peer);
   kind += one.is_due ? "\1" : one.is_running ? "\2" : one.is_lost ? "\3" : "";
   return kind + future.site();
+}
+
+// Returns the indices of the futures that threads wait for: each is shown by itself.
+std::set<std::uint32_t> awaited_in(const PendingGraph& graph) {
+  std::set<std::uint32_t> found;
+  for (const ThreadActivities& thread : graph.threads()) {
+    for (const ActivityState& activity : thread.activities) {
+      const std::int64_t index = graph.index_of(*activity.future);
+      if (index >= 0) found.insert(static_cast<std::uint32_t>(index));
+    }
+  }
+  return found;
 }
 
 // Puts the futures into groups: `group_of` gets the group of each one.
@@ -267,9 +280,10 @@ std::vector<Shown> grouped(const PendingGraph& graph, bool is_by_kind, std::vect
   std::vector<Shown> groups;
   std::unordered_map<std::string, std::uint32_t> known;
   group_of.resize(futures.size());
+  const std::set<std::uint32_t> awaited = awaited_in(graph);
   for (std::uint32_t i = 0; i < futures.size(); ++i) {
     std::uint32_t group = static_cast<std::uint32_t>(groups.size());
-    if (is_by_kind) group = known.emplace(kind_of(futures[i]), group).first->second;
+    if (is_by_kind && !awaited.contains(i)) group = known.emplace(kind_of(futures[i]), group).first->second;
     if (group == groups.size()) groups.emplace_back().first = i;
     group_of[i] = group;
     Shown& shown = groups[group];
@@ -315,6 +329,7 @@ void write_future(JsonWriter& json, const PendingGraph& graph, const Shown& show
   json.begin_object();
   json.key("text").value(description_of(*one.future));
   json.key("age").value(shown.oldest);
+  if (one.future->maker() == Maker::collect_any) json.key("needs_one").value(true);
   if (shown.count > 1) json.key("count").value(static_cast<std::int64_t>(shown.count));
   if (shown.count > 1 && shown.bytes > 0) json.key("bytes").value(shown.bytes);
   if (const std::string reason = graph.reason(one); !reason.empty()) json.key("reason").value(reason);
@@ -341,6 +356,7 @@ void write_thread(JsonWriter& json, const PendingGraph& graph, const ThreadActiv
     if (!activity.line.empty()) json.key("line").value(activity.line);
     if (!activity.function.empty()) json.key("function").value(activity.function);
     json.key("seconds").value(activity.seconds);
+    if (activity.has_timeout) json.key("has_timeout").value(true);
     json.end_object();
   }
   json.end_array().end_object();

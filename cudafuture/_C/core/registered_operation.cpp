@@ -90,6 +90,7 @@ RegisteredOperation::RegisteredOperation(Future& future, const OperationFacts& f
 void RegisteredOperation::begin() noexcept {
   if (is_forked_child()) return;  // the lock may be held by a thread that does not exist here
   DebugSocket::require();
+  trace(TraceEvent::issued, future_);
   if (GroupRecord* const progress = counted_in(facts_)) progress->issued(future_.name(), facts_.number);
   c10::raw::weak_intrusive_ptr::incref(&future_);
   std::lock_guard lock(part_.lock);

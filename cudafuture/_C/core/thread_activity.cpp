@@ -16,6 +16,7 @@
 #include "core/spin_lock.h"
 
 namespace cudafuture {
+
 struct ThreadRecord {
   SpinLock lock;
   std::atomic<const ThreadActivity*> innermost{nullptr};
@@ -54,7 +55,7 @@ struct ThreadRecord {
     for (; one != nullptr; one = one->outer_) {
       found.activities.push_back({one->kind_, WeakFuture(one->future_), text_of(one->line_),
                                   one->function_ == nullptr ? "" : foreign_runtime().describe(one->function_),
-                                  static_cast<double>(now - one->begun_) * 1e-9});
+                                  static_cast<double>(now - one->begun_) * 1e-9, one->has_timeout_});
     }
     std::reverse(found.activities.begin(), found.activities.end());
     return found;
@@ -88,9 +89,19 @@ std::string text_of(const CodeLine& line) {
   return std::string(line.file) + ":" + std::to_string(line.line) + " in " + line.function + "()";
 }
 
-ThreadActivity::ThreadActivity(Kind kind, Future& future, void* function, const CodeLine& line) noexcept
-    : kind_(kind), future_(future), function_(function), line_(line), begun_(coarse_time()), outer_(nullptr) {
+ThreadActivity::ThreadActivity(Kind kind, Future& future, void* function, const CodeLine& line,
+                               bool has_timeout) noexcept
+    : kind_(kind),
+      future_(future),
+      function_(function),
+      line_(line),
+      has_timeout_(has_timeout),
+      begun_(coarse_time()),
+      outer_(nullptr) {
   if (kind == Kind::wait) DebugSocket::require();
+  trace(kind == Kind::wait ? TraceEvent::wait_begin : TraceEvent::callback_begin, future, {nullptr, &line_, function});
+  if (std::optional<at::StepCallbacks> observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE))
+    begin_profiled(std::move(*observers));
   ThreadRecord* const record = record_of_thread != nullptr ? record_of_thread : ThreadRecord::of_thread();
   if (record == nullptr) return;
   outer_ = record->innermost.load(std::memory_order_relaxed);
@@ -98,7 +109,15 @@ ThreadActivity::ThreadActivity(Kind kind, Future& future, void* function, const 
   record->innermost.store(this, std::memory_order_release);
 }
 
+[[gnu::cold]] void ThreadActivity::begin_profiled(at::StepCallbacks&& observers) noexcept {
+  profiled_.emplace(std::move(observers));
+  const bool is_wait = kind_ == Kind::wait;
+  const std::string what = is_wait ? future_.name() : function_ == nullptr ? "" : foreign_runtime().describe(function_);
+  profiled_->before((is_wait ? "cudafuture::wait " : "cudafuture::callback ") + what);
+}
+
 ThreadActivity::~ThreadActivity() {
+  trace(kind_ == Kind::wait ? TraceEvent::wait_end : TraceEvent::callback_end, future_);
   ThreadRecord* const record = record_of_thread;
   if (record == nullptr || record->innermost.load(std::memory_order_relaxed) != this) return;
   std::lock_guard lock(record->lock);  // a walk may read this object

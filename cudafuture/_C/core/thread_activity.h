@@ -6,10 +6,12 @@
 // thread's. An activity is added without the lock.
 #pragma once
 
+#include <ATen/record_function.h>
 #include <sys/types.h>
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,7 +33,8 @@ class ThreadActivity {
 
   // `future`: that the thread waits for, or the child of the callback that it runs, or the callback's parent if it has
   // no child. `function`: the foreign function of the callback; null: none.
-  ThreadActivity(Kind kind, Future& future, void* function, const CodeLine& line = {}) noexcept;
+  ThreadActivity(Kind kind, Future& future, void* function, const CodeLine& line = {},
+                 bool has_timeout = false) noexcept;
   ~ThreadActivity();
   ThreadActivity(const ThreadActivity&) = delete;
   ThreadActivity& operator=(const ThreadActivity&) = delete;
@@ -43,6 +46,8 @@ class ThreadActivity {
   static const ThreadActivity* innermost() noexcept;
 
  private:
+  void begin_profiled(at::StepCallbacks&& observers) noexcept;
+
   friend struct ThreadRecord;
   friend std::vector<struct ThreadActivities> thread_states();
 
@@ -50,8 +55,10 @@ class ThreadActivity {
   Future& future_;
   void* const function_;
   const CodeLine line_;
+  const bool has_timeout_;
   const std::int64_t begun_;  // coarse_time()
   const ThreadActivity* outer_;
+  std::optional<at::RecordFunction> profiled_;  // in a profile of torch.profiler or emit_nvtx()
 };
 
 // Copies of the activities of one thread.
@@ -61,6 +68,7 @@ struct ActivityState {
   std::string line;      // of the wait; empty: unknown
   std::string function;  // of the callback; empty: unknown
   double seconds;        // since it began
+  bool has_timeout;      // the wait ends by itself
 };
 struct ThreadActivities {
   pid_t thread;
