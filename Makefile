@@ -116,6 +116,7 @@ bench: $(STATE)/built $(STATE)/has-demo
 	$(PY) benchmarks/device.py --check --json build/device.json
 	$(PY) benchmarks/rpc.py --check --json build/rpc.json
 	$(PY) benchmarks/debug.py --check --json build/debug.json
+	$(PY) benchmarks/trace.py --check --json build/trace.json
 	$(PY) benchmarks/prefetch.py --check --json build/prefetch.json
 	$(PY) benchmarks/images.py --check --json build/images.json
 	$(PY) benchmarks/pipeline.py --check --json build/pipeline.json

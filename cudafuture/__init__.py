@@ -53,4 +53,6 @@ __all__ = [
 
 _C.set_debug_socket(config.config.debug_dir, __version__)
 _register_backend()
+if config.config.trace_dir:
+    from cudafuture import trace as trace  # which records from now on
 break_graphs(AsCompleted, executors.default_executor, executors.serial, *map(globals().get, __all__))

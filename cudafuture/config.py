@@ -17,6 +17,8 @@ variable                                 default   what it sets
 ``CUDAFUTURE_DEBUG_DIR``                 (see       folder of the sockets that ``python -m cudafuture ps`` asks.
                                          right)    Default: ``cudafuture`` in ``XDG_RUNTIME_DIR``, or
                                                    ``/tmp/cudafuture-UID``. ``off``: no socket
+``CUDAFUTURE_TRACE``                     (none)    folder in which each process records a trace, from the import of
+                                                   the library to its end; see ``cudafuture.trace``
 ``CUDAFUTURE_RPC_SECRET_FILE``           (none)    a file with the secret that ``rpc_ext.init_rpc`` uses by default
 ``CUDAFUTURE_RPC_TRANSPORTS``            (none)    the transports that ``rpc_ext.init_rpc`` uses by default, such as
                                                    ``uv`` or ``shm,uv``
@@ -48,6 +50,7 @@ class Config:
     debug_ownership: bool
     debug_origin: bool
     debug_dir: str  # empty: no socket
+    trace_dir: str  # empty: no trace
     rpc_secret_file: str | None
     rpc_transports: frozenset[str] | None
 
@@ -71,6 +74,7 @@ def read(environ: Mapping[str, str]) -> Config:
         debug_origin="origin" in debug,
         debug_ownership="ownership" in debug,
         debug_dir=debug_dir(environ),
+        trace_dir=environ.get("CUDAFUTURE_TRACE", ""),
         rpc_secret_file=environ.get("CUDAFUTURE_RPC_SECRET_FILE") or None,
         rpc_transports=_words(environ, "CUDAFUTURE_RPC_TRANSPORTS", {"ibv", "shm", "uv"}) or None,
     )

@@ -145,6 +145,7 @@ void bind_executors(nb::module_& m);
 void bind_order(nb::module_& m);
 void bind_collective(nb::module_& m);
 void bind_pending(nb::module_& m);
+void bind_trace(nb::module_& m);
 void bind_work_errors(nb::module_& m);
 void bind_gloo(nb::module_& m);
 void bind_combine(nb::module_& m);

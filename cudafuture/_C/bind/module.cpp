@@ -65,6 +65,7 @@ NB_MODULE(_C, m) {
   bind_work_errors(m);
   bind_collective(m);
   bind_pending(m);
+  bind_trace(m);
   bind_gloo(m);
   bind_sync_edges(m);
   bind_host_clock(m);

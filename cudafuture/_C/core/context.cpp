@@ -1,9 +1,11 @@
 #include "core/context.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <array>
 
@@ -24,6 +26,13 @@ struct AutocastState {
   };
   std::array<PerDevice, kDevices> devices;
   bool cache_enabled;
+};
+
+// The profile's end drops its owner: a callback that runs later finds none, and runs without it.
+struct ProfileState {
+  std::weak_ptr<c10::ThreadLocalDebugInfo> owner;
+  std::shared_ptr<c10::ThreadLocalDebugInfo> own;  // of a thread that has applied another's; null: none
+  at::RecordFunctionTLS observers;
 };
 
 namespace {
@@ -62,6 +71,10 @@ CallerContext CallerContext::capture() {
   context.fw_grad_mode_ = autograd.get_fw_grad_mode();
   context.inference_mode_ = autograd.get_inference_mode();
   if (!autocast_is_off()) context.autocast_ = capture_autocast();
+  if (c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) != nullptr) {
+    context.profile_ = std::make_shared<const ProfileState>(
+        ProfileState{c10::ThreadLocalDebugInfo::current(), nullptr, at::get_record_function_tls_()});
+  }
   if (any_device_with_streams()) context.devices_ = current_devices();
   return context;
 }
@@ -73,6 +86,7 @@ CallerContext::Scope::Scope(const CallerContext& context) {
   if (autograd.get_inference_mode() != context.inference_mode_) inference_mode_.emplace(context.inference_mode_);
   autograd.set_grad_mode(context.grad_mode_);
   autograd.set_fw_grad_mode(context.fw_grad_mode_);
+  if (context.profile_ != nullptr) enter_profile(*context.profile_);
   if (!context.devices_.empty() && stands(SyncEdge::caller_device)) enter_devices(context.devices_);
   if (context.autocast_ == nullptr && autocast_is_off()) return;
   autocast_before_ = capture_autocast();
@@ -89,7 +103,20 @@ void CallerContext::Scope::enter_devices(const CurrentDevices& devices) {
   }
 }
 
+void CallerContext::Scope::enter_profile(const ProfileState& profile) {
+  std::shared_ptr<c10::ThreadLocalDebugInfo> owner = profile.owner.lock();
+  if (owner == nullptr) return;
+  profile_before_ = std::make_shared<const ProfileState>(
+      ProfileState{{}, c10::ThreadLocalDebugInfo::current(), at::get_record_function_tls_()});
+  c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(owner));
+  at::set_record_function_tls_(profile.observers);
+}
+
 CallerContext::Scope::~Scope() {
+  if (profile_before_ != nullptr) {
+    at::set_record_function_tls_(profile_before_->observers);
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(profile_before_->own);
+  }
   for (c10::Device device : devices_before_) c10::impl::getDeviceGuardImpl(device.type())->uncheckedSetDevice(device);
   if (autocast_before_ != nullptr) {
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();

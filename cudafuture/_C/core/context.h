@@ -1,5 +1,5 @@
 // The settings of the calling thread under which its callbacks run: the current device of each type, grad mode,
-// inference mode and autocast.
+// inference mode, autocast, and the profile that torch.profiler or emit_nvtx() is taking.
 #pragma once
 
 #include <c10/core/InferenceMode.h>
@@ -11,6 +11,7 @@
 
 namespace cudafuture {
 
+struct ProfileState;   // of a profile that does not outlive its thread's use; null if there is none
 struct AutocastState;  // of every device; null if autocast is off everywhere, as it nearly always is
 
 class CallerContext {
@@ -31,12 +32,14 @@ class CallerContext {
 
    private:
     void enter_devices(const CurrentDevices& devices);
+    void enter_profile(const ProfileState& profile);
 
     std::optional<c10::InferenceMode> inference_mode_;  // destroyed last: it resets the grad mode as well
     bool grad_mode_before_;
     bool fw_grad_mode_before_;
     std::shared_ptr<const AutocastState> autocast_before_;  // null: unchanged
     CurrentDevices devices_before_;
+    std::shared_ptr<const ProfileState> profile_before_;  // null: unchanged
   };
 
  private:
@@ -44,6 +47,7 @@ class CallerContext {
   bool fw_grad_mode_ = true;
   bool inference_mode_ = false;
   std::shared_ptr<const AutocastState> autocast_;
+  std::shared_ptr<const ProfileState> profile_;
   CurrentDevices devices_;
 };
 

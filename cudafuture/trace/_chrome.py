@@ -1,0 +1,245 @@
+"""Traces in Chrome's JSON format, which ui.perfetto.dev and chrome://tracing show, and a check of such files.
+
+::
+
+    process = rank      threads: slices of waits, callbacks and named parts
+                        operations: asynchronous begin and end, a track for each place
+                        arrows: issue ──► completion ──► callback
+                        counters: bytes and operations in flight, for each place
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cudafuture.trace._model import RankTrace, Trace, TracedFuture, load
+
+__all__ = ["merge", "problems"]
+
+Row = dict[str, Any]
+
+
+def merge(
+    path: str | os.PathLike[str] | Trace,
+    output: str | os.PathLike[str],
+    profiles: Iterable[str | os.PathLike[str]] = (),
+) -> None:
+    """Write the trace of all ranks as one Chrome JSON file; open it in ui.perfetto.dev.
+
+    Args:
+        path: a file or a folder that `record` has written.
+        output: the file to write.
+        profiles: files of ``torch.profiler``'s ``export_chrome_trace()`` from the same run: their events are put on
+            the clock of the trace, by the time of day.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load` raises them; or a profile has no ``baseTimeNanoseconds``.
+
+    >>> import tempfile
+    >>> from cudafuture import trace
+    >>> folder = tempfile.mkdtemp()
+    >>> with trace.record(folder):
+    ...     pass
+    >>> trace.merge(folder, folder + "/trace.json")
+    >>> trace.problems(folder + "/trace.json")
+    []
+    """
+    trace = load(path)
+    rows: list[Row] = []
+    for index, rank in enumerate(trace.ranks):
+        rows += _rank(rank, index, trace.begin)
+    for profile in profiles:
+        rows += _profile(Path(profile), trace)
+    errors = {rank.title: rank.clock_error for rank in trace.ranks}
+    facts = {"clock_error_ns": errors, "lost_events": trace.lost, "is_virtual_time": trace.is_virtual}
+    Path(output).write_text(json.dumps({"displayTimeUnit": "ns", "otherData": facts, "traceEvents": rows}))
+
+
+def _rank(rank: RankTrace, index: int, origin: int) -> Iterator[Row]:
+    process = index if rank.rank is None else rank.rank
+    numbers = {id(future): n for n, future in enumerate(rank.futures)}
+
+    def row(phase: str, name: str, time: int, thread: int, **more: Any) -> Row:
+        return {"ph": phase, "name": name, "ts": (time - origin) / 1000, "pid": process, "tid": thread, **more}
+
+    name = f"{rank.title} on {rank.facts.get('host')}"
+    yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
+    for thread, text in rank.file.threads.items():
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": text}}
+    for one in rank.slices:
+        what = one.text or (one.future.title if one.future is not None else "")
+        title = what if one.kind == "span" else f"{one.kind}: {what}"
+        arguments = {} if one.future is None else {"future": one.future.title}
+        if one.is_cut:
+            arguments["cut"] = "it had not ended"
+        yield row("X", title, one.begin, one.thread, dur=(one.end - one.begin) / 1000, cat=one.kind, args=arguments)
+    for future in rank.operations():
+        yield from _operation(future, row, f"{process}.{numbers[id(future)]}", rank.end)
+    yield from _arrows(rank, row, process, numbers)
+    yield from _counters(rank, row)
+
+
+def _operation(future: TracedFuture, row: Any, number: str, last: int) -> Iterator[Row]:
+    """Yield an operation: asynchronous, since operations of one place overlap."""
+    assert future.issued is not None
+    place = future.place or {"kind": "operation", "name": ""}
+    common = {"cat": f"{place['kind']} {place['name']}".strip(), "id": number}
+    arguments: Row = {"state": future.state}
+    if future.nbytes >= 0:
+        arguments["bytes"] = future.nbytes
+    if future.done is None:
+        arguments["cut"] = "it had not ended"
+    yield row("b", future.title, future.issued, future.issuer, args=arguments, **common)
+    if future.ready is not None and future.done is not None:
+        yield row("n", "device work finished", max(future.ready, future.issued), future.issuer, **common)
+    end = max(time for time in (future.done, future.ready, future.issued) if time is not None)
+    yield row("e", future.title, last if future.done is None else end, future.issuer, **common)
+
+
+def _arrows(rank: RankTrace, row: Any, process: int, numbers: dict[int, int]) -> Iterator[Row]:
+    """Yield an arrow from the issue of an operation, over its completion, to each callback that follows it."""
+    for future in rank.futures:
+        begun = future.callback
+        if begun is None:
+            continue
+        for parent in future.parents:
+            if parent.issued is None or parent.done is None or not parent.issued <= parent.done <= begun.begin:
+                continue
+            number = f"{process}.{numbers[id(parent)]}.{numbers[id(future)]}"
+            common = {"cat": "follows", "id": number}
+            for time, thread in ((parent.issued, parent.issuer), (parent.done, parent.completer)):
+                yield row("X", "issued" if time == parent.issued else "done", time, thread, dur=0, cat="mark")
+            yield row("s", "follows", parent.issued, parent.issuer, **common)
+            yield row("t", "follows", parent.done, parent.completer, **common)
+            yield row("f", "follows", begun.begin, begun.thread, bp="e", **common)
+
+
+def _counters(rank: RankTrace, row: Any) -> Iterator[Row]:
+    """Yield the bytes and the operations in flight at each change, for each kind of place."""
+    for kind, steps in in_flight(rank).items():
+        for time, operations, nbytes in steps:
+            yield row("C", f"{kind}: in flight", time, 0, args={"operations": operations})
+            yield row("C", f"{kind}: bytes in flight", time, 0, args={"bytes": nbytes})
+
+
+def in_flight(rank: RankTrace) -> dict[str, list[tuple[int, int, int]]]:
+    """Return, for each kind of place, the times at which operations began or ended: time, operations, bytes."""
+    changes: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for future in rank.operations():
+        assert future.issued is not None
+        kind = (future.place or {"kind": "operation"})["kind"]
+        nbytes = max(future.nbytes, 0)
+        changes[kind].append((future.issued, 1, nbytes))
+        if future.done is not None:
+            changes[kind].append((max(future.done, future.issued), -1, -nbytes))
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for kind, all_changes in changes.items():
+        operations = nbytes = 0
+        steps = found[kind] = []
+        for time, count, size in sorted(all_changes):
+            operations, nbytes = operations + count, nbytes + size
+            if steps and steps[-1][0] == time:
+                steps[-1] = (time, operations, nbytes)
+            else:
+                steps.append((time, operations, nbytes))
+    return found
+
+
+def _profile(path: Path, trace: Trace) -> list[Row]:
+    """Return the rows of a file of torch.profiler, on the clock of the trace."""
+    data = json.loads(path.read_text())
+    base = data.get("baseTimeNanoseconds")
+    if base is None:
+        raise ValueError(f"{path} has no baseTimeNanoseconds: export it with torch.profiler's export_chrome_trace()")
+    process = data.get("distributedInfo", {}).get("rank")
+    rank = next((one for one in trace.ranks if process is not None and one.rank == process), trace.ranks[0])
+    header = rank.file.header
+    shift = (base + header["monotonic"] - header["realtime"] - trace.begin) / 1000
+    rows = []
+    for row in data["traceEvents"]:
+        if "ts" in row:
+            row["ts"] = float(row["ts"]) + shift
+        row["pid"] = f"torch.profiler {row.get('pid', '')}"
+        rows.append(row)
+    return rows
+
+
+def problems(path: str | os.PathLike[str]) -> list[str]:
+    """Check a Chrome JSON file, and return what is wrong with it; an empty list: nothing.
+
+    Two slices of a thread lie within one another or apart; each asynchronous begin has an end that is not before it;
+    each arrow has a begin and an end, in the order of time; times are finite, durations not negative, and each
+    counter's times do not go back.
+
+    >>> import tempfile
+    >>> from cudafuture import trace
+    >>> folder = tempfile.mkdtemp()
+    >>> with open(folder + "/x.json", "w") as file:
+    ...     _ = file.write('{"traceEvents": [{"ph": "e", "cat": "io", "id": 1, "name": "read", "ts": 2, "pid": 0}]}')
+    >>> trace.problems(folder + "/x.json")
+    ["asynchronous slice 1 of 'io' has an end, and no begin"]
+    """
+    rows = json.loads(Path(path).read_text())["traceEvents"]
+    found: list[str] = []
+    slices: defaultdict[tuple[Any, Any], list[Row]] = defaultdict(list)
+    pairs: defaultdict[tuple[Any, Any, Any], list[Row]] = defaultdict(list)
+    arrows: defaultdict[tuple[Any, Any], list[Row]] = defaultdict(list)
+    counters: dict[tuple[Any, Any], float] = {}
+    for row in rows:
+        phase = row["ph"]
+        if phase == "M":
+            continue
+        if not math.isfinite(row["ts"]) or row.get("dur", 0) < 0:
+            found.append(f"{row['name']!r} has the time {row['ts']} and the duration {row.get('dur', 0)}")
+        elif phase == "X":
+            slices[row["pid"], row.get("tid")].append(row)
+        elif phase in "be":
+            pairs[row["pid"], row.get("cat"), row["id"]].append(row)
+        elif phase in "stf":
+            arrows[row.get("cat"), row["id"]].append(row)
+        elif phase == "C":
+            track = row["pid"], row["name"]
+            if row["ts"] < counters.get(track, -math.inf):
+                found.append(f"counter {row['name']!r} goes back in time")
+            counters[track] = row["ts"]
+    for (_, thread), track_slices in slices.items():
+        found += _overlaps(thread, track_slices)
+    for (_, category, number), both in pairs.items():
+        found += _pairs(category, number, both)
+    for (_, number), parts in arrows.items():
+        phases, times = [part["ph"] for part in parts], [part["ts"] for part in parts]
+        if phases[0] != "s" or phases[-1] != "f" or times != sorted(times):
+            found.append(f"arrow {number} does not lead from a begin to an end, forward in time")
+    return found
+
+
+def _overlaps(thread: Any, slices: list[Row]) -> Iterator[str]:
+    """Yield the slices of a thread that overlap partly."""
+    open_ends: list[float] = []
+    for row in sorted(slices, key=lambda row: (row["ts"], -row["dur"])):
+        begin, end = row["ts"], row["ts"] + row["dur"]
+        while open_ends and open_ends[-1] <= begin + _ROUNDING:
+            open_ends.pop()
+        if open_ends and end > open_ends[-1] + _ROUNDING:
+            yield f"slice {row['name']!r} of thread {thread} overlaps another one partly"
+        open_ends.append(end)
+
+
+_ROUNDING = 1e-3  # microseconds: a nanosecond
+
+
+def _pairs(category: Any, number: Any, both: list[Row]) -> Iterator[str]:
+    name = f"asynchronous slice {number} of {category!r}"
+    begins = [row["ts"] for row in both if row["ph"] == "b"]
+    ends = [row["ts"] for row in both if row["ph"] == "e"]
+    if len(begins) != len(ends):
+        yield f"{name} has {'an end, and no begin' if ends else 'a begin, and no end'}"
+    elif any(end < begin for begin, end in zip(sorted(begins), sorted(ends), strict=True)):
+        yield f"{name} ends before it begins"

@@ -1,0 +1,211 @@
+"""Recording: what is in a trace, and what survives a full disk, a kill, a fork and threads that end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from cudafuture import CUDAFuture, debug, gather, submit, trace
+from cudafuture.errors import InvalidStateError
+from support.child import Child
+
+
+def only(path: Path) -> trace.RankTrace:
+    """Return the trace of the one process in a file or a folder."""
+    (rank,) = trace.load(path).ranks
+    return rank
+
+
+def makers(rank: trace.RankTrace) -> list[str]:
+    """Return what made the futures that something made."""
+    return [future.maker for future in rank.futures if future.maker]
+
+
+def test_futures_have_parents_and_times(tmp_path: Path) -> None:
+    with trace.record(tmp_path):
+        read = CUDAFuture[int](name="read")
+        debug.register(read, debug.OperationPlace.find("store", "/nvme"), number=3, nbytes=8)
+        child = read.then(lambda f: f.value() + 1)
+        both = gather(child, CUDAFuture.completed(2))
+        read.set_result(1)
+        assert both.wait() == [2, 2]
+    found = {future.maker: future for future in only(tmp_path).futures if future.maker}
+    operation = found["then"].parents[0]
+    assert operation.title == "read #3 of store '/nvme'"
+    assert (operation.nbytes, operation.state) == (8, "completed")
+    assert operation.issued is not None
+    assert operation.done is not None
+    assert operation.begin <= operation.issued <= operation.done
+    assert found["then"] in found["gather"].parents
+    assert found["then"].callback is not None
+    assert "test_recording.py" in found["then"].callback.text
+
+
+def test_wait_has_its_line_and_its_future(tmp_path: Path) -> None:
+    entered = threading.Event()
+    future = CUDAFuture[None](name="late")
+
+    def complete() -> None:
+        entered.wait()
+        while not debug.pending(future).trees[0].threads:  # until the wait has begun
+            pass
+        future.set_result(None)
+
+    thread = threading.Thread(target=complete)
+    with trace.record(tmp_path):
+        thread.start()
+        entered.set()
+        future.wait()
+        thread.join()
+    (wait,) = [one for one in only(tmp_path).slices if one.kind == "wait"]
+    assert f"test_recording.py:{test_wait_has_its_line_and_its_future.__code__.co_firstlineno + 14}" in wait.text
+    assert wait.future is not None
+    assert wait.future.name == "late"
+
+
+def test_failure_and_cancellation_are_named(tmp_path: Path) -> None:
+    with trace.record(tmp_path):
+        failed, cancelled = CUDAFuture[None](name="failed"), CUDAFuture[None](name="cancelled")
+        failed.set_exception(ValueError("no"))
+        cancelled.cancel()
+        with pytest.raises(ValueError, match="no"):
+            failed.wait()
+    assert {future.name: future.state for future in only(tmp_path).futures} == {
+        "failed": "failed",
+        "cancelled": "cancelled",
+    }
+
+
+def test_spans_lie_within_one_another(tmp_path: Path) -> None:
+    with trace.record(tmp_path / "one.cftrace"), trace.step(7), trace.span("forward"):
+        pass
+    outer, inner = only(tmp_path / "one.cftrace").slices
+    assert (outer.text, inner.text, outer.depth, inner.depth) == ("step 7", "forward", 0, 1)
+    assert outer.begin <= inner.begin <= inner.end <= outer.end
+
+
+def test_second_recording_is_refused(tmp_path: Path) -> None:
+    with (
+        trace.record(tmp_path),
+        pytest.raises(InvalidStateError, match="recorded already"),
+        trace.record(tmp_path / "other.cftrace"),
+    ):
+        pass
+    with trace.record(tmp_path):
+        submit(int).wait()
+    assert makers(only(tmp_path)) == ["submit"]
+
+
+def test_file_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent"), trace.record(tmp_path / "absent" / "x.cftrace"):
+        pass
+
+
+def test_full_disk_loses_the_trace_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "x.cftrace").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING, "cudafuture.trace"), trace.record(tmp_path / "x.cftrace"):
+        assert submit(sum, [1, 2]).wait() == 3
+    (record,) = caplog.records
+    assert "No space left on device" in record.getMessage()
+
+
+def test_events_without_room_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    count = 200_000
+    with trace.record(tmp_path):
+        for _ in range(count):  # faster than the recorder's thread can read on a busy machine: none, or some, are lost
+            with trace.span("x"):
+                pass
+    loaded = trace.load(tmp_path)
+    assert len(loaded.ranks[0].file.events) + loaded.lost == 2 * count
+    assert bool(caplog.records) == bool(loaded.lost)
+
+
+def test_threads_that_have_ended_are_in_the_trace(tmp_path: Path) -> None:
+    names = [f"part {number}" for number in range(20)]
+
+    def work(name: str) -> None:
+        with trace.span(name):
+            pass
+
+    with trace.record(tmp_path):
+        for name in names:
+            thread = threading.Thread(target=work, args=(name,))
+            thread.start()
+            thread.join()
+    assert [one.text for one in only(tmp_path).slices] == names
+
+
+def test_killed_process_leaves_its_trace(tmp_path: Path) -> None:
+    script = f"""
+import time
+from cudafuture import submit, trace
+with trace.record({str(tmp_path)!r}):
+    submit(int).wait()
+    while not any(future.maker for future in trace.load({str(tmp_path)!r}).ranks[0].futures):
+        time.sleep(0.01)
+    say("written")
+    hear()
+"""
+    with Child(script) as child:
+        child.hear()
+        child.send(signal.SIGKILL)
+        child.process.wait()
+    rank = only(tmp_path)
+    assert rank.file.trailer is None
+    assert makers(rank) == ["submit"]
+
+
+def test_file_that_was_cut_off_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "one.cftrace"
+    with trace.record(path):
+        for number in range(50):
+            with trace.step(number):
+                pass
+    data = path.read_bytes()
+    for length in range(8, len(data), 37):
+        path.write_bytes(data[:length])
+        assert len(only(path).slices) <= 50
+
+
+def test_forked_child_records_nothing(tmp_path: Path) -> None:
+    with trace.record(tmp_path):
+        child = os.fork()
+        if child == 0:
+            refused = False
+            try:
+                with trace.span("in the child"), trace.record(tmp_path / "child.cftrace"):
+                    pass
+            except InvalidStateError:
+                refused = True
+            os._exit(0 if refused else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        with trace.span("in the parent"):
+            pass
+    assert [one.text for one in only(tmp_path).slices] == ["in the parent"]
+
+
+def test_environment_records_whole_process(tmp_path: Path) -> None:
+    with Child(
+        "from cudafuture import submit\nsubmit(int).wait()", environment={"CUDAFUTURE_TRACE": str(tmp_path)}
+    ) as c:
+        assert c.process.wait() == 0
+    rank = only(tmp_path)
+    assert rank.file.trailer is not None
+    assert "submit" in makers(rank)
+
+
+@pytest.mark.sim
+def test_device_work_is_ready_after_it_is_done(tmp_path: Path) -> None:
+    with trace.record(tmp_path):
+        future = submit(lambda: torch.ones(8, device="sim") + 1)
+        future.wait(non_blocking=False)
+    (made,) = [one for one in only(tmp_path).futures if one.maker == "submit"]
+    assert made.done is not None
+    assert made.ready is not None
+    assert made.ready >= made.done
