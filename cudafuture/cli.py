@@ -1,15 +1,19 @@
-"""The command ``python -m cudafuture``."""
+"""The command ``cudafuture``, which is also ``python -m cudafuture``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from cudafuture import trace
 from cudafuture.config import config
 from cudafuture.debug import look_at
+from cudafuture.doctor import examine
 from cudafuture.graph_breaks import break_graphs
 
 __all__ = ["main"]
@@ -22,8 +26,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     process 0: there is no process 0
     1
     """
-    parser = argparse.ArgumentParser(prog="python -m cudafuture", description=__doc__)
+    parser = argparse.ArgumentParser(prog="cudafuture", description="Look at programs that use cudafuture.")
     commands = parser.add_subparsers(required=True)
+    _add_ps(commands)
+    _add_trace(commands)
+    _add_doctor(commands)
+    options = parser.parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except (OSError, ValueError, ImportError) as e:
+        sys.stderr.write(f"{e}\n")
+        return 2
+    return status
+
+
+def _add_ps(commands: Any) -> None:
     ps = commands.add_parser(
         "ps",
         help="show what is pending in processes, and who waits for whom",
@@ -34,9 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--job", metavar="FOLDER", type=Path, help="all processes with a socket or progress in CUDAFUTURE_DEBUG_DIR"
     )
     ps.set_defaults(run=_ps)
-    options = parser.parse_args(arguments)
-    status: int = options.run(options)
-    return status
 
 
 def _ps(options: argparse.Namespace) -> int:
@@ -59,6 +73,60 @@ def _processes_in(folder: Path) -> list[int]:
     """Return the numbers of the processes that have files in a folder of sockets."""
     files = [file for suffix in ("socket", "progress") for file in folder.glob(f"*.{suffix}")]
     return sorted({int(file.stem) for file in files if file.stem.isascii() and file.stem.isdecimal()})
+
+
+def _add_trace(commands: Any) -> None:
+    about = "show where the time of a traced program went"
+    parts = commands.add_parser("trace", help=about, description=about).add_subparsers(required=True)
+    what = "a file, or a folder with the files of all ranks"
+    summary = parts.add_parser("summary", help="print where the time of a step went")
+    summary.add_argument("trace", type=Path, help=what)
+    summary.set_defaults(run=lambda options: _print(trace.analyse(options.trace)))
+    compare = parts.add_parser("compare", help="print the medians of the steps of two traces")
+    compare.add_argument("before", type=Path, help=what)
+    compare.add_argument("after", type=Path, help=what)
+    compare.set_defaults(run=lambda options: _print(trace.compare(options.before, options.after)))
+    plot = parts.add_parser("plot", help="draw a timeline and a bar for each step")
+    plot.add_argument("trace", type=Path, help=what)
+    plot.add_argument("output", type=Path, help="a .png, .svg or .html file to write")
+    plot.set_defaults(run=lambda options: _done(trace.plot, options.trace, options.output))
+    merge = parts.add_parser("merge", help="write one Chrome JSON file, for ui.perfetto.dev")
+    merge.add_argument("trace", type=Path, help=what)
+    merge.add_argument("output", type=Path, help="the file to write")
+    merge.add_argument("--profile", type=Path, action="append", default=[], help="a file of torch.profiler to add")
+    merge.set_defaults(run=lambda options: _done(trace.merge, options.trace, options.output, options.profile))
+
+
+def _print(result: object) -> int:
+    sys.stdout.write(f"{result}\n")
+    return 0
+
+
+def _done(function: Callable[..., None], *arguments: object) -> int:
+    function(*arguments)
+    return 0
+
+
+def _add_doctor(commands: Any) -> None:
+    about = "check what this machine can do, and say how to mend what it cannot"
+    doctor = commands.add_parser("doctor", help=about, description=about)
+    doctor.add_argument("--folder", type=Path, help="where stores will be (default: the folder for temporary files)")
+    doctor.add_argument("--json", action="store_true", help="print one JSON list")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """Print the findings, each when it is known; return 1 if something is broken."""
+    findings = []
+    for finding in examine(options.folder):
+        findings.append(finding)
+        if not options.json:
+            advice = f"\n{'':8}{finding.advice}" if finding.advice and finding.state != "ok" else ""
+            sys.stdout.write(f"{finding.state:<8}{finding.name}: {finding.found}{advice}\n")
+            sys.stdout.flush()
+    if options.json:
+        sys.stdout.write(json.dumps([finding.as_json() for finding in findings], indent=1) + "\n")
+    return int(any(finding.state == "broken" for finding in findings))
 
 
 break_graphs(main)
