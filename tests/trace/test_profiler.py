@@ -7,6 +7,7 @@ import torch
 from torch.profiler import profile
 
 from cudafuture import CUDAFuture, submit
+from support.child import Child
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
 
@@ -57,3 +58,17 @@ def test_thread_of_a_callback_is_not_profiled_afterwards() -> None:
         enabled = submit(torch.autograd._profiler_enabled).wait()
     assert enabled
     assert not any(submit(torch.autograd._profiler_enabled).wait() for _ in range(64))
+
+
+def test_profile_needs_no_accelerator_that_was_disabled() -> None:
+    script = """
+from torch.profiler import profile
+from cudafuture.testing import sim
+sim.enable()
+sim.disable()
+with profile():
+    pass
+say("profiled")
+"""
+    with Child(script) as child:
+        assert child.hear() == "profiled"
