@@ -18,6 +18,7 @@ from cudafuture.errors import (
 )
 from cudafuture.future import copy, fail, packed_nbytes, submit
 from cudafuture.graph_breaks import break_graphs
+from cudafuture.openmetrics import metrics
 from cudafuture.prefetch import Prefetcher, prefetch
 from cudafuture.streams import current_streams, has_context, own_stream, pool_stream, use_streams
 from cudafuture_c10d import register as _register_backend
@@ -41,6 +42,7 @@ __all__ = [
     "fail",
     "gather",
     "has_context",
+    "metrics",
     "own_stream",
     "packed_nbytes",
     "pool_stream",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 __all__ = ["DestinationStatistics", "RpcStatistics"]
 
@@ -15,6 +16,8 @@ class DestinationStatistics:
     ``latencies`` is the histogram of the quantiles: the upper end and the count of each bucket that is not empty, each
     an eighth of a power of two wide. A latency is the time from the call to the completion of its future.
     """
+
+    GAUGES: ClassVar = frozenset({"in_flight", "bytes_in_flight", "waiting", "latency_p50", "latency_p99"})
 
     calls: int
     """calls made, including those in flight"""
@@ -40,6 +43,8 @@ class DestinationStatistics:
 @dataclass(frozen=True)
 class RpcStatistics:
     """The statistics of this process, from ``rpc_ext.statistics()``."""
+
+    GAUGES: ClassVar = frozenset({"serving"})
 
     worker: str
     """the name of this worker"""

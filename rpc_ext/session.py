@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch._C._distributed_rpc import WorkerInfo
 
-from cudafuture import debug
+from cudafuture import debug, openmetrics
 from cudafuture.config import config
 from cudafuture.errors import InvalidStateError
 from rpc_ext import _engine, _listeners
@@ -55,6 +55,7 @@ class Session:
         self.is_ending = False
         self._end_lock = threading.Lock()  # guards _called_at_end; a leaf
         self._called_at_end: list[Callable[[], object]] | None = []  # None: they have been called
+        openmetrics.add(self, "rpc", worker=self.name)
         self._by_key: dict[Any, Destination] = {key: d for d in self.destinations for key in (d.name, d.rank)}
 
     def __repr__(self) -> str:

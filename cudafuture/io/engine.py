@@ -7,9 +7,9 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from cudafuture import _C
+from cudafuture import _C, openmetrics
 from cudafuture._arguments import expect_int, shown
 
 __all__ = ["Engine", "EngineStatistics", "default_engine"]
@@ -26,6 +26,8 @@ BackendName = Literal["auto", "io_uring", "threads"]
 @dataclass(frozen=True)
 class EngineStatistics:
     """Counts of an engine since it started; see ``Engine.statistics()``."""
+
+    GAUGES: ClassVar = frozenset({"pending"})
 
     reads: int
     """reads that have ended, with any outcome"""
@@ -93,6 +95,7 @@ class Engine:
         faults = None if _faults is None else _C.EngineFaults(**_faults)
         self._native = _C.start_engine(backend, queue_depth, block_size, threads, max_pending or 0, faults)
         self._queue_depth, self._block_size = queue_depth, block_size
+        openmetrics.add(self, "engine", backend=self.backend)
         if backend == "auto" and self.backend != "io_uring":
             _log_once(f"files are read and written by threads; {self._native.why_not_io_uring}")
 

@@ -17,11 +17,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 
-from cudafuture import _C
+from cudafuture import _C, openmetrics
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.pipeline._worker_thread import Deadlines, WorkerTask, WorkerThread, is_inside, table
@@ -38,6 +38,8 @@ _all: weakref.WeakSet[Workers] = weakref.WeakSet()
 @dataclass(frozen=True)
 class WorkersStatistics:
     """Counters of ``Workers`` since they were created."""
+
+    GAUGES: ClassVar = frozenset({"waiting", "running"})
 
     submitted: int
     completed: int
@@ -95,6 +97,7 @@ class Workers:
             raise ValueError("Workers need at least one device")
         self._devices = tuple(cast(DeviceLike, device) for device in self._workers)
         self._workers.update({str(device): self._workers[device] for device in self._devices})
+        openmetrics.add(self, "workers")
         _all.add(self)
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from cudafuture import _C
+from cudafuture import _C, openmetrics
 from cudafuture._C import CUDAFuture
 from cudafuture._modes import Modes
 from cudafuture.prefetch._errors import second_loop
@@ -112,6 +112,7 @@ class Prefetcher:
         self._ahead: Reader | None = None  # of the epoch that the next __iter__ begins, and that is read already
         self._error: Exception | None = None  # the next __iter__ raises it
         self._counted = PrefetchStatistics()
+        openmetrics.add(self, "prefetch", device=str(self.device), iterable=type(iterable).__name__)
 
     def __iter__(self) -> Epoch:
         """Begin an epoch; the previous one ends."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from typing_extensions import Self
 
-from cudafuture import _C, _xxhash
+from cudafuture import _C, _xxhash, openmetrics
 from cudafuture._arguments import expect_bool, expect_dtype, expect_int, expect_mapping, expect_str, listed, shown
 from cudafuture._C import CUDAFuture, Snapshot
 from cudafuture._path import path_text
@@ -123,6 +123,7 @@ class DiskStore:
         self._engine = engine  # keeps it alive
         self._pid = os.getpid()
         self._end = weakref.finalize(self, _end, self._native, home, self._pid)
+        openmetrics.add(self, "store", folder=self._dir)
         _open_stores.add(self)
 
     @property

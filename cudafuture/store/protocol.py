@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from typing_extensions import Self
@@ -28,6 +28,10 @@ class Entry:
 @dataclass(frozen=True)
 class DiskStoreStatistics:
     """Counts of a store since it was opened, and its sizes now; see ``DiskStore.statistics()``."""
+
+    GAUGES: ClassVar = frozenset(
+        {"keys", "bytes", "used", "capacity", "slabs", "slab_bytes", "journal_bytes", "pending"}
+    )
 
     keys: int
     bytes: int

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from cudafuture import openmetrics
 from cudafuture._arguments import expect_number, expect_tensor
 from cudafuture._modes import outside_inference
 from cudafuture.errors import InvalidStateError, SwapError
@@ -86,6 +87,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.close()
             raise
         self._is_made = True
+        openmetrics.add(self, "swap", optimizer=type(self).__name__)
 
     @property
     def _swap(self) -> Swapper:

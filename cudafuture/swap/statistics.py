@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 __all__ = ["SwapStatistics"]
 
@@ -16,6 +17,8 @@ class SwapStatistics:
 
     The seconds of I/O count only time that the program waited. See ``OffloadedOptimizer.statistics()``.
     """
+
+    GAUGES: ClassVar = frozenset({"stored_bytes", "resident_bytes"})
 
     steps: int
     swap_in_state_bytes: int

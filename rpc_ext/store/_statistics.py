@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 __all__ = ["RemoteStoreStatistics", "StoreServiceStatistics"]
 
@@ -10,6 +11,8 @@ __all__ = ["RemoteStoreStatistics", "StoreServiceStatistics"]
 @dataclass(frozen=True)
 class StoreServiceStatistics:
     """Statistics of a service since it began. Sizes are in bytes, durations in seconds."""
+
+    GAUGES: ClassVar = frozenset({"clients", "namespaces", "in_flight", "most_in_flight", "latency_p50", "latency_p99"})
 
     clients: int
     """open sessions"""
@@ -35,6 +38,8 @@ class StoreServiceStatistics:
 @dataclass(frozen=True)
 class RemoteStoreStatistics:
     """Statistics of a client since it began. Sizes are in bytes, durations in seconds."""
+
+    GAUGES: ClassVar = frozenset({"pending", "in_flight", "waiting", "window", "latency_p50", "latency_p99"})
 
     pending: int
     """operations whose futures are not done"""

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import Self
 
-from cudafuture import CUDAFuture, executors, gather
+from cudafuture import CUDAFuture, executors, gather, openmetrics
 from cudafuture.errors import InvalidStateError, NotFoundError
 from cudafuture.ownership import owns, tensors_by_key
 from cudafuture.store import Entry
@@ -106,6 +106,7 @@ class RemoteStore:
         self._window = _C.StoreWindow(
             sender, name, self._token, self._worker, size, self._timeout, named, _timer.schedule
         )
+        openmetrics.add(self, "remote_store", worker=self._worker, service=name)
         self._closed = False
         self._asked: set[CUDAFuture[Any]] = set()  # queries in flight, which close() waits for
         self._end = weakref.finalize(self, closing.note, self._session, self._worker, name, self._token)

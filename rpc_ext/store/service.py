@@ -7,6 +7,7 @@ import os
 from types import TracebackType
 from typing import Literal
 
+from cudafuture import openmetrics
 from cudafuture.errors import StorageError
 from cudafuture.io import Engine
 from cudafuture.store import DiskStore
@@ -24,6 +25,7 @@ class StoreService:
 
     def __init__(self, handler: RequestHandler) -> None:
         self._handler = handler
+        openmetrics.add(self, "store_service", service=self.name)
 
     @property
     def name(self) -> str:

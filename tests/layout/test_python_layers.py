@@ -17,7 +17,7 @@ CUDAFUTURE = (
     ("_native", "_tensors", "_modes"),
     ("_C",),
     ("_c10d",),
-    ("_submit_pool",),
+    ("_submit_pool", "openmetrics"),
     ("streams", "executors", "_await", "_work", "_staging", "_xxhash"),
     ("_transfer", "ownership", "debug", "trace"),
     ("future",),
