@@ -15,6 +15,7 @@ from cudafuture.config import config
 from cudafuture.debug import look_at
 from cudafuture.doctor import examine
 from cudafuture.graph_breaks import break_graphs
+from cudafuture.trace._recording import discard_process
 
 __all__ = ["main"]
 
@@ -32,8 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_trace(commands)
     _add_doctor(commands)
     options = parser.parse_args(arguments)
+    discard_process()
     try:
         status: int = options.run(options)
+    except KeyboardInterrupt:
+        return 130
     except (OSError, ValueError, ImportError) as e:
         sys.stderr.write(f"{e}\n")
         return 2

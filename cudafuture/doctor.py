@@ -38,9 +38,10 @@ __all__ = ["CHECKS", "ENTRY_POINTS", "Check", "Diagnosis", "State", "examine"]
 State = Literal["ok", "slow", "broken"]
 ENTRY_POINTS = "cudafuture.doctor"
 _PAGE = 4096
-_BLOCK = 8 << 20  # bytes
+_CAP_IPC_LOCK = 14  # <linux/capability.h>
+_BLOCK = 1 << 20  # bytes
 _SECONDS = 1.5  # for writing, and again for reading
-_ROOM = 1 << 30  # bytes, at most, for the check of the disk's speed
+_ROOM = 256 << 20  # bytes, at most, for the check of the disk's speed
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def examine(folder: str | os.PathLike[str] | None = None) -> Iterator[Diagnosis]
         try:
             yield from check(where)
         except Exception as e:  # a check that fails is a finding
-            yield Diagnosis(check.__name__.strip("_"), "broken", f"{type(e).__name__}: {e}")
+            yield Diagnosis(getattr(check, "__name__", "check").strip("_"), "broken", f"{type(e).__name__}: {e}")
 
 
 def _checks_of_others() -> Iterator[Check]:
@@ -176,12 +177,20 @@ def _io_uring(_: Path) -> Iterator[Diagnosis]:
 
 def _memory(_: Path) -> Iterator[Diagnosis]:
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY or os.geteuid() == 0:
+    if soft == resource.RLIM_INFINITY or _may_lock():
         yield Diagnosis("locked memory", "ok", "no limit")
     else:
         state: State = "ok" if soft >= 64 << 20 else "slow"
         advice = "" if state == "ok" else "`ulimit -l unlimited`, or LimitMEMLOCK=infinity in the unit of the service"
         yield Diagnosis("locked memory", state, f"at most {_size(soft)}", advice)
+
+
+def _may_lock() -> bool:
+    """Return True if this process has the capability that lifts the limit; containers take it from root."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
+    return False
 
 
 def _disk(folder: Path) -> Iterator[Diagnosis]:
@@ -201,6 +210,7 @@ def _disk(folder: Path) -> Iterator[Diagnosis]:
     with tempfile.TemporaryDirectory(dir=folder, prefix="doctor-of-cudafuture-") as made:
         path = Path(path_text(made)) / "speed"
         with File(str(path), "w+") as file:
+            path.unlink()  # nothing stays, whatever becomes of this process
             if not file.is_direct:
                 advice = (
                     "reads and writes go through the page cache, which costs a copy and memory: use a folder on ext4 "
@@ -212,7 +222,8 @@ def _disk(folder: Path) -> Iterator[Diagnosis]:
             blocks = [empty(_BLOCK) for _ in range(8)]
             written = _rate(lambda at, block: file.write(block, at), blocks, size)
             read = _rate(lambda at, block: file.read(block, at), blocks, written[1])
-    text = f"{_size(written[0])}/s written, {_size(read[0])}/s read, {_size(free)} free"
+            through = "" if file.is_direct else ", through the page cache"
+    text = f"{_size(written[0])}/s written, {_size(read[0])}/s read{through}, {_size(free)} free"
     is_slow = min(written[0], read[0]) < 200e6
     advice = "an NVMe disk does 1 GB/s and more: is this a network disk, or one with a limit?" if is_slow else ""
     yield Diagnosis("disk", "slow" if is_slow else "ok", text, advice)

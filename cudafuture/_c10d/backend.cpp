@@ -64,14 +64,6 @@ FutureBackend::FutureBackend(int rank, int size, std::vector<Inner> inner, bool 
   for (Inner& one : inner_) one.has_issue_order = one.backend->getBackendName() == "nccl";
   pg_uid_ = identity_->name;
   pg_desc_ = inner_.front().backend->getGroupDesc();
-  if (!is_owner_) {  // ranks may wrap a group at different points
-    for_each([this](c10d::Backend& backend) {
-      try {
-        wrapped_at_ = wrapped_at_ * 31 + backend.getSequenceNumberForGroup();
-      } catch (const c10::Error&) {  // it has none
-      }
-    });
-  }
 }
 
 const FutureBackend::Inner& FutureBackend::of(c10::DeviceType device) const {
@@ -135,9 +127,8 @@ BackendPtr FutureBackend::route_in_callback(const char* name, const Inner& inner
 
 OperationPlace& FutureBackend::find_place() {
   const py::gil_scoped_acquire inside;
-  const py::capsule place =
-      py::module_::import("cudafuture.distributed._backend")
-          .attr("place_of_works")(identity_->name, identity_->number, is_owner_ ? 0 : wrapped_at_);
+  const py::capsule place = py::module_::import("cudafuture.distributed._backend")
+                                .attr("place_of_works")(identity_->name, identity_->number, is_owner_);
   place_.store(place.get_pointer<OperationPlace>(), std::memory_order_release);
   return *place_;
 }

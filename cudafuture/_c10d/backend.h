@@ -173,7 +173,6 @@ class FutureBackend final : public c10d::Backend {
   std::atomic<std::uint64_t> issued_{0};
   std::atomic<OperationPlace*> place_{nullptr};  // never freed
   std::atomic<std::int64_t> collectives_{0};     // issued on this group itself
-  std::uint64_t wrapped_at_ = 0;                 // where in the order of the wrapped backends the counting began
   // The result of the last split(), and its arguments.
   c10::weak_intrusive_ptr<c10d::Backend> last_split_{BackendPtr()};
   c10::weak_intrusive_ptr<c10d::Store> last_split_store_{c10::intrusive_ptr<c10d::Store>()};

@@ -182,10 +182,10 @@ def group_of_backend(name: str, number: int) -> dist.ProcessGroup:
     raise RuntimeError(f"the process group '{name}' was destroyed")
 
 
-def place_of_works(name: str, number: int, counted_from: int) -> Any:
+def place_of_works(name: str, number: int, is_counted: bool) -> Any:
     """Return a capsule of the place of the operations on a group whose backend has this number."""
     try:
-        place = group_of(group_of_backend(name, number)).works(counted_from)
+        place = group_of(group_of_backend(name, number)).works(is_counted)
     except (KeyError, RuntimeError):  # unknown to torch, such as a side group
         place = _C.OperationPlace.find("group", name)
     return place._capsule()

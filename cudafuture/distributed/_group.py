@@ -154,13 +154,14 @@ class Group:
             id_ = id_ and f"{id_}/{hashlib.blake2s(queue.encode(), digest_size=8).hexdigest()}"
         return _C.OperationPlace._of_group(name, id_, self.rank, self.size)
 
-    def works(self, counted_from: int = 0) -> _C.OperationPlace:
+    def works(self, is_counted: bool = True) -> _C.OperationPlace:
         """Return the place of the Works of the c10d backend, which counts them: torch issues them in their own order.
 
-        `counted_from`: tells apart ranks that have wrapped the group at different points; the first call counts.
+        `is_counted`: False: their numbers differ between ranks, which may have wrapped the group at different points.
+        The first call decides.
         """
         if self._works is None:
-            id_ = self.id and f"{self.id}/{counted_from}"
+            id_ = f"{self.id}/works" if self.id and is_counted else ""
             self._works = _C.OperationPlace._of_group(self.name, id_, self.rank, self.size)._uncounted()
         return self._works
 

@@ -6,13 +6,14 @@
                                each wait belongs to the operation that ended last below the future it waits for
 
 A wait that no operation leads to counts as "other". The words are those of HolisticTraceAnalysis: time in which an
-operation runs and the thread computes is overlapped, time in which the thread waits for it is exposed.
+operation runs and the thread does not wait for its kind is overlapped, time in which it waits for it is exposed.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import statistics
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -194,7 +195,7 @@ def analyse(path: str | os.PathLike[str] | Trace) -> TraceAnalysis:
         (wait for rank in trace.ranks for wait in _waits_of(rank)), key=lambda wait: wait.seconds, reverse=True
     )
     return TraceAnalysis(
-        steps=tuple(step for rank in trace.ranks for step in _steps(rank, trace.begin)),
+        steps=tuple(step for rank in trace.ranks for step in _steps(rank, trace)),
         waits=tuple(waits[:_MOST_WAITS]),
         stragglers=tuple(_stragglers(trace.ranks)),
         depths={rank.title: _depths(rank) for rank in trace.ranks},
@@ -232,11 +233,12 @@ def last_operation(future: TracedFuture) -> TracedFuture | None:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if one.issued is not None:
-            end = _end_of(one)
-            if end > latest:
-                best, latest = one, end
-        stack += one.parents
+        end = _end_of(one)
+        if one.issued is not None and end > latest:
+            best, latest = one, end
+        stack += [
+            parent for parent in one.parents if _end_of(parent) <= end
+        ]  # of collect_any: what it did not wait for
     return best
 
 
@@ -249,25 +251,28 @@ def _waits_of(rank: RankTrace) -> Iterator[LongWait]:
             yield LongWait(rank.title, (one.end - one.begin) / 1e9, one.text, what, kind)
 
 
-def steps_of(rank: RankTrace) -> list[Slice]:
-    """Return the steps of a rank; without named ones, the whole trace of its main thread."""
-    named = [one for one in rank.slices if one.kind == "span" and one.text.startswith(f"{STEP} ")]
-    if named:
-        return named
+def steps_of(rank: RankTrace, trace: Trace) -> list[Slice]:
+    """Return the steps of a rank that have ended; the whole trace of its main thread if no rank has named steps."""
+    if any(_is_step(one) for each in trace.ranks for one in each.slices):
+        return [one for one in rank.slices if _is_step(one) and not one.is_cut]
     return [Slice("span", rank.main_thread, rank.begin, rank.end, "whole trace", None, 0)]
 
 
-def _steps(rank: RankTrace, origin: int) -> Iterator[StepReport]:
+def _is_step(one: Slice) -> bool:
+    return one.kind == "span" and re.fullmatch(rf"{STEP} -?\d+", one.text) is not None
+
+
+def _steps(rank: RankTrace, trace: Trace) -> Iterator[StepReport]:
     operations = sorted(rank.operations(), key=_issue_of)
     latest_end = list(itertools.accumulate((_end_of(one) for one in operations), max))
     by_thread: defaultdict[int, list[Slice]] = defaultdict(list)  # waits that do not overlap, in the order of time
     for wait in outer_waits(rank):
         by_thread[wait.thread].append(wait)
-    for step in steps_of(rank):
+    for step in steps_of(rank, trace):
         waits = by_thread[step.thread]
         first, last = bisect_right(waits, step.begin, key=lambda one: one.end), _before(waits, step.end, _begin_of)
         flown = operations[bisect_right(latest_end, step.begin) : _before(operations, step.end, _issue_of)]
-        yield _step(rank, step, waits[first:last], flown, origin)
+        yield _step(rank, step, waits[first:last], flown, trace.begin)
 
 
 def _before(some: list[T], time: int, time_of: Callable[[T], int]) -> int:
@@ -371,33 +376,64 @@ def length(intervals: list[tuple[int, int]]) -> int:
 
 def _critical_path(step: Slice, waits: list[Slice]) -> list[PathPart]:
     """Return the parts back from the end of a step: the thread's own work, and below each wait what held it up last."""
-    parts: list[PathPart] = []
-    at = step.end
-
-    def add(what: str, kind: str, begin: int) -> None:
-        nonlocal at
-        begin = max(begin, step.begin)
-        if begin < at:
-            parts.append(PathPart(what, kind, (begin - step.begin) / 1e9, (at - step.begin) / 1e9))
-            at = begin
-
+    path = _Path(step)
     for wait in reversed(waits):
-        if wait.begin >= at or at <= step.begin:
+        if wait.begin >= path.at or path.at <= step.begin:
             continue
-        add("computing", "computing", min(wait.end, at))
-        future: TracedFuture | None = wait.future
+        path.add("computing", "computing", min(wait.end, path.at))
+        if wait.future is not None:
+            path.descend(wait.future, wait.begin)
+        path.add(wait.future.title if wait.future else "wait", "other", wait.begin)
+    path.add("computing", "computing", step.begin)
+    return path.parts[::-1]
+
+
+class _Path:
+    """The critical path of a step, from its end on."""
+
+    def __init__(self, step: Slice) -> None:
+        self.step, self.at = step, step.end
+        self.parts: list[PathPart] = []
+
+    def add(self, what: str, kind: str, begin: int) -> None:
+        """Add what happened from `begin` to the point that the path has come back to."""
+        begin = max(begin, self.step.begin)
+        if begin < self.at:
+            origin = self.step.begin
+            self.parts.append(PathPart(what, kind, (begin - origin) / 1e9, (self.at - origin) / 1e9))
+            self.at = begin
+
+    def descend(self, root: TracedFuture, begin: int) -> None:
+        """Add what completed a future last, back to `begin`.
+
+        A future with a callback was completed by what the callback returned, if that ended later; before that by the
+        callback; before that by what it follows.
+        """
+        stack: list[TracedFuture | Slice] = [root]
         seen: set[int] = set()
-        while future is not None and at > wait.begin and id(future) not in seen:
-            seen.add(id(future))
-            begun = future.callback
-            if begun is not None and begun.begin < at:
-                add(f"callback: {begun.text or future.title}", "computing", max(begun.begin, wait.begin))
-            if future.issued is not None and future.issued < at:
-                add(future.title, kind_of(future), max(future.issued, wait.begin))
-            future = max(future.parents, key=_end_of, default=None)
-        add(wait.future.title if wait.future else "wait", "other", wait.begin)
-    add("computing", "computing", step.begin)
-    return parts[::-1]
+        while stack and self.at > begin:
+            one = stack.pop()
+            if isinstance(one, Slice):
+                self.add("queued", "other", max(min(one.end, self.at), begin))
+                self.add(f"callback: {one.text}", "computing", max(one.begin, begin))
+                continue
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            parents = [parent for parent in one.parents if _end_of(parent) <= _end_of(one)]
+            if one.issued is not None:
+                if one.done is not None:
+                    self.add("queued", "other", max(min(one.done, self.at), begin))
+                self.add(one.title, kind_of(one), max(one.issued, begin))
+            called = one.callback
+            returned = [parent for parent in parents if called is not None and _end_of(parent) > called.end]
+            followed = [parent for parent in parents if parent not in returned]
+            if followed:
+                stack.append(max(followed, key=_end_of))
+            if called is not None:
+                stack.append(called)
+            if returned:
+                stack.append(max(returned, key=_end_of))
 
 
 def _stragglers(ranks: list[RankTrace]) -> Iterator[Straggler]:
@@ -417,7 +453,7 @@ def _stragglers(ranks: list[RankTrace]) -> Iterator[Straggler]:
         (before, _), (time, title) = same[-2:]
         for _, each in same:
             of[each] += 1
-        last[title] += 1
+        last[title] += time > before
         late[title] += time - before
     for title in sorted(of, key=lambda title: late[title], reverse=True):
         yield Straggler(title, last[title], of[title], late[title] / 1e9)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -52,8 +53,9 @@ def merge(
     """
     trace = load(path)
     rows: list[Row] = []
+    arrows = itertools.count(1)
     for index, rank in enumerate(trace.ranks):
-        rows += _rank(rank, index, trace.begin)
+        rows += _rank(rank, index, trace.begin, arrows)
     for profile in profiles:
         rows += _profile(Path(profile), trace)
     errors = {rank.title: rank.clock_error for rank in trace.ranks}
@@ -61,8 +63,7 @@ def merge(
     Path(output).write_text(json.dumps({"displayTimeUnit": "ns", "otherData": facts, "traceEvents": rows}))
 
 
-def _rank(rank: RankTrace, index: int, origin: int) -> Iterator[Row]:
-    process = index if rank.rank is None else rank.rank
+def _rank(rank: RankTrace, process: int, origin: int, arrows: Iterator[int]) -> Iterator[Row]:
     numbers = {id(future): n for n, future in enumerate(rank.futures)}
 
     def row(phase: str, name: str, time: int, thread: int, **more: Any) -> Row:
@@ -82,7 +83,7 @@ def _rank(rank: RankTrace, index: int, origin: int) -> Iterator[Row]:
         yield row("X", title, one.begin, one.thread, dur=(one.end - one.begin) / 1000, cat=one.kind, args=arguments)
     for future in rank.operations():
         yield from _operation(future, row, f"{process}.{numbers[id(future)]}", rank.end)
-    yield from _arrows(rank, row, process, numbers)
+    yield from _arrows(rank, row, arrows)
     yield from _counters(rank, row)
 
 
@@ -103,7 +104,7 @@ def _operation(future: TracedFuture, row: Any, number: str, last: int) -> Iterat
     yield row("e", future.title, last if future.done is None else end, future.issuer, **common)
 
 
-def _arrows(rank: RankTrace, row: Any, process: int, numbers: dict[int, int]) -> Iterator[Row]:
+def _arrows(rank: RankTrace, row: Any, numbers: Iterator[int]) -> Iterator[Row]:
     """Yield an arrow from the issue of an operation, over its completion, to each callback that follows it."""
     for future in rank.futures:
         begun = future.callback
@@ -112,8 +113,7 @@ def _arrows(rank: RankTrace, row: Any, process: int, numbers: dict[int, int]) ->
         for parent in future.parents:
             if parent.issued is None or parent.done is None or not parent.issued <= parent.done <= begun.begin:
                 continue
-            number = f"{process}.{numbers[id(parent)]}.{numbers[id(future)]}"
-            common = {"cat": "follows", "id": number}
+            common = {"cat": "follows", "id": next(numbers)}  # Perfetto reads numbers
             for time, thread in ((parent.issued, parent.issuer), (parent.done, parent.completer)):
                 yield row("X", "issued" if time == parent.issued else "done", time, thread, dur=0, cat="mark")
             yield row("s", "follows", parent.issued, parent.issuer, **common)
@@ -155,7 +155,7 @@ def in_flight(rank: RankTrace) -> dict[str, list[tuple[int, int, int]]]:
 def _profile(path: Path, trace: Trace) -> list[Row]:
     """Return the rows of a file of torch.profiler, on the clock of the trace."""
     data = json.loads(path.read_text())
-    base = data.get("baseTimeNanoseconds")
+    base = data.get("baseTimeNanoseconds") if isinstance(data, dict) else None
     if base is None:
         raise ValueError(f"{path} has no baseTimeNanoseconds: export it with torch.profiler's export_chrome_trace()")
     process = data.get("distributedInfo", {}).get("rank")
@@ -215,7 +215,9 @@ def problems(path: str | os.PathLike[str]) -> list[str]:
         found += _pairs(category, number, both)
     for (_, number), parts in arrows.items():
         phases, times = [part["ph"] for part in parts], [part["ts"] for part in parts]
-        if phases[0] != "s" or phases[-1] != "f" or times != sorted(times):
+        if not isinstance(number, int):
+            found.append(f"arrow {number!r} has no number, which Perfetto needs")
+        elif phases[0] != "s" or phases[-1] != "f" or times != sorted(times):
             found.append(f"arrow {number} does not lead from a begin to an end, forward in time")
     return found
 

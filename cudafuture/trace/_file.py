@@ -103,24 +103,38 @@ def read_file(path: Path) -> TraceFile:
         raise ValueError(f"{path} is not a file of a trace that this version reads")
     file = TraceFile(path, {})
     numbers: dict[int, int] = {}
-    for kind, chunk in _chunks(data):
-        if kind == _HEADER:
-            file.header = json.loads(bytes(chunk))
-        elif kind == _TRAILER:
-            file.trailer = json.loads(bytes(chunk))
-        elif kind == _THREAD_NAME:
-            number, thread = _THREAD.unpack_from(chunk)
-            numbers[number] = thread
-            file.threads[thread] = bytes(chunk[_THREAD.size :]).decode(errors="replace")
-        elif kind == _PLACE_NAME:
-            (address,) = _PLACE.unpack_from(chunk)
-            file.places[address] = json.loads(bytes(chunk[_PLACE.size :]))
-        elif kind == _LOST_EVENTS:
-            file.lost += _LOST.unpack_from(chunk)[1]
-        elif kind == _EVENTS:
-            file.is_virtual |= _read_events(chunk, numbers, file.events)
+    try:
+        for kind, chunk in _chunks(data):
+            _read_chunk(file, kind, chunk, numbers)
+    except (ValueError, LookupError, struct.error):  # the machine has crashed: what follows is not what was written
+        pass
+    if "process" not in file.header:
+        raise ValueError(f"{path} ends before the header of the trace")
     file.events.sort(key=operator.itemgetter(1))
+    if file.is_virtual:  # what happened before the virtual clock, or after it, is in no order with the rest
+        count = len(file.events)
+        file.events = [event for event in file.events if event.time != event.order]
+        file.lost += count - len(file.events)
     return file
+
+
+def _read_chunk(file: TraceFile, kind: int, chunk: memoryview, numbers: dict[int, int]) -> None:
+    """Add one chunk. `numbers`: the threads of the operating system, by their numbers in the file."""
+    if kind == _HEADER:
+        file.header = json.loads(bytes(chunk))
+    elif kind == _TRAILER:
+        file.trailer = json.loads(bytes(chunk))
+    elif kind == _THREAD_NAME:
+        number, thread = _THREAD.unpack_from(chunk)
+        numbers[number] = thread
+        file.threads[thread] = bytes(chunk[_THREAD.size :]).decode(errors="replace")
+    elif kind == _PLACE_NAME:
+        (address,) = _PLACE.unpack_from(chunk)
+        file.places[address] = json.loads(bytes(chunk[_PLACE.size :]))
+    elif kind == _LOST_EVENTS:
+        file.lost += _LOST.unpack_from(chunk)[1]
+    elif kind == _EVENTS:
+        file.is_virtual |= _read_events(chunk, numbers, file.events)
 
 
 def _chunks(data: bytes) -> Iterator[tuple[int, memoryview]]:

@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from cudafuture.trace._file import NONE, TraceFile, read_file, trace_files
 
 __all__ = ["RankTrace", "Slice", "Trace", "TracedFuture", "collectives", "load"]
 
+_logger = logging.getLogger("cudafuture.trace")
 _TOGETHER = frozenset({"all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "all_to_all", "reduce_scatter"})
 
 
@@ -95,6 +97,8 @@ class RankTrace:
     slices: list[Slice]
     begin: int
     end: int
+    shares_rank: bool = False
+    """Another process has the same rank: a child of one that has it in its environment."""
     clock_error: int | None = 0
     """Nanoseconds by which its clock may differ from that of the first rank; None: not known."""
 
@@ -112,7 +116,10 @@ class RankTrace:
     @property
     def title(self) -> str:
         """The rank, or the process."""
-        return f"process {self.facts.get('process')}" if self.rank is None else f"rank {self.rank}"
+        process = f"process {self.facts.get('process')}"
+        if self.rank is None:
+            return process
+        return f"rank {self.rank}, {process}" if self.shares_rank else f"rank {self.rank}"
 
     @property
     def main_thread(self) -> int:
@@ -199,11 +206,29 @@ def load(path: str | os.PathLike[str] | Trace) -> Trace:
     """
     if isinstance(path, Trace):
         return path
-    ranks = [_rank(read_file(file)) for file in trace_files(Path(path))]
+    ranks = [_rank(file) for file in _files(Path(path))]
+    counts = Counter(one.rank for one in ranks)
+    for one in ranks:
+        one.shares_rank = counts[one.rank] > 1
     ranks.sort(key=lambda one: (one.rank is None, one.rank or 0, one.facts.get("process")))
     for other in ranks[1:]:
         _align(ranks[0], other)
     return Trace(ranks)
+
+
+def _files(path: Path) -> list[TraceFile]:
+    """Read the files; those of a folder that cannot be read are logged, unless there is no other."""
+    files: list[TraceFile] = []
+    problem: ValueError | None = None
+    for one in trace_files(path):
+        try:
+            files.append(read_file(one))
+        except ValueError as e:
+            problem = e
+            _logger.warning("%s", e)
+    if not files and problem is not None:
+        raise problem
+    return files
 
 
 def _rank(file: TraceFile) -> RankTrace:

@@ -90,9 +90,9 @@ def _draw_timeline(axes: Any, trace: Trace) -> None:
     for rank in trace.ranks:
         row = len(names)
         names.append(rank.title)
-        spans = [((step.begin - origin) / 1e6, (step.end - step.begin) / 1e6) for step in steps_of(rank)]
+        spans = [((step.begin - origin) / 1e6, (step.end - step.begin) / 1e6) for step in steps_of(rank, trace)]
         axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=_COLOURS["computing"])
-        threads = {step.thread for step in steps_of(rank)}
+        threads = {step.thread for step in steps_of(rank, trace)}
         waits = [one for one in outer_waits(rank) if one.thread in threads]
         longest = sorted(waits, key=lambda one: one.begin - one.end)[:_MOST_SLICES]
         for kind in KINDS:

@@ -115,10 +115,46 @@ def test_critical_path_leads_through_callbacks_to_operations() -> None:
     (found,) = trace.analyse(Trace([rank_of([read, child], slices)])).steps
     assert [(part.what, round(part.begin * 1e3), round(part.end * 1e3)) for part in found.critical_path] == [
         ("computing", 0, 20),
-        ("read of store 'p'", 20, 42),
-        ("callback: f", 42, 60),
+        ("read of store 'p'", 20, 40),
+        ("queued", 40, 42),
+        ("callback: f", 42, 55),
+        ("queued", 55, 60),
         ("computing", 60, 80),
     ]
+
+
+def test_critical_path_leads_to_what_a_callback_returned() -> None:
+    read, reduce = operation("store", 10, 30, name="read"), operation("group", 32, 58, name="reduce")
+    child = TracedFuture(begin=10 * MS, maker="then_async", done=59 * MS, parents=[read, reduce])
+    child.callback = Slice("callback", OTHER, 31 * MS, 33 * MS, "f", child, 0)
+    slices = [step(0, 80), wait(20, 60, child), child.callback]
+    (found,) = trace.analyse(Trace([rank_of([read, reduce, child], slices)])).steps
+    assert [(part.what, round(part.begin * 1e3), round(part.end * 1e3)) for part in found.critical_path] == [
+        ("computing", 0, 20),
+        ("read of store 'p'", 20, 30),
+        ("queued", 30, 31),
+        ("callback: f", 31, 32),
+        ("reduce of group 'p'", 32, 58),
+        ("queued", 58, 60),
+        ("computing", 60, 80),
+    ]
+
+
+def test_part_that_collect_any_did_not_wait_for_is_no_cause() -> None:
+    read, reduce = operation("store", 0, 30), operation("group", 0, 90)
+    either = TracedFuture(begin=0, maker="collect_any", done=31 * MS, parents=[read, reduce])
+    (found,) = trace.analyse(Trace([rank_of([read, reduce, either], [step(0, 50), wait(10, 31, either)])])).steps
+    assert found.waits["io"] == pytest.approx(0.021)
+
+
+def test_process_without_steps_beside_one_with_steps_has_none() -> None:
+    found = trace.analyse(Trace([rank_of([], [step(0, 50)]), rank_of([], [], rank=1)])).steps
+    assert [one.rank for one in found] == ["rank 0"]
+
+
+def test_span_whose_name_begins_with_step_is_no_step() -> None:
+    spans = [Slice("span", MAIN, 0, MS, text, None, 0) for text in ("step 0", "step into the function")]
+    assert [one.name for one in trace.analyse(Trace([rank_of([], spans)])).steps] == ["step 0"]
 
 
 def test_rank_that_issues_late_is_named() -> None:
@@ -212,6 +248,7 @@ def row(phase: str, ts: float, **more: Any) -> dict[str, Any]:
         ([row("b", 5, id=1, cat="io"), row("e", 1, id=1, cat="io")], "ends before it begins"),
         ([row("s", 5, id=1), row("f", 1, id=1)], "forward in time"),
         ([row("s", 5, id=1)], "forward in time"),
+        ([row("s", 1, id="0.1"), row("f", 5, id="0.1")], "has no number"),
         ([row("X", 0, dur=-1)], "duration -1"),
         ([row("C", 5), row("C", 1)], "goes back in time"),
     ],

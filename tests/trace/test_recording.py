@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -115,6 +117,64 @@ def test_full_disk_loses_the_trace_only(tmp_path: Path, caplog: pytest.LogCaptur
     assert "No space left on device" in record.getMessage()
 
 
+FULL_LATER = """
+import resource, signal, sys
+from cudafuture import submit, trace
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+with trace.record(sys.argv[1]):
+    for _ in range(1000):
+        with trace.span("x"):
+            pass
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+with trace.record(sys.argv[1]):
+    submit(int).wait()
+say("recorded")
+"""
+
+
+def test_recording_after_one_that_filled_the_disk(tmp_path: Path) -> None:
+    with Child(FULL_LATER, str(tmp_path / "x.cftrace")) as child:
+        assert child.hear() == "recorded"
+        assert child.process.wait() == 0
+        assert "File too large" in child.errors()
+    assert makers(only(tmp_path / "x.cftrace")) == ["submit"]
+
+
+def test_files_that_cannot_be_read_do_not_hide_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with trace.record(tmp_path):
+        submit(int).wait()
+    (written,) = tmp_path.iterdir()
+    (tmp_path / "empty.cftrace").touch()
+    (tmp_path / "header.cftrace").write_bytes(written.read_bytes()[:20])
+    (tmp_path / "zeros.cftrace").write_bytes(written.read_bytes() + bytes(4096))
+    with caplog.at_level(logging.WARNING, "cudafuture.trace"):
+        assert [makers(rank) for rank in trace.load(tmp_path).ranks] == [["submit"], ["submit"]]
+    assert len(caplog.records) == 2
+    with pytest.raises(ValueError, match=r"empty\.cftrace"):
+        trace.load(tmp_path / "empty.cftrace")
+
+
+def test_names_that_are_not_utf_8_do_no_harm(tmp_path: Path) -> None:
+    with trace.record(tmp_path), trace.span('\udcff\n"x'):
+        pass
+    assert [one.text for one in only(tmp_path).slices] == ['?\n"x']
+    with pytest.raises(ValueError, match="UTF-8"), trace.record(os.fsdecode(bytes(tmp_path) + b"/\xff")):
+        pass
+
+
+def test_command_that_reads_traces_records_none(tmp_path: Path) -> None:
+    with trace.record(tmp_path), trace.step(0):
+        pass
+    command = [sys.executable, "-m", "cudafuture", "trace", "summary", str(tmp_path)]
+    for _ in range(2):
+        done = subprocess.run(
+            command, env=os.environ | {"CUDAFUTURE_TRACE": str(tmp_path)}, capture_output=True, check=True
+        )
+        assert done.stdout.startswith(b"1 steps")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_events_without_room_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     count = 200_000
     with trace.record(tmp_path):
@@ -168,9 +228,13 @@ def test_file_that_was_cut_off_is_read(tmp_path: Path) -> None:
             with trace.step(number):
                 pass
     data = path.read_bytes()
-    for length in range(8, len(data), 37):
+    header = data.index(b"}") + 1
+    for length in range(header, len(data), 37):
         path.write_bytes(data[:length])
         assert len(only(path).slices) <= 50
+    path.write_bytes(data[: header - 1])
+    with pytest.raises(ValueError, match="ends before the header"):
+        only(path)
 
 
 def test_forked_child_records_nothing(tmp_path: Path) -> None:
@@ -188,6 +252,26 @@ def test_forked_child_records_nothing(tmp_path: Path) -> None:
         with trace.span("in the parent"):
             pass
     assert [one.text for one in only(tmp_path).slices] == ["in the parent"]
+
+
+FORK_BEFORE_FUTURES = """
+import os, sys
+from cudafuture import trace
+with trace.record(sys.argv[1]):
+    with trace.span("a"):
+        pass
+    child = os.fork()
+if child == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+say("recorded")
+"""
+
+
+def test_forked_child_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
+    with Child(FORK_BEFORE_FUTURES, str(tmp_path)) as child:
+        assert child.hear() == "recorded"
+    assert [one.text for one in only(tmp_path).slices] == ["a"]
 
 
 def test_environment_records_whole_process(tmp_path: Path) -> None:

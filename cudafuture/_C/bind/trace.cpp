@@ -7,9 +7,10 @@
 namespace cudafuture::bind {
 namespace {
 
-void start_trace(const std::string& path, const std::string& header) {
+std::string start_trace(const std::string& path, const std::string& header) {
   try {
-    TraceRecorder::get().start(path, header);
+    const WithoutGil released;
+    return TraceRecorder::get().start(path, header);
   } catch (const std::system_error& e) {
     errno = e.code().value();
     PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());

@@ -91,6 +91,7 @@ struct TraceRing {
 };
 
 struct TraceRecorder::State {
+  std::mutex control;        // held by start() and stop()
   mutable std::mutex mutex;  // guards what follows; held while the file is written
   std::condition_variable wake;
   std::vector<TraceRing*> rings;
@@ -158,13 +159,15 @@ std::vector<TraceRing*>& new_rings() noexcept {
 [[gnu::cold, gnu::noinline]] TraceRing* make_ring() noexcept {
   static std::atomic<std::uint32_t> made{0};
   if (has_ring_ended) return nullptr;
-  static thread_local RingOwner owner;
   ring_of_thread = new (std::nothrow) TraceRing(made.fetch_add(1));
   if (ring_of_thread == nullptr) return nullptr;
+  static thread_local RingOwner owner;
   std::lock_guard lock(rings_mutex());
   new_rings().push_back(ring_of_thread);
   return ring_of_thread;
 }
+
+bool is_forked_from_recorder = false;
 
 // Returns the next record of the calling thread, which end_record() adds; null: there is no room.
 TraceRecord* begin_record(TraceEvent event, const Future* future) noexcept {
@@ -229,7 +232,10 @@ void record_event(TraceEvent event, const Future& future, const TraceDetail& det
 }  // namespace
 
 TraceRecorder::TraceRecorder() noexcept : state_(std::make_unique<State>()) {
-  pthread_atfork(nullptr, nullptr, [] { trace_hook.store(nullptr); });  // the file is the parent's
+  pthread_atfork(nullptr, nullptr, [] {  // the file is the parent's
+    trace_hook.store(nullptr);
+    is_forked_from_recorder = true;
+  });
 }
 
 TraceRecorder& TraceRecorder::get() noexcept {
@@ -239,23 +245,26 @@ TraceRecorder& TraceRecorder::get() noexcept {
 
 bool TraceRecorder::is_recording() const noexcept { return trace_hook.load() == record_event; }
 
-void TraceRecorder::start(const std::string& path, const std::string& header) {
+std::string TraceRecorder::start(const std::string& path, const std::string& header) {
   State& state = *state_;
-  if (is_forked_child()) throw Error(ErrorKind::invalid_state, "a forked child records no trace");
+  if (is_forked_from_recorder) throw Error(ErrorKind::invalid_state, "a forked child records no trace");
+  if (is_recording()) throw Error(ErrorKind::invalid_state, "a trace is being recorded already");
+  std::lock_guard held(state.control);
+  if (is_recording()) throw Error(ErrorKind::invalid_state, "a trace is being recorded already");
+  if (state.writer.joinable()) state.writer.join();  // its file could not be written
   std::lock_guard lock(state.mutex);
-  if (state.fd >= 0) throw Error(ErrorKind::invalid_state, "a trace is being recorded already");
+  std::string earlier_failure = std::exchange(state.failure, {});
   const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (fd < 0) throw std::system_error(errno, std::generic_category(), path);
   state.fd = fd;
   state.lost = 0;
-  state.failure.clear();
   state.is_stopping = false;
   state.places.clear();
   state.buffer = "cftrace1";
   state.put_chunk(TraceChunk::header, header);
-  if (!state.write_buffer()) return;  // stop() tells why
+  if (!state.write_buffer()) return earlier_failure;  // stop() tells why
   {
-    std::lock_guard held(rings_mutex());
+    std::lock_guard added(rings_mutex());
     for (TraceRing* ring : std::exchange(new_rings(), {})) state.rings.push_back(ring);
   }
   for (TraceRing* ring : state.rings) {  // of an earlier recording
@@ -276,13 +285,15 @@ void TraceRecorder::start(const std::string& path, const std::string& header) {
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   trace_hook.store(record_event, std::memory_order_release);
+  return earlier_failure;
 }
 
 TraceRecorder::End TraceRecorder::stop(const std::string& trailer) {
   State& state = *state_;
+  if (is_forked_from_recorder) return {};
   TraceHook expected = record_event;
   trace_hook.compare_exchange_strong(expected, nullptr);
-  if (is_forked_child()) return {};
+  std::lock_guard held(state.control);
   {
     std::lock_guard lock(state.mutex);
     state.is_stopping = true;
@@ -295,7 +306,7 @@ TraceRecorder::End TraceRecorder::stop(const std::string& trailer) {
     state.put_chunk(TraceChunk::trailer, trailer);
   }
   if (state.fd >= 0 && state.write_buffer()) close(std::exchange(state.fd, -1));
-  return {state.lost, std::exchange(state.failure, {})};
+  return {std::exchange(state.lost, 0), std::exchange(state.failure, {})};
 }
 
 void TraceRecorder::State::name_thread(TraceRing& ring) {

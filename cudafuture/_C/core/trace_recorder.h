@@ -21,8 +21,8 @@ class TraceRecorder {
   static TraceRecorder& get() noexcept;
 
   // Begins to record into a new file. `header`: JSON text for its readers. Throws std::system_error if the file cannot
-  // be made, and Error if there is a recording.
-  void start(const std::string& path, const std::string& header);
+  // be made, and Error if there is a recording. Returns why an earlier file could not be written; empty: it could.
+  std::string start(const std::string& path, const std::string& header);
   // Writes what has happened, and `trailer`, JSON text for the readers; ends the recording.
   struct End {
     std::uint64_t lost = 0;  // events for which a ring had no room
