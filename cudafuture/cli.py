@@ -15,7 +15,6 @@ from cudafuture.config import config
 from cudafuture.debug import look_at
 from cudafuture.doctor import examine
 from cudafuture.graph_breaks import break_graphs
-from cudafuture.trace._recording import discard_process
 
 __all__ = ["main"]
 
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_trace(commands)
     _add_doctor(commands)
     options = parser.parse_args(arguments)
-    discard_process()
+    trace.discard()
     try:
         status: int = options.run(options)
     except KeyboardInterrupt:

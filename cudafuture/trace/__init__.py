@@ -27,7 +27,7 @@ from cudafuture.trace._analysis import (
 from cudafuture.trace._chrome import merge, problems
 from cudafuture.trace._model import RankTrace, Slice, Trace, TracedFuture, load
 from cudafuture.trace._picture import plot
-from cudafuture.trace._recording import record, record_process, span, step
+from cudafuture.trace._recording import discard, record, record_process, span, step
 
 __all__ = [
     "KINDS",
@@ -45,6 +45,7 @@ __all__ = [
     "TracedFuture",
     "analyse",
     "compare",
+    "discard",
     "load",
     "merge",
     "plot",

@@ -396,7 +396,7 @@ class _Path:
         self.parts: list[PathPart] = []
 
     def add(self, what: str, kind: str, begin: int) -> None:
-        """Add what happened from `begin` to the point that the path has come back to."""
+        """Add what happened from `begin` to the point that the path reaches."""
         begin = max(begin, self.step.begin)
         if begin < self.at:
             origin = self.step.begin

@@ -21,7 +21,7 @@ from cudafuture.config import config
 from cudafuture.errors import InvalidStateError
 from cudafuture.trace._file import SUFFIX
 
-__all__ = ["discard_process", "record", "record_process", "span", "step"]
+__all__ = ["discard", "record", "record_process", "span", "step"]
 
 _logger = logging.getLogger("cudafuture.trace")
 STEP = "step"
@@ -96,8 +96,14 @@ def record_process(folder: str) -> None:
     atexit.register(lambda: _stop(path) if os.getpid() == process and _C.is_tracing() else None)
 
 
-def discard_process() -> None:
-    """End what `record_process` has begun, without a file: the command that reads traces records none."""
+def discard() -> None:
+    """End the recording that CUDAFUTURE_TRACE has begun, and remove its file, if there is one.
+
+    A command that reads traces calls it first: with that variable set, it would record itself among them.
+
+    >>> from cudafuture import trace
+    >>> trace.discard()
+    """
     if config.trace_dir and _C.is_tracing():
         _C.stop_trace("{}")
         (Path(config.trace_dir) / file_name()).unlink(missing_ok=True)
