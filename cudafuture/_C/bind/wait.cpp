@@ -237,9 +237,17 @@ bool wait_while_pending(Future& future, const Deadline& deadline) {
 
 }  // namespace
 
+// In virtual time a done future may lie ahead of this thread: a tracer sees the wait until then.
+[[gnu::cold, gnu::noinline]] bool traced_wait_until_done(Future& future, const Deadline& deadline) {
+  const ThreadActivity waiting(ThreadActivity::Kind::wait, future, nullptr, calling_line(), deadline.has_value());
+  if (!future.done() && !wait_while_pending(future, deadline)) return false;
+  join_host_time(future.completed_at());
+  return true;
+}
+
 bool try_wait_until_done(Future& future, const Deadline& deadline) {
-  std::optional<ThreadActivity> waiting;  // in virtual time, in which a done future may lie ahead of this thread
-  if (is_traced() && has_host_clock()) waiting.emplace(ThreadActivity::Kind::wait, future, nullptr, calling_line());
+  if (is_traced() && has_host_clock()) [[unlikely]]
+    return traced_wait_until_done(future, deadline);
   if (!future.done() && !wait_while_pending(future, deadline)) return false;
   join_host_time(future.completed_at());
   return true;

@@ -108,12 +108,14 @@ void CallerContext::Scope::enter_profile(const ProfileState& profile) {
   if (owner == nullptr) return;
   profile_before_ = std::make_shared<const ProfileState>(
       ProfileState{{}, c10::ThreadLocalDebugInfo::current(), at::get_record_function_tls_()});
+  profiled.fetch_add(1, std::memory_order_relaxed);
   c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(owner));
   at::set_record_function_tls_(profile.observers);
 }
 
 CallerContext::Scope::~Scope() {
   if (profile_before_ != nullptr) {
+    profiled.fetch_sub(1, std::memory_order_relaxed);
     at::set_record_function_tls_(profile_before_->observers);
     c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(profile_before_->own);
   }

@@ -4,6 +4,7 @@
 
 #include <c10/core/InferenceMode.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 
@@ -16,6 +17,9 @@ struct AutocastState;  // of every device; null if autocast is off everywhere, a
 
 class CallerContext {
  public:
+  // Callbacks that run now under the profile of another thread.
+  static inline std::atomic<int> profiled{0};
+
   static CallerContext capture();
 
   // Applies the captured state, and restores the thread's own state afterwards.

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/coarse_clock.h"
+#include "core/context.h"
 #include "core/debug_socket.h"
 #include "core/foreign.h"
 #include "core/process.h"
@@ -100,8 +101,7 @@ ThreadActivity::ThreadActivity(Kind kind, Future& future, void* function, const 
       outer_(nullptr) {
   if (kind == Kind::wait) DebugSocket::require();
   trace(kind == Kind::wait ? TraceEvent::wait_begin : TraceEvent::callback_begin, future, {nullptr, &line_, function});
-  if (std::optional<at::StepCallbacks> observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE))
-    begin_profiled(std::move(*observers));
+  if (kind == Kind::wait || CallerContext::profiled.load(std::memory_order_relaxed) > 0) begin_profiled();
   ThreadRecord* const record = record_of_thread != nullptr ? record_of_thread : ThreadRecord::of_thread();
   if (record == nullptr) return;
   outer_ = record->innermost.load(std::memory_order_relaxed);
@@ -109,8 +109,10 @@ ThreadActivity::ThreadActivity(Kind kind, Future& future, void* function, const 
   record->innermost.store(this, std::memory_order_release);
 }
 
-[[gnu::cold]] void ThreadActivity::begin_profiled(at::StepCallbacks&& observers) noexcept {
-  profiled_.emplace(std::move(observers));
+void ThreadActivity::begin_profiled() noexcept {
+  std::optional<at::StepCallbacks> observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  if (!observers) return;
+  profiled_.emplace(std::move(*observers));
   const bool is_wait = kind_ == Kind::wait;
   const std::string what = is_wait ? future_.name() : function_ == nullptr ? "" : foreign_runtime().describe(function_);
   profiled_->before((is_wait ? "cudafuture::wait " : "cudafuture::callback ") + what);

@@ -46,7 +46,7 @@ class ThreadActivity {
   static const ThreadActivity* innermost() noexcept;
 
  private:
-  void begin_profiled(at::StepCallbacks&& observers) noexcept;
+  [[gnu::cold, gnu::noinline]] void begin_profiled() noexcept;
 
   friend struct ThreadRecord;
   friend std::vector<struct ThreadActivities> thread_states();
