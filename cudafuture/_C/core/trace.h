@@ -37,10 +37,19 @@ inline std::atomic<TraceHook> trace_hook{nullptr};
 
 inline bool is_traced() noexcept { return trace_hook.load(std::memory_order_relaxed) != nullptr; }
 
-inline void trace(TraceEvent event, const Future& future, const TraceDetail& detail = {}) {
-  if (TraceHook hook = trace_hook.load(std::memory_order_acquire)) [[unlikely]] {
-    hook(event, future, detail);
-  }
+// Out of line, so that the detail costs nothing on a path that is not traced.
+[[gnu::cold, gnu::noinline]] inline void call_trace_hook(TraceEvent event, const Future& future,
+                                                         const TraceDetail& detail) {
+  if (TraceHook hook = trace_hook.load(std::memory_order_acquire)) hook(event, future, detail);
+}
+
+inline void trace(TraceEvent event, const Future& future) {
+  if (is_traced()) [[unlikely]]
+    call_trace_hook(event, future, {});
+}
+inline void trace(TraceEvent event, const Future& future, const TraceDetail& detail) {
+  if (is_traced()) [[unlikely]]
+    call_trace_hook(event, future, detail);
 }
 
 }  // namespace cudafuture
