@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from cudafuture.trace._chrome import in_flight
-from cudafuture.trace._model import RankTrace, Slice, Trace, TracedFuture, collectives, load
+from cudafuture.trace._model import RankTrace, Slice, Trace, TracedFuture, collectives, in_flight, load
 from cudafuture.trace._recording import STEP
 
 __all__ = [
@@ -216,7 +215,7 @@ def cause_of(wait: Slice) -> tuple[TracedFuture | None, str]:
     future = wait.future
     if future is None:
         return None, "other"
-    if future.done is not None and future.done <= wait.begin:  # what is left is device work
+    if future.done is not None and future.done <= wait.begin:  # only device work is left
         return future, "device"
     last = last_operation(future)
     return last, kind_of(last)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cudafuture.trace._model import RankTrace, Trace, TracedFuture, load
+from cudafuture.trace._model import RankTrace, Trace, TracedFuture, in_flight, load
 
 __all__ = ["merge", "problems"]
 
@@ -127,29 +127,6 @@ def _counters(rank: RankTrace, row: Any) -> Iterator[Row]:
         for time, operations, nbytes in steps:
             yield row("C", f"{kind}: in flight", time, 0, args={"operations": operations})
             yield row("C", f"{kind}: bytes in flight", time, 0, args={"bytes": nbytes})
-
-
-def in_flight(rank: RankTrace) -> dict[str, list[tuple[int, int, int]]]:
-    """Return, for each kind of place, the times at which operations began or ended: time, operations, bytes."""
-    changes: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for future in rank.operations():
-        assert future.issued is not None
-        kind = (future.place or {"kind": "operation"})["kind"]
-        nbytes = max(future.nbytes, 0)
-        changes[kind].append((future.issued, 1, nbytes))
-        if future.done is not None:
-            changes[kind].append((max(future.done, future.issued), -1, -nbytes))
-    found: dict[str, list[tuple[int, int, int]]] = {}
-    for kind, all_changes in changes.items():
-        operations = nbytes = 0
-        steps = found[kind] = []
-        for time, count, size in sorted(all_changes):
-            operations, nbytes = operations + count, nbytes + size
-            if steps and steps[-1][0] == time:
-                steps[-1] = (time, operations, nbytes)
-            else:
-                steps.append((time, operations, nbytes))
-    return found
 
 
 def _profile(path: Path, trace: Trace) -> list[Row]:

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import operator
 import struct
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["NONE", "RecordedEvent", "TraceFile", "read_file", "trace_files"]
 
+_logger = logging.getLogger("cudafuture.trace")
 SUFFIX = ".cftrace"
 NONE = -1
 _MAGIC = b"cftrace1"
@@ -106,12 +108,12 @@ def read_file(path: Path) -> TraceFile:
     try:
         for kind, chunk in _chunks(data):
             _read_chunk(file, kind, chunk, numbers)
-    except (ValueError, LookupError, struct.error):  # the machine has crashed: what follows is not what was written
-        pass
+    except (ValueError, LookupError, struct.error) as e:  # a crash of the machine leaves pages of zeros
+        _logger.warning("%s is damaged, and is read up to there: %s", path, e)
     if "process" not in file.header:
         raise ValueError(f"{path} ends before the header of the trace")
     file.events.sort(key=operator.itemgetter(1))
-    if file.is_virtual:  # what happened before the virtual clock, or after it, is in no order with the rest
+    if file.is_virtual:  # events before and after the virtual clock have no order with the others
         count = len(file.events)
         file.events = [event for event in file.events if event.time != event.order]
         file.lost += count - len(file.events)

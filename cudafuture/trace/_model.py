@@ -18,7 +18,7 @@ from typing import Any
 
 from cudafuture.trace._file import NONE, TraceFile, read_file, trace_files
 
-__all__ = ["RankTrace", "Slice", "Trace", "TracedFuture", "collectives", "load"]
+__all__ = ["RankTrace", "Slice", "Trace", "TracedFuture", "collectives", "in_flight", "load"]
 
 _logger = logging.getLogger("cudafuture.trace")
 _TOGETHER = frozenset({"all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "all_to_all", "reduce_scatter"})
@@ -328,6 +328,29 @@ def _bounds(first: RankTrace, other: RankTrace) -> tuple[int | None, int | None]
             bound = own.done - theirs.issued
             highest = bound if highest is None else min(highest, bound)
     return lowest, highest
+
+
+def in_flight(rank: RankTrace) -> dict[str, list[tuple[int, int, int]]]:
+    """Return, for each kind of place, the times at which operations began or ended: time, operations, bytes."""
+    changes: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for future in rank.operations():
+        assert future.issued is not None
+        kind = (future.place or {"kind": "operation"})["kind"]
+        nbytes = max(future.nbytes, 0)
+        changes[kind].append((future.issued, 1, nbytes))
+        if future.done is not None:
+            changes[kind].append((max(future.done, future.issued), -1, -nbytes))
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for kind, all_changes in changes.items():
+        operations = nbytes = 0
+        steps = found[kind] = []
+        for time, count, size in sorted(all_changes):
+            operations, nbytes = operations + count, nbytes + size
+            if steps and steps[-1][0] == time:
+                steps[-1] = (time, operations, nbytes)
+            else:
+                steps.append((time, operations, nbytes))
+    return found
 
 
 def collectives(ranks: Iterable[RankTrace]) -> dict[tuple[str, str, int], list[TracedFuture]]:

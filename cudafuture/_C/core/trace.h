@@ -23,7 +23,7 @@ enum class TraceEvent : std::uint8_t {
   span_end,        //
 };
 
-// What the events have beside the future; what does not apply is null.
+// Facts about an event beside its future. A null pointer: the event has no such fact.
 struct TraceDetail {
   const Future* parent = nullptr;  // follows
   const CodeLine* line = nullptr;  // wait_begin

@@ -95,7 +95,6 @@ struct TraceRecorder::State {
   mutable std::mutex mutex;  // guards what follows; held while the file is written
   std::condition_variable wake;
   std::vector<TraceRing*> rings;
-  std::uint32_t made = 0;  // rings
   std::unordered_set<std::uint64_t> places;
   std::string buffer;
   std::thread writer;
