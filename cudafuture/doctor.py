@@ -32,6 +32,7 @@ from cudafuture._build_info import torch_version
 from cudafuture._path import path_text
 from cudafuture.graph_breaks import break_graphs
 from cudafuture.io import Engine, File, empty
+from cudafuture.statistics import text_of_bytes
 
 __all__ = ["CHECKS", "ENTRY_POINTS", "Check", "Diagnosis", "State", "examine"]
 
@@ -182,7 +183,7 @@ def _memory(_: Path) -> Iterator[Diagnosis]:
     else:
         state: State = "ok" if soft >= 64 << 20 else "slow"
         advice = "" if state == "ok" else "`ulimit -l unlimited`, or LimitMEMLOCK=infinity in the unit of the service"
-        yield Diagnosis("locked memory", state, f"at most {_size(soft)}", advice)
+        yield Diagnosis("locked memory", state, f"at most {text_of_bytes(soft)}", advice)
 
 
 def _may_lock() -> bool:
@@ -204,7 +205,7 @@ def _disk(folder: Path) -> Iterator[Diagnosis]:
     size = min(_ROOM, free // 4) // _BLOCK * _BLOCK
     if size < _BLOCK:
         yield Diagnosis(
-            "disk", "broken", f"{_size(free)} free in {folder}", "free some room, or name another: --folder"
+            "disk", "broken", f"{text_of_bytes(free)} free in {folder}", "free some room, or name another: --folder"
         )
         return
     with tempfile.TemporaryDirectory(dir=folder, prefix="doctor-of-cudafuture-") as made:
@@ -223,7 +224,9 @@ def _disk(folder: Path) -> Iterator[Diagnosis]:
             written = _rate(lambda at, block: file.write(block, at), blocks, size)
             read = _rate(lambda at, block: file.read(block, at), blocks, written[1])
             through = "" if file.is_direct else ", through the page cache"
-    text = f"{_size(written[0])}/s written, {_size(read[0])}/s read{through}, {_size(free)} free"
+    text = (
+        f"{text_of_bytes(written[0])}/s written, {text_of_bytes(read[0])}/s read{through}, {text_of_bytes(free)} free"
+    )
     is_slow = min(written[0], read[0]) < 200e6
     advice = "an NVMe disk does 1 GB/s and more: is this a network disk, or one with a limit?" if is_slow else ""
     yield Diagnosis("disk", "slow" if is_slow else "ok", text, advice)
@@ -275,14 +278,6 @@ def _home(_: Path) -> Iterator[Diagnosis]:
             "`python -m cudafuture ps` cannot ask processes: set CUDAFUTURE_DEBUG_DIR to a folder that you may write"
         )
         yield Diagnosis("debug sockets", "slow", f"no socket can be made in {folder}", advice)
-
-
-def _size(nbytes: float) -> str:
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while nbytes >= 1024 and len(units) > 1:
-        nbytes /= 1024
-        units.pop(0)
-    return f"{nbytes:.3g} {units[0]}"
 
 
 CHECKS: tuple[Check, ...] = (_torch, _devices, _gloo, _nccl, _names, _ports, _io_uring, _memory, _disk, _gds, _home)

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from cudafuture.statistics import StatisticsBase
+
 __all__ = ["DestinationStatistics", "RpcStatistics"]
 
 
-@dataclass(frozen=True)
-class DestinationStatistics:
+@dataclass(frozen=True, repr=False)
+class DestinationStatistics(StatisticsBase):
     """The calls from this worker to one worker since ``init_rpc``. Sizes are in bytes, durations in seconds.
 
     ``latencies`` is the histogram of the quantiles: the upper end and the count of each bucket that is not empty, each
@@ -18,6 +20,8 @@ class DestinationStatistics:
     """
 
     GAUGES: ClassVar = frozenset({"in_flight", "bytes_in_flight", "waiting", "latency_p50", "latency_p99"})
+    BYTES: ClassVar = frozenset({"bytes_in_flight", "bytes_sent", "bytes_received"})
+    SECONDS: ClassVar = frozenset({"latency_p50", "latency_p99"})
 
     calls: int
     """calls made, including those in flight"""
@@ -40,11 +44,12 @@ class DestinationStatistics:
     latencies: tuple[tuple[float, int], ...]
 
 
-@dataclass(frozen=True)
-class RpcStatistics:
+@dataclass(frozen=True, repr=False)
+class RpcStatistics(StatisticsBase):
     """The statistics of this process, from ``rpc_ext.statistics()``."""
 
     GAUGES: ClassVar = frozenset({"serving"})
+    BYTES: ClassVar = frozenset({"received_outside"})
 
     worker: str
     """the name of this worker"""

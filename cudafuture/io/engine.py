@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from cudafuture import _C, openmetrics
 from cudafuture._arguments import expect_int, shown
+from cudafuture.statistics import StatisticsBase
 
 __all__ = ["Engine", "EngineStatistics", "default_engine"]
 
@@ -23,11 +24,12 @@ _MOST_MEMORY = 1 << 36
 BackendName = Literal["auto", "io_uring", "threads"]
 
 
-@dataclass(frozen=True)
-class EngineStatistics:
+@dataclass(frozen=True, repr=False)
+class EngineStatistics(StatisticsBase):
     """Counts of an engine since it started; see ``Engine.statistics()``."""
 
     GAUGES: ClassVar = frozenset({"pending"})
+    BYTES: ClassVar = frozenset({"bytes_read", "bytes_written"})
 
     reads: int
     """reads that have ended, with any outcome"""

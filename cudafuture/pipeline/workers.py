@@ -26,6 +26,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.pipeline._worker_thread import Deadlines, WorkerTask, WorkerThread, is_inside, table
 from cudafuture.pipeline.stream import AbstractStream, DeviceLike, current_stream, normalize_device
+from cudafuture.statistics import StatisticsBase
 
 __all__ = ["Workers", "WorkersStatistics"]
 
@@ -35,11 +36,12 @@ _PATIENCE = 2.0  # seconds that the exit of the process waits for running tasks
 _all: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
-@dataclass(frozen=True)
-class WorkersStatistics:
+@dataclass(frozen=True, repr=False)
+class WorkersStatistics(StatisticsBase):
     """Counters of ``Workers`` since they were created."""
 
     GAUGES: ClassVar = frozenset({"waiting", "running"})
+    SECONDS: ClassVar = frozenset({"busy"})
 
     submitted: int
     completed: int

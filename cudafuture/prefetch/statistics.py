@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
+
+from cudafuture.statistics import StatisticsBase
 
 __all__ = ["PrefetchStatistics"]
 
 
-@dataclass(frozen=True)
-class PrefetchStatistics:
+@dataclass(frozen=True, repr=False)
+class PrefetchStatistics(StatisticsBase):
     """Counters of a prefetcher since it was created. Times are seconds of the consumer's thread."""
+
+    BYTES: ClassVar = frozenset({"bytes"})
+    SECONDS: ClassVar = frozenset({"waited_for_loader", "waited_for_packing", "waited_for_device"})
 
     batches: int = 0
     """Batches that the consumer has taken."""

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import Self
 
 from cudafuture._C import CUDAFuture
+from cudafuture.statistics import StatisticsBase
 
 __all__ = ["DiskStoreStatistics", "Entry", "Store"]
 
@@ -25,13 +26,14 @@ class Entry:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class DiskStoreStatistics:
+@dataclass(frozen=True, repr=False)
+class DiskStoreStatistics(StatisticsBase):
     """Counts of a store since it was opened, and its sizes now; see ``DiskStore.statistics()``."""
 
     GAUGES: ClassVar = frozenset(
         {"keys", "bytes", "used", "capacity", "slabs", "slab_bytes", "journal_bytes", "pending"}
     )
+    BYTES: ClassVar = frozenset({"bytes", "used", "capacity", "slab_bytes", "journal_bytes"})
 
     keys: int
     bytes: int

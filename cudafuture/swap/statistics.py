@@ -8,17 +8,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+from cudafuture.statistics import StatisticsBase
+
 __all__ = ["SwapStatistics"]
 
 
-@dataclass(frozen=True)
-class SwapStatistics:
+@dataclass(frozen=True, repr=False)
+class SwapStatistics(StatisticsBase):
     """Counts and times of an offloaded optimizer, by stage as DeepSpeed names them.
 
     The seconds of I/O count only time that the program waited. See ``OffloadedOptimizer.statistics()``.
     """
 
     GAUGES: ClassVar = frozenset({"stored_bytes", "resident_bytes"})
+    BYTES: ClassVar = frozenset(
+        {
+            "swap_in_state_bytes",
+            "swap_out_state_bytes",
+            "swap_in_gradient_bytes",
+            "swap_out_gradient_bytes",
+            "stored_bytes",
+            "resident_bytes",
+        }
+    )
+    SECONDS: ClassVar = frozenset(
+        {"compute_seconds", "swap_in_state_seconds", "swap_out_state_seconds", "swap_out_gradient_seconds"}
+    )
 
     steps: int
     swap_in_state_bytes: int

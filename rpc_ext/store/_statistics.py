@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from cudafuture.statistics import StatisticsBase
+
 __all__ = ["RemoteStoreStatistics", "StoreServiceStatistics"]
 
 
-@dataclass(frozen=True)
-class StoreServiceStatistics:
+@dataclass(frozen=True, repr=False)
+class StoreServiceStatistics(StatisticsBase):
     """Statistics of a service since it began. Sizes are in bytes, durations in seconds."""
 
     GAUGES: ClassVar = frozenset({"clients", "namespaces", "in_flight", "most_in_flight", "latency_p50", "latency_p99"})
+    BYTES: ClassVar = frozenset({"in_flight", "most_in_flight", "bytes_written", "bytes_read"})
+    SECONDS: ClassVar = frozenset({"latency_p50", "latency_p99"})
 
     clients: int
     """open sessions"""
@@ -35,11 +39,13 @@ class StoreServiceStatistics:
     latency_p99: float
 
 
-@dataclass(frozen=True)
-class RemoteStoreStatistics:
+@dataclass(frozen=True, repr=False)
+class RemoteStoreStatistics(StatisticsBase):
     """Statistics of a client since it began. Sizes are in bytes, durations in seconds."""
 
     GAUGES: ClassVar = frozenset({"pending", "in_flight", "waiting", "window", "latency_p50", "latency_p99"})
+    BYTES: ClassVar = frozenset({"in_flight", "waiting", "window", "bytes_written", "bytes_read"})
+    SECONDS: ClassVar = frozenset({"latency_p50", "latency_p99"})
 
     pending: int
     """operations whose futures are not done"""

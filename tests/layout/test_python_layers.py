@@ -14,6 +14,7 @@ from layout.tree import PACKAGE, ROOT, cpp_files, imports, is_module, module_nam
 # Lowest first. The modules of one row do not import each other.
 CUDAFUTURE = (
     ("errors", "config", "graph_breaks", "_arguments", "_build_info", "_frames", "_log", "_path", "_progress"),
+    ("statistics",),
     ("_native", "_tensors", "_modes"),
     ("_C",),
     ("_c10d",),

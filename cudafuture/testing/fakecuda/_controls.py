@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from cudafuture.statistics import StatisticsBase
 from cudafuture.testing._hold import StreamHold, open_all
 from cudafuture.testing.fakecuda import _library
 from cudafuture.testing.fakecuda._library import library, stream_of
@@ -106,13 +108,16 @@ def fail_allocations(count: int = 1) -> None:
     library().fakecuda_fail_allocations(count)
 
 
-@dataclass(frozen=True)
-class CudaStatistics:
+@dataclass(frozen=True, repr=False)
+class CudaStatistics(StatisticsBase):
     """Counters of the process since it started.
 
     ``kernels_run`` counts operators that computed on the host, and ``kernels_skipped`` kernels whose code is for a GPU,
     which did nothing. ``contexts`` lists the devices that have a primary context.
     """
+
+    GAUGES: ClassVar = frozenset({"events_alive", "pinned_bytes"})
+    BYTES: ClassVar = frozenset({"pinned_bytes"})
 
     kernels_run: int
     kernels_skipped: int

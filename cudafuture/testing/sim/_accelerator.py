@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
 from cudafuture import _C
+from cudafuture.statistics import StatisticsBase
 from cudafuture.testing import _sim as _native
 from cudafuture.testing.sim._prepare import prepare
 from cudafuture.testing.sim._virtual_time import Speeds
@@ -47,9 +48,12 @@ class Settings:
     speeds: Speeds = field(default_factory=Speeds)
 
 
-@dataclass(frozen=True)
-class Statistics:
+@dataclass(frozen=True, repr=False)
+class Statistics(StatisticsBase):
     """Counts since ``enable``, and the current bytes."""
+
+    GAUGES: ClassVar = frozenset({"allocated_bytes", "reserved_bytes", "deferred_blocks"})
+    BYTES: ClassVar = frozenset({"allocated_bytes", "reserved_bytes"})
 
     submitted: int
     executed: int
