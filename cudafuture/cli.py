@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from cudafuture.config import config
 from cudafuture.debug import look_at
 from cudafuture.doctor import examine
 from cudafuture.graph_breaks import break_graphs
+from cudafuture.statistics import text_of_bytes
+from cudafuture.store import DiskStore
 
 __all__ = ["main"]
 
@@ -31,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_ps(commands)
     _add_trace(commands)
     _add_doctor(commands)
+    _add_store(commands)
     options = parser.parse_args(arguments)
     trace.discard()
     try:
@@ -130,6 +134,56 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps([finding.as_json() for finding in findings], indent=1) + "\n")
     return int(any(finding.state == "broken" for finding in findings))
+
+
+def _add_store(commands: Any) -> None:
+    about = "look into a durable store on disk, which no process writes now"
+    parts = commands.add_parser("store", help=about, description=about).add_subparsers(required=True)
+    for name, run, what in (
+        ("ls", _list_keys, "print each key with its size, dtype and shape, in the order of the last writes"),
+        ("stat", _print_statistics, "print what the store has, and the size of its files"),
+        ("verify", _verify, "read all tensors, and print the keys whose bytes do not match their checksums"),
+    ):
+        part = parts.add_parser(name, help=what, description=what)
+        part.add_argument("folder", type=Path, help="the folder of the store")
+        part.set_defaults(run=partial(_look_into, run))
+
+
+def _look_into(look: Callable[[DiskStore], int], options: argparse.Namespace) -> int:
+    with DiskStore(options.folder, durable=True, read_only=True) as store:
+        return look(store)
+
+
+def _list_keys(store: DiskStore) -> int:
+    keys = store.keys()
+    for key in keys:
+        entry = store.stat(key)
+        dtype = str(entry.dtype).removeprefix("torch.")
+        sys.stdout.write(f"{text_of_bytes(entry.nbytes):>9}  {dtype}{list(entry.shape)}  {key}\n")
+    return 0
+
+
+def _print_statistics(store: DiskStore) -> int:
+    return _print(store.statistics())
+
+
+def _verify(store: DiskStore) -> int:
+    """Print the damaged keys; return 1 if there are any."""
+    found = store.statistics()
+    whole = text_of_bytes(found.bytes)
+    shows_progress = sys.stderr.isatty()
+
+    def show(done: int) -> None:
+        sys.stderr.write(f"\r{text_of_bytes(done)} of {whole}\033[K")
+        sys.stderr.flush()
+
+    damaged = store.verify(show if shows_progress else None)
+    if shows_progress:
+        sys.stderr.write("\r\033[K")
+    for key, error in damaged.items():
+        sys.stdout.write(f"{key}: {error}\n")
+    sys.stdout.write(f"{found.keys} keys, {whole}: {len(damaged) or 'none'} damaged\n")
+    return int(bool(damaged))
 
 
 break_graphs(main)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +17,7 @@ from cudafuture import _C, _xxhash, openmetrics
 from cudafuture._arguments import expect_bool, expect_dtype, expect_int, expect_mapping, expect_str, listed, shown
 from cudafuture._C import CUDAFuture, Snapshot
 from cudafuture._path import path_text
-from cudafuture.errors import InvalidStateError, NotFoundError
+from cudafuture.errors import InvalidStateError, NotFoundError, StorageError
 from cudafuture.io.engine import Engine, engine_or_default
 from cudafuture.ownership import owns, tensors_by_key
 from cudafuture.store._home import DurableHome, EphemeralHome, durable_home, is_direct, log_recovery
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["DiskStore"]
 
 _LEAST_BLOCK, _LEAF = 1 << 18, 1 << 16  # bytes
+_READ_AT_ONCE = 64 << 20  # bytes, by verify()
 
 
 class DiskStore:
@@ -160,6 +161,48 @@ class DiskStore:
         from cudafuture.store.salvage import SalvagedStore
 
         return SalvagedStore(dir, engine=engine)
+
+    def verify(self, progress: Callable[[int], object] | None = None) -> dict[str, StorageError]:
+        """Read every tensor, and return the keys whose bytes cannot be read, or do not match their checksums.
+
+        It reads 64 MiB at a time, or one tensor if that is larger. Keys that are deleted meanwhile are left out.
+        Tensors that were written with ``checksum=False`` are read, but have nothing to match.
+
+        Args:
+            progress: called after each part with the bytes that were read so far.
+
+        Returns:
+            The errors by key; ChecksumError: the bytes do not match.
+
+        >>> store = DiskStore("states")
+        >>> store.write("weight", torch.eye(3)).wait()
+        36
+        >>> store.verify()
+        {}
+        """
+        damaged: dict[str, StorageError] = {}
+        together: list[tuple[str, CUDAFuture[torch.Tensor]]] = []
+        size = total = 0
+        for key in [*self.keys(), None]:
+            if key is not None:
+                try:
+                    nbytes = self.stat(key).nbytes
+                    together.append((key, self.read(key)))
+                except NotFoundError:
+                    continue
+                size += nbytes
+            if key is None or size >= _READ_AT_ONCE:
+                for name, read in together:
+                    error = read.exception()
+                    if isinstance(error, StorageError):
+                        damaged[name] = error
+                    elif error is not None and not isinstance(error, NotFoundError):
+                        raise error
+                total += size
+                together, size = [], 0
+                if progress is not None:
+                    progress(total)
+        return damaged
 
     # ---- writing
 

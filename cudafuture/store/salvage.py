@@ -10,8 +10,6 @@ from cudafuture.store.disk_store import DiskStore
 
 __all__ = ["SalvagedStore"]
 
-_AT_ONCE = 64 << 20  # bytes that are read at a time
-
 
 class SalvagedStore(DiskStore):
     """Keys of a damaged durable store that can be verified, read-only; see ``DiskStore.salvage()``.
@@ -32,29 +30,12 @@ class SalvagedStore(DiskStore):
         recovery = self._native.recovery()
         self._damage: list[tuple[int, int]] = recovery["gaps"]
         try:
-            self._lost = self._verify()
+            self._lost = self.verify()
         except BaseException:
             self.close()
             raise
         self._native.forget(list(self._lost))
         self._uncertain = frozenset(recovery["uncertain"]) - self._lost.keys()
-
-    def _verify(self) -> dict[str, StorageError]:
-        lost: dict[str, StorageError] = {}
-        together: list[str] = []
-        size = 0
-        for key in [*self.keys(), None]:
-            if key is not None:
-                together.append(key)
-                size += self.stat(key).nbytes
-            if key is None or size >= _AT_ONCE:
-                for name, read in [(name, self.read(name)) for name in together]:
-                    if isinstance(error := read.exception(), StorageError):
-                        lost[name] = error
-                    elif error is not None:
-                        raise error
-                together, size = [], 0
-        return lost
 
     @property
     def lost(self) -> dict[str, StorageError]:
