@@ -91,7 +91,8 @@ def _draw_timeline(axes: Any, trace: Trace) -> None:
         row = len(names)
         names.append(rank.title)
         spans = [((step.begin - origin) / 1e6, (step.end - step.begin) / 1e6) for step in steps_of(rank, trace)]
-        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=_COLOURS["computing"])
+        edges = {"edgecolors": "white", "linewidth": 0.8}  # steps that touch are told apart
+        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=_COLOURS["computing"], **edges)
         threads = {step.thread for step in steps_of(rank, trace)}
         waits = [one for one in outer_waits(rank) if one.thread in threads]
         longest = sorted(waits, key=lambda one: one.begin - one.end)[:_MOST_SLICES]
@@ -110,7 +111,7 @@ def _draw_timeline(axes: Any, trace: Trace) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel("virtual ms" if trace.is_virtual else "ms")
-    axes.set_title("what each rank does", loc="left")
+    axes.set_title("waits of each rank, and what is in flight", loc="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
@@ -129,7 +130,7 @@ def _draw_bars(axes: Any, found: TraceAnalysis) -> None:
     axes.set_xticks(range(len(steps)), names, rotation=90 if len(steps) > 12 else 0, fontsize=8)
     axes.set_ylabel("ms")
     more = f", the first {_MOST_BARS} of {len(found.steps)}" if len(found.steps) > len(steps) else ""
-    axes.set_title(f"where the time of each step went{more}", loc="left")
+    axes.set_title(f"parts of each step{more}", loc="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 

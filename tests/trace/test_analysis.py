@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import matplotlib.image
 import pytest
 
 from cudafuture import debug, submit, trace
 from cudafuture.testing import sim
 from cudafuture.trace import RankTrace, Slice, Trace, TracedFuture
 from cudafuture.trace._file import TraceFile
+from support.patience import PATIENCE
 
 MS = 1_000_000
 MAIN, OTHER = 100, 101
@@ -311,12 +315,32 @@ def test_picture_is_written(tmp_path: Path, ending: str) -> None:
     if ending == ".png":
         assert data.startswith(b"\x89PNG")
     else:
-        assert "exposed communication" in data.decode() or b"<svg" in data
+        assert "exposed communication" in data.decode()
     if ending == ".html":
         assert b"http://" not in data.replace(b"http://www.w3.org", b"").replace(b"http://purl.org", b"").replace(
             b"http://creativecommons.org", b""
         )
         assert b"exposed io: 5 ms" in data
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_page_shows_colours_in_a_browser(tmp_path: Path) -> None:
+    reads = [operation("store", 0, 40), operation("group", 20, 60)]
+    slices = [step(0, 50), wait(30, 40, reads[0]), step(50, 100, 1), wait(50, 60, reads[1])]
+    trace.plot(Trace([rank_of(reads, slices)]), tmp_path / "x.html")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    folder, shot = f"--user-data-dir={tmp_path / 'user'}", tmp_path / "shot.png"
+    size, address = "--window-size=1300,1200", (tmp_path / "x.html").as_uri()
+    command = [str(CHROMIUM), *options, folder, size, f"--screenshot={shot}", address]
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
+    pixels = (matplotlib.image.imread(shot)[..., :3] * 255).round().astype(int)
+    for colour in ("#b8c4d0", "#d1495b", "#2e86ab"):  # computing, communication, I/O
+        wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+        assert (abs(pixels - wanted).max(-1) <= 1).sum() > 1000, colour
 
 
 def test_other_ending_is_refused(tmp_path: Path) -> None:
