@@ -95,7 +95,7 @@ soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	$(PYTEST) --timeout 3600 -o faulthandler_timeout=4000
 	$(EVERYWHERE) -m "not world" --timeout 3600 -o faulthandler_timeout=4000
 	CUDAFUTURE_DEBUG=origin $(PYTEST) --timeout 3600 -o faulthandler_timeout=4000
-	CUDAFUTURE_TRACE=build/trace $(PYTEST) --timeout 3600 -o faulthandler_timeout=4000
+	CUDAFUTURE_TRACE=build/trace $(PYTEST) --ignore tests/trace --timeout 3600 -o faulthandler_timeout=4000
 	CUDAFUTURE_TEST_BACKEND=cudafuture $(PYTEST) tests/collectives --timeout 3600 -o faulthandler_timeout=4000
 	$(MAKE) --no-print-directory test-native
 	$(MAKE) --no-print-directory test-cuda

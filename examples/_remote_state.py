@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import rpc_ext
-from _timeline import Timeline
 from cudafuture import CUDAFuture, gather, wait_all
 from cudafuture.config import config
 
@@ -82,10 +80,10 @@ class RemoteState:
     same error, up to the update that a forward waits for.
     """
 
-    def __init__(self, store: rpc_ext.RemoteStore, buckets: Sequence[Bucket], timeline: Timeline, ahead: int) -> None:
+    def __init__(self, store: rpc_ext.RemoteStore, buckets: Sequence[Bucket], ahead: int) -> None:
         if not 1 <= ahead <= len(buckets):
             raise ValueError(f"ahead={ahead}: from 1 to {len(buckets)}, the number of buckets")
-        self.store, self.timeline, self.ahead, self.count = store, timeline, ahead, len(buckets)
+        self.store = store
         self._turns = cycle(buckets)  # the bucket that reads next
         self._reads: deque[CUDAFuture[Tensor]] = deque()  # for the turns to come
         self._updated: dict[int, Tensor] = {}  # to be written, by bucket
@@ -93,18 +91,16 @@ class RemoteState:
         for bucket in buckets:
             self._written.append(write_first(store, bucket))
         for bucket in islice(self._turns, ahead):
-            self._reads.append(self._written[bucket.index].then_async(partial(self._read, bucket, 1)))
+            self._reads.append(self._written[bucket.index].then_async(partial(self._read, bucket)))
 
     def update(self, bucket: Bucket, reduced: CUDAFuture[Tensor]) -> CUDAFuture[list[nn.Parameter]]:
         """Update a bucket when its gradients and its state are there. Buckets have to come in their order."""
-        step = self.timeline.step
-        updated = gather(reduced, self._reads.popleft()).then(partial(self._update, bucket, step))
-        self._written[bucket.index] = written = updated.then_async(partial(self._write, bucket, step))
+        updated = gather(reduced, self._reads.popleft()).then(partial(self._update, bucket))
+        self._written[bucket.index] = written = updated.then_async(partial(self._write, bucket))
         following = next(self._turns)
         # Room comes with the write of this turn. What is read was written in another one, which may be slower.
         may_read = gather(written, self._written[following.index])
-        for_step = step + (bucket.index + self.ahead) // self.count
-        self._reads.append(may_read.then_async(partial(self._read, following, for_step)))
+        self._reads.append(may_read.then_async(partial(self._read, following)))
         return updated
 
     def finish(self) -> None:
@@ -113,28 +109,22 @@ class RemoteState:
         wait_all(self._reads)
         self._reads.clear()
 
-    def _read(self, bucket: Bucket, step: int, may_read: CUDAFuture[Any]) -> CUDAFuture[Tensor]:
+    def _read(self, bucket: Bucket, may_read: CUDAFuture[Any]) -> CUDAFuture[Tensor]:
         may_read.value()  # raises what a write failed with
-        start = time.perf_counter_ns()
-        return self._watch("read", bucket, step, start, self.store.read(key(bucket)))
+        return self.store.read(key(bucket))
 
-    def _update(self, bucket: Bucket, step: int, ready: CUDAFuture[list[Tensor]]) -> list[nn.Parameter]:
+    def _update(self, bucket: Bucket, ready: CUDAFuture[list[Tensor]]) -> list[nn.Parameter]:
         _, moments = ready.value()
-        with self.timeline.span("update", bucket.index, step):
-            set_moments(bucket, moments)
-            bucket.update()
+        set_moments(bucket, moments)
+        bucket.update()
         self._updated[bucket.index] = moments
         return bucket.parameters  # so that on a device a waiter is ordered after the kernels that wrote them
 
-    def _write(self, bucket: Bucket, step: int, updated: CUDAFuture[Any]) -> CUDAFuture[int]:
+    def _write(self, bucket: Bucket, updated: CUDAFuture[Any]) -> CUDAFuture[int]:
         updated.value()
-        start = time.perf_counter_ns()
         drop_moments(bucket)
         moments = self._updated.pop(bucket.index)  # only the write holds its memory now
-        return self._watch("write", bucket, step, start, self.store.write(key(bucket), moments))
-
-    def _watch(self, what: str, bucket: Bucket, step: int, start: int, future: CUDAFuture[Any]) -> CUDAFuture[Any]:
-        return self.timeline.watch(what, bucket.index, future, where=self.store.worker, step=step, start=start)
+        return self.store.write(key(bucket), moments)
 
 
 @dataclass

@@ -15,20 +15,23 @@ anywhere on the way (a dead peer, an exception in the optimizer, a write that fa
 The program trains twice more, with blocking calls: with the state on the same disk, and with the state in memory. The
 first comparison shows what overlap gains, the second what the disk costs.
 
-At the end the program prints what overlapped with what, and one step as it went: collectives, callbacks, calls and
-disks in one picture. Then it prints the time of each training. It checks what it claims, and exits with an error when a
-check fails: the accuracy on images it has not seen, the same parameters on every rank, and the same parameters and
-Adam's state as with blocking calls. With ``--state memory`` the state does not leave memory.
+The first training is traced. At the end the program prints where the time of its steps went: what was in flight, how
+much of that was overlapped, and the longest waits; with ``--trace FOLDER`` the traces of all ranks stay there, for
+``cudafuture trace plot FOLDER steps.html``. Then it prints the time of each training. It checks what it claims, and
+exits with an error when a check fails: the accuracy on images it has not seen, the same parameters on every rank, and
+the same parameters and Adam's state as with blocking calls. With ``--state memory`` the state does not leave memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,8 +54,7 @@ from _remote_state import (
     update_blocking,
     write_first,
 )
-from _timeline import Timeline, overlap_table, step_table, typical_step
-from cudafuture import CUDAFuture, wait_all
+from cudafuture import CUDAFuture, trace, wait_all
 
 LOOPS = {
     "overlapped": "overlapped, Adam's state on the disk of the other worker",
@@ -63,7 +65,6 @@ LOOPS = {
 DISK = "Adam's state on a disk: {mib_written:.0f} MiB written, {mib_read:.0f} MiB read, {refused} calls refused"
 WANTED_ACCURACY = 0.95
 LEARNING_RATE = 4e-3
-WARM_UP = 20  # steps, of which none is shown as a typical one
 
 
 class Bucket:
@@ -98,8 +99,8 @@ class Overlap:
 
     def __init__(self, buckets: Sequence[Bucket], disk: Disk | None = None, ahead: int = 3) -> None:
         self.buckets = buckets
-        self.timeline = Timeline()
-        self.state = None if disk is None else RemoteState(disk.store, buckets, self.timeline, min(ahead, len(buckets)))
+        self.state = None if disk is None else RemoteState(disk.store, buckets, min(ahead, len(buckets)))
+        self.steps = 0
         self._next = 0  # the bucket to send next: every rank has to send them in the same order
         for bucket in buckets:
             for parameter in bucket.parameters:
@@ -113,11 +114,12 @@ class Overlap:
         self._next = 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
-        self.timeline.step += 1
-        with self.timeline.span("forward"):
-            value = loss()
-        with self.timeline.span("backward"):
-            value.backward()
+        with trace.step(self.steps):
+            with trace.span("forward"):
+                value = loss()
+            with trace.span("backward"):
+                value.backward()
+        self.steps += 1
 
     def finish(self) -> None:
         """Wait for the last updates and writes, which no forward waits for."""
@@ -125,23 +127,14 @@ class Overlap:
         if self.state is not None:
             self.state.finish()
 
-    def report(self) -> list[dict[str, Any]]:
-        """Return a row per bucket: its size, and the medians of its overlaps."""
-        return [
-            {"bucket": b.index, "layers": list(b.layers), "kib": b.gradients.nbytes / 1024}
-            | self.timeline.overlap(b.index)
-            for b in self.buckets
-        ]
-
     def _gradient_is_there(self, bucket: Bucket, _parameter: Tensor) -> None:
-        self.timeline.look()
         bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             self._send(self.buckets[self._next])
             self._next += 1
 
     def _send(self, bucket: Bucket) -> None:
-        reduced = self.timeline.watch("all_reduce", bucket.index, cfd.all_reduce(bucket.gradients), where="gloo")
+        reduced = cfd.all_reduce(bucket.gradients)
         if self.state is None:
             bucket.updated = reduced.then(partial(self._update, bucket))  # on a thread of the group's, beside backward
         else:
@@ -149,14 +142,12 @@ class Overlap:
 
     def _update(self, bucket: Bucket, reduced: CUDAFuture[Tensor]) -> list[nn.Parameter]:
         reduced.value()  # raises what the all_reduce failed with
-        with self.timeline.span("update", bucket.index):
-            bucket.update()
+        bucket.update()
         return bucket.parameters  # so that on a device a waiter is ordered after the kernels that wrote them
 
     def _wait_for_update(self, bucket: Bucket, _layer: nn.Module, _inputs: Any) -> None:
         if bucket.updated is not None:
-            with self.timeline.span("wait", bucket.index):
-                bucket.updated.wait(non_blocking=True)
+            bucket.updated.wait(non_blocking=True)
 
 
 def blocking_step(buckets: Sequence[Bucket], disk: Disk | None, loss: Callable[[], Tensor]) -> None:
@@ -184,7 +175,6 @@ class Run:
     buckets: Sequence[Bucket]
     steps: int
     seconds: float
-    overlap: Overlap | None
 
 
 def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -192,8 +182,18 @@ def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(images), labels)
 
 
-def train(args: argparse.Namespace, digits: Digits, disk: Disk | None = None, *, overlapped: bool = True) -> Run:
-    """Train a model from the seed on: both kinds of loop see the same first parameters, batches and buckets."""
+def train(
+    args: argparse.Namespace,
+    digits: Digits,
+    disk: Disk | None = None,
+    *,
+    overlapped: bool = True,
+    traces: Path | None = None,
+) -> Run:
+    """Train a model from the seed on: both kinds of loop see the same first parameters, batches and buckets.
+
+    The steps of the overlapped loop are recorded in the folder `traces`, if one is given.
+    """
     torch.manual_seed(args.seed)
     model = make_model()
     buckets = make_buckets(model, args.bucket_kib)
@@ -205,11 +205,12 @@ def train(args: argparse.Namespace, digits: Digits, disk: Disk | None = None, *,
     name = f"{'overlapped' if overlapped else 'blocking'}{'' if disk else ' in memory'}"
     dist.barrier()
     start = time.perf_counter()
-    for images, labels in track(batches, f"{name:20}", disable=dist.get_rank() != 0):
-        step(partial(loss_of, model, images, labels))
-    if overlap:
-        overlap.finish()
-    return Run(name, model, buckets, len(batches), time.perf_counter() - start, overlap)
+    with nullcontext() if traces is None else trace.record(traces):
+        for images, labels in track(batches, f"{name:20}", disable=dist.get_rank() != 0):
+            step(partial(loss_of, model, images, labels))
+        if overlap:
+            overlap.finish()
+    return Run(name, model, buckets, len(batches), time.perf_counter() - start)
 
 
 def differing(ours: nn.Module, theirs: nn.Module) -> list[str]:
@@ -231,11 +232,21 @@ def gain(seconds: Mapping[str, float]) -> str:
     return told
 
 
+def overlap_of(kind: str, analysis: trace.TraceAnalysis) -> dict[str, float]:
+    """Return the medians over the steps that have operations of a kind in flight, in seconds."""
+    flights = [step.flights[kind] for step in analysis.steps if kind in step.flights]
+    if not flights:
+        return {"in_flight": 0.0, "overlapped": 0.0}
+    return {
+        "in_flight": statistics.median(one.time for one in flights),
+        "overlapped": statistics.median(one.overlapped for one in flights),
+    }
+
+
 def show(results: Mapping[str, Any]) -> None:
     """Print the time, the overlaps, and the outcome of every check."""
     console = Console()
-    console.print(overlap_table(results["overlap"]))
-    console.print(step_table(results["step"]))
+    console.print(results["analysis"], highlight=False, markup=False, soft_wrap=True)
     console.print(f"{results['steps']} steps:")
     for loop, seconds in results["seconds"].items():
         console.print(f"  {LOOPS[loop] + ':':58} {seconds:5.2f} s")
@@ -258,6 +269,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--state", choices=["remote", "memory"], default="remote", help="where Adam's state is kept")
     parser.add_argument("--ahead", type=int, default=3, help="buckets whose state may be in memory at a time")
     parser.add_argument("--folder", type=Path, help="on the disk that is served; default: where temporary files go")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="keep the traces of all ranks there; empty before")
     parser.add_argument("--no-compare", action="store_true", help="do not train again with blocking calls")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     args = parser.parse_args()
@@ -270,12 +282,13 @@ def results_of(args: argparse.Namespace, digits: Digits) -> dict[str, Any]:
     """Train, check, and collect what the program reports."""
     with ExitStack() as stack:
         disk = stack.enter_context(next_workers_disk(args.folder)) if args.state == "remote" else None
-        run = train(args, digits, disk)
+        traces = args.trace or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="train-digits-")))
+        run = train(args, digits, disk, traces=traces)
         same = same_on_every_rank(run.model)  # and all ranks are here
         served = None if disk is None else disk.statistics()
         states = None if disk is None else read_states(disk.store, run.buckets)
+        analysis = trace.analyse(traces)  # of all ranks, which have written theirs; without --trace, of this one
         others = [] if args.no_compare or disk is None else [train(args, digits, disk, overlapped=False)]
-    assert run.overlap is not None
     if not args.no_compare:
         others.append(train(args, digits, overlapped=False))
     accuracy = digits.accuracy(run.model)
@@ -284,8 +297,9 @@ def results_of(args: argparse.Namespace, digits: Digits) -> dict[str, Any]:
         "seconds": {each.name: each.seconds for each in [run, *others]},
         "accuracy": accuracy,
         "checks": {"accuracy": accuracy >= WANTED_ACCURACY, "same on every rank": same},
-        "overlap": run.overlap.report(),
-        "step": typical_step(run.overlap.timeline.spans, [" ".join(b.layers) for b in run.buckets], WARM_UP),
+        "kib": [bucket.gradients.nbytes / 1024 for bucket in run.buckets],
+        "analysis": str(analysis),
+        "overlap": {kind: overlap_of(kind, analysis) for kind in ("communication", "io")},
         "disk": served,
     }
     for other in others:

@@ -125,7 +125,7 @@ def _draw_bars(axes: Any, found: TraceAnalysis) -> None:
             continue
         axes.bar(range(len(steps)), heights, 0.8, below, color=_COLOURS[kind], label=_LABELS[kind])
         below = [lower + height for lower, height in zip(below, heights, strict=True)]
-    ranks = len({step.rank for step in steps})
+    ranks = len({step.rank for step in found.steps})
     names = [f"{step.rank}\n{step.name}" if ranks > 1 else step.name for step in steps]
     axes.set_xticks(range(len(steps)), names, rotation=90 if len(steps) > 12 else 0, fontsize=8)
     axes.set_ylabel("ms")

@@ -57,11 +57,11 @@ class Store:
 def state(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Store, list[Any]]:
     """Return the state of three buckets, of which two are in memory at a time."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
-    remote_state, timeline = importlib.import_module("_remote_state"), importlib.import_module("_timeline")
+    remote_state = importlib.import_module("_remote_state")
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in "abc"))
     buckets = [example.Bucket(i, {name: layer}) for i, (name, layer) in enumerate(zip("abc", model, strict=True))]
     store = Store()
-    states = remote_state.RemoteState(store, buckets, timeline.Timeline(), ahead=2)
+    states = remote_state.RemoteState(store, buckets, ahead=2)
     for name in "abc":
         store.finish("write", f"{name}/moments")
     return states, store, buckets
