@@ -91,7 +91,7 @@ def _draw_timeline(axes: Any, trace: Trace) -> None:
         row = len(names)
         names.append(rank.title)
         spans = [((step.begin - origin) / 1e6, (step.end - step.begin) / 1e6) for step in steps_of(rank, trace)]
-        edges = {"edgecolors": "white", "linewidth": 0.8}  # steps that touch are told apart
+        edges = {"edgecolors": "white", "linewidth": 0.8}  # between steps that touch
         axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=_COLOURS["computing"], **edges)
         threads = {step.thread for step in steps_of(rank, trace)}
         waits = [one for one in outer_waits(rank) if one.thread in threads]
