@@ -132,7 +132,7 @@ cfd.all_reduce(t).wait()
 """,
     )
     ranks[1].hear()
-    ranks[1].send(signal.SIGSTOP)
+    ranks[1].stop()
     programs.expect(
         r"rank 1 \(process \d+\) holds up rank 0 [^\n]*all_reduce #1 of group '0' [^\n]*is not issued there "
         r"\(its last one was all_reduce #0\); it is stopped",

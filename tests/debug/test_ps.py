@@ -129,7 +129,7 @@ def test_absent_process_is_named(tmp_path: Path) -> None:
 
 def test_stopped_process_is_named(tmp_path: Path) -> None:
     with child_of(tmp_path, "say('ready')\nhear()") as child:
-        child.send(signal.SIGSTOP)
+        child.stop()
         assert "it is stopped" in problem_of(child.process.pid, tmp_path, 1.0)
 
 

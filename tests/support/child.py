@@ -160,6 +160,11 @@ def run_script(
 RUN_PYTEST = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))"
 
 
+def _state_of(thread: Path) -> str:
+    """Return the letter of proc(5) for the state of a thread."""
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 class Child:
     """Script in another process. Leaving the scope kills it if it is still there.
 
@@ -220,6 +225,13 @@ class Child:
 
     def send(self, number: signal.Signals) -> None:
         self.process.send(number)
+
+    def stop(self) -> None:
+        """Stop the process with SIGSTOP, which takes effect later, and return when all of its threads have stopped."""
+        self.send(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.process.pid}/task")
+        while any(_state_of(thread) != "T" for thread in threads.iterdir()):
+            time.sleep(0.001)
 
     def end(self, patience: float = PATIENCE) -> int:
         """Wait until the process has ended; return its exit code, negative for a signal."""
