@@ -91,7 +91,7 @@ def text_of_seconds(seconds: float) -> str:
         return "-"
     if seconds >= 1000:
         return f"{seconds:,.0f} s"
-    units = ["s", "ms", "us", "ns"]
+    units = ["s", "ms", "µs", "ns"]
     while 0 < abs(seconds) < 1 and len(units) > 1:
         seconds *= 1000
         units.pop(0)

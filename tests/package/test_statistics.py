@@ -48,7 +48,7 @@ def test_repr_has_a_line_for_each_field() -> None:
         "  name     w0\n"
         "  calls    1,234,567\n"
         "  limit    -\n"
-        "  busy     cpu 2.5 s, cuda:0 3 us\n"
+        "  busy     cpu 2.5 s, cuda:0 3 µs\n"
         "  refused  -\n"
         "  links\n"
         "    w1\n"
@@ -87,7 +87,7 @@ def test_statistics_of_a_store_are_read_at_a_glance(tmp_path: Any) -> None:
 
 def test_units_name_fields() -> None:
     for name in (
-        "cudafuture.compat",
+        "cudafuture.pipeline",
         "cudafuture.prefetch",
         "cudafuture.swap",
         "cudafuture.testing.sim",
