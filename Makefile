@@ -89,13 +89,16 @@ gpu-kit:
 matrix:
 	tools/matrix.sh$(if $(TORCHES), --torch "$(TORCHES)")$(if $(PYTHONS), --python "$(PYTHONS)")
 
+# Tests that record traces themselves: a process has one recording at a time.
+RECORDING = tests/trace tests/package/test_docs.py tests/examples/test_train_digits.py
+
 soak: export CUDAFUTURE_SOAK = 1
 soak: JOBS = auto
 soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	$(PYTEST) --timeout 3600 -o faulthandler_timeout=4000
 	$(EVERYWHERE) -m "not world" --timeout 3600 -o faulthandler_timeout=4000
 	CUDAFUTURE_DEBUG=origin $(PYTEST) --timeout 3600 -o faulthandler_timeout=4000
-	CUDAFUTURE_TRACE=build/trace $(PYTEST) --ignore tests/trace --timeout 3600 -o faulthandler_timeout=4000
+	CUDAFUTURE_TRACE=$(abspath build/trace) $(PYTEST) $(RECORDING:%=--ignore %) --timeout 3600 -o faulthandler_timeout=4000
 	CUDAFUTURE_TEST_BACKEND=cudafuture $(PYTEST) tests/collectives --timeout 3600 -o faulthandler_timeout=4000
 	$(MAKE) --no-print-directory test-native
 	$(MAKE) --no-print-directory test-cuda

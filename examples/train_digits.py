@@ -55,6 +55,7 @@ from _remote_state import (
     write_first,
 )
 from cudafuture import CUDAFuture, trace, wait_all
+from cudafuture.config import config
 
 LOOPS = {
     "overlapped": "overlapped, Adam's state on the disk of the other worker",
@@ -282,8 +283,9 @@ def results_of(args: argparse.Namespace, digits: Digits) -> dict[str, Any]:
     """Train, check, and collect what the program reports."""
     with ExitStack() as stack:
         disk = stack.enter_context(next_workers_disk(args.folder)) if args.state == "remote" else None
-        traces = args.trace or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="train-digits-")))
-        run = train(args, digits, disk, traces=traces)
+        own = args.trace or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="train-digits-")))
+        traces = Path(config.trace_dir) if config.trace_dir else own  # CUDAFUTURE_TRACE records the process already
+        run = train(args, digits, disk, traces=None if config.trace_dir else traces)
         same = same_on_every_rank(run.model)  # and all ranks are here
         served = None if disk is None else disk.statistics()
         states = None if disk is None else read_states(disk.store, run.buckets)
