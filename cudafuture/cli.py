@@ -141,7 +141,7 @@ def _add_store(commands: Any) -> None:
     parts = commands.add_parser("store", help=about, description=about).add_subparsers(required=True)
     for name, run, what in (
         ("ls", _list_keys, "print each key with its size, dtype and shape, in the order of the last writes"),
-        ("stat", _print_statistics, "print what the store has, and the size of its files"),
+        ("stat", lambda store: _print(store.statistics()), "print what the store has, and the size of its files"),
         ("verify", _verify, "read all tensors, and print the keys whose bytes do not match their checksums"),
     ):
         part = parts.add_parser(name, help=what, description=what)
@@ -161,10 +161,6 @@ def _list_keys(store: DiskStore) -> int:
         dtype = str(entry.dtype).removeprefix("torch.")
         sys.stdout.write(f"{text_of_bytes(entry.nbytes):>9}  {dtype}{list(entry.shape)}  {key}\n")
     return 0
-
-
-def _print_statistics(store: DiskStore) -> int:
-    return _print(store.statistics())
 
 
 def _verify(store: DiskStore) -> int:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from cudafuture.statistics import text_of_seconds
 from cudafuture.trace._model import RankTrace, Slice, Trace, TracedFuture, collectives, in_flight, load
 from cudafuture.trace._recording import STEP
 
@@ -166,7 +167,7 @@ class TraceAnalysis:
         return statistics.median(values) if values else 0.0
 
     def __repr__(self) -> str:
-        return f"<TraceAnalysis of {len(self.steps)} steps, median {_text(self.median('time'))}>"
+        return f"<TraceAnalysis of {len(self.steps)} steps, median {text_of_seconds(self.median('time'))}>"
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -495,7 +496,8 @@ class TraceComparison:
         for name in self.before:
             ratio = self.ratio(name)
             shown = "" if ratio is None else f"{ratio:.2f}"
-            lines.append(f"{name:<16} {_text(self.before[name]):>10} {_text(self.after[name]):>10} {shown:>7}")
+            before, after = text_of_seconds(self.before[name]), text_of_seconds(self.after[name])
+            lines.append(f"{name:<16} {before:>10} {after:>10} {shown:>7}")
         return "\n".join(lines)
 
 
@@ -518,35 +520,30 @@ def compare(before: str | os.PathLike[str] | Trace, after: str | os.PathLike[str
     return TraceComparison({name: first.median(name) for name in names}, {name: second.median(name) for name in names})
 
 
-def _text(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
-
-
 def _lines(found: TraceAnalysis) -> Iterator[str]:
     time, computing = found.median("time"), found.median("computing")
-    yield f"{len(found.steps)} steps, median {_text(time)}: computing {_text(computing)}"
+    yield f"{len(found.steps)} steps, median {text_of_seconds(time)}: computing {text_of_seconds(computing)}"
     for kind in KINDS:
         median = found.median(kind)
         if median:
-            yield f"  exposed {kind}: {_text(median)}"
+            yield f"  exposed {kind}: {text_of_seconds(median)}"
     for kind in KINDS:
         flights = [step.flights[kind] for step in found.steps if kind in step.flights]
         if flights:
             share = statistics.median(flight.overlap for flight in flights)
             flown = statistics.median(flight.time for flight in flights)
-            yield f"  {kind} in flight: {_text(flown)} of a step, overlap {share:.0%} of what is possible"
+            yield f"  {kind} in flight: {text_of_seconds(flown)} of a step, overlap {share:.0%} of what is possible"
     if found.waits:
         yield "longest waits:"
     for wait in found.waits[:5]:
-        yield f"  {_text(wait.seconds)} on {wait.rank} for {wait.what or 'a future'} at {wait.line or 'native code'}"
+        what, line = wait.what or "a future", wait.line or "native code"
+        yield f"  {text_of_seconds(wait.seconds)} on {wait.rank} for {what} at {line}"
     for late in found.stragglers[:1]:
         if late.late:
-            yield f"{late.rank} was last {late.last} times of {late.of}, by {_text(late.late)} in all"
+            yield f"{late.rank} was last {late.last} times of {late.of}, by {text_of_seconds(late.late)} in all"
     if found.lost:
         yield f"{found.lost} events were lost: threads had more than a ring holds"
     for rank, error in found.clock_errors.items():
         if error is None or error > 0:
-            yield f"the clock of {rank} is known to {'the time of day' if error is None else _text(error / 1e9)}"
+            known = "the time of day" if error is None else text_of_seconds(error / 1e9)
+            yield f"the clock of {rank} is known to {known}"
