@@ -73,7 +73,7 @@ def register(
     >>> future = _C.CUDAFuture(name="upload")
     >>> register(future, OperationPlace.find("bucket", "checkpoints", "to"), nbytes=1 << 20)
     >>> print(pending(future))
-    upload to bucket 'checkpoints' (1 MiB), ...s old
+    upload to bucket 'checkpoints' (1 MiB), ...s old...
     """
     _C.register(future, place, -1 if number is None else number, -1 if nbytes is None else nbytes)
 

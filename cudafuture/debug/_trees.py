@@ -152,7 +152,7 @@ class Pending:
         """Yield each future of the trees once.
 
         >>> [future.description for future in pending(_C.CUDAFuture(name="read")).futures()]
-        ["future 'read', ...s old"]
+        ["future 'read', ...s old..."]
         """
         seen: set[int] = set()
         stack = list(reversed(self.trees))
