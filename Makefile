@@ -113,17 +113,11 @@ lint: $(STATE)/built $(STATE)/has-lint $(STATE)/has-test $(STATE)/has-demo
 	$(PY) -c 'import clang_format; clang_format.clang_format()' --dry-run -Werror $(CPP)
 	$(PY) -m pytest -q tests/layout
 
+# Suites that need no disk; storage, remote and swap take 12 GiB and fio.
+SUITES = core interrupt collectives device rpc debug trace prefetch images pipeline
+
 bench: $(STATE)/built $(STATE)/has-demo
-	$(PY) benchmarks/core.py --check --json build/core.json
-	$(PY) benchmarks/interrupt.py --check
-	$(PY) benchmarks/collectives.py --check --json build/collectives.json
-	$(PY) benchmarks/device.py --check --json build/device.json
-	$(PY) benchmarks/rpc.py --check --json build/rpc.json
-	$(PY) benchmarks/debug.py --check --json build/debug.json
-	$(PY) benchmarks/trace.py --check --json build/trace.json
-	$(PY) benchmarks/prefetch.py --check --json build/prefetch.json
-	$(PY) benchmarks/images.py --check --json build/images.json
-	$(PY) benchmarks/pipeline.py --check --json build/pipeline.json
+	for suite in $(SUITES); do $(PY) -m cudafuture bench $$suite --check --json build/$$suite.json || exit 1; done
 
 docs: $(STATE)/built $(STATE)/has-docs
 	$(PY) -m sphinx -W --keep-going -b html docs build/docs

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cudafuture import trace
+from cudafuture import bench, trace
 from cudafuture.config import config
 from cudafuture.debug import look_at
 from cudafuture.doctor import examine
@@ -29,19 +29,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     process 0: there is no process 0
     1
     """
-    parser = argparse.ArgumentParser(prog="cudafuture", description="Look at programs that use cudafuture.")
+    parser = argparse.ArgumentParser(
+        prog="cudafuture", description="Look at programs that use cudafuture, and at machines."
+    )
     commands = parser.add_subparsers(required=True)
     _add_ps(commands)
     _add_trace(commands)
     _add_doctor(commands)
     _add_store(commands)
+    _add_bench(commands)
     options = parser.parse_args(arguments)
     trace.discard()
     try:
         status: int = options.run(options)
     except KeyboardInterrupt:
         return 130
-    except (OSError, ValueError, ImportError) as e:
+    except (OSError, ValueError, ImportError, bench.Skipped) as e:
         sys.stderr.write(f"{e}\n")
         return 2
     return status
@@ -161,6 +164,41 @@ def _list_keys(store: DiskStore) -> int:
         dtype = str(entry.dtype).removeprefix("torch.")
         sys.stdout.write(f"{text_of_bytes(entry.nbytes):>9}  {dtype}{list(entry.shape)}  {key}\n")
     return 0
+
+
+def _add_bench(commands: Any) -> None:
+    about = "measure the library beside its peers on this machine"
+    part = commands.add_parser("bench", help=about, description=f"{about}. Without a suite: list the suites.")
+    part.add_argument("suite", nargs="?", metavar="SUITE", help=f"one of {', '.join(bench.names())}")
+    part.add_argument(
+        "--only", nargs="+", default=[], metavar="ROW", help="rows, or the beginning of several up to a hyphen"
+    )
+    part.add_argument("--rounds", type=int, help="a row shows medians over so many (default: the suite's)")
+    part.add_argument(
+        "--json", type=Path, metavar="PATH", help="write the rows there; a folder: with the machine's kind"
+    )
+    part.add_argument("--plot", type=Path, metavar="PATH", help="draw the rows into a .png, .svg or .pdf file")
+    part.add_argument("--check", action="store_true", help="return 1 when a limit is broken")
+    part.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    """Measure a suite; return 1 if a row failed, or broke its limit where that is checked."""
+    if options.suite is None:
+        for name in bench.names():
+            sys.stdout.write(f"{name:<12} {_title(name)}\n")
+        return 0
+    outcomes = bench.run(options.suite, options.only, rounds=options.rounds, json=options.json, plot=options.plot)
+    bad = {"failed", "over"} if options.check else {"failed"}
+    return int(any(outcome.verdict in bad for outcome in outcomes))
+
+
+def _title(name: str) -> str:
+    try:
+        suite = bench.load(name)
+    except bench.Skipped as e:
+        return f"(skipped: {e})"
+    return f"{suite.title}: {len(suite.rows)} rows"
 
 
 def _verify(store: DiskStore) -> int:

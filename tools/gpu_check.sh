@@ -1,9 +1,9 @@
 #!/bin/sh
 # gpu_check.sh [--dry-run] tests|figures OUT [NAME...]: one half of the checks that need a GPU, in at most four minutes.
 #
-#   tests     tests/cuda and tests/device, the same under torch's CUDA sanitizer, benchmarks/device.py
-#   figures   each sync edge cut on the hardware, the stress test, benchmarks/gpu.py
-#   NAME      run only these: tests, by their ids from the root of the checkout; or sections of benchmarks/gpu.py
+#   tests     tests/cuda and tests/device, the same under torch's CUDA sanitizer, cudafuture bench device
+#   figures   each sync edge cut on the hardware, the stress test, cudafuture bench gpu
+#   NAME      run only these: tests, by their ids from the root of the checkout; or sections of cudafuture bench gpu
 #
 # The package comes from the wheel in WHEELS, which `make gpu-kit` builds. Without a wheel, or with one that does not fit
 # this Python, torch or checkout, it is built here. Other wheels in WHEELS are installed beside it. No network is used.
@@ -185,12 +185,12 @@ tests() {
     -c "$repository/pyproject.toml" -p no:cacheprovider $options --results "$out" --phase "$called" "$@"
 }
 
-# benchmark NAME SECONDS ARGUMENT...: a phase that runs benchmarks/NAME.py, and adds its table to the summary.
+# benchmark NAME SECONDS ARGUMENT...: a phase that runs `cudafuture bench NAME`, and adds its table to the summary.
 benchmark() {
   called=$1
   seconds=$2
   shift 2
-  phase "$called" "$seconds" env COLUMNS=150 "$python" "$repository/benchmarks/$called.py" --json "$out/$called.json" "$@"
+  phase "$called" "$seconds" env COLUMNS=150 "$python" -m cudafuture bench "$called" --json "$out/$called.json" "$@"
   if [ -f "$out/$called.log" ]; then sed '/^measuring/d; s/^/    /' "$out/$called.log" | tee -a "$out/summary.txt"; fi
 }
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from layout.tree import ROOT
 from support.soak import in_soak_alone
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
@@ -22,7 +21,7 @@ MAY_BE_SKIPPED = {"io_uring", "direct"}  # where the kernel or the file system h
 @pytest.mark.parametrize("schedule", ["jitter", pytest.param("lazy", marks=in_soak_alone)])
 def test_gpu_benchmark_rows_run(tmp_path: Path, schedule: str) -> None:
     report = tmp_path / "gpu.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--check", "--json", str(report)]
+    command = [sys.executable, "-m", "cudafuture", "bench", "gpu", "--check", "--json", str(report)]
     variables = {"FAKECUDA_SCHEDULE": schedule, "FAKECUDA_RACES": "0", "CUDAFUTURE_BENCH_DIR": str(tmp_path)}
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

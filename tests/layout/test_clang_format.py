@@ -13,7 +13,7 @@ import pytest
 from layout.tree import ROOT
 
 SUFFIXES = {".h", ".hpp", ".cpp", ".cc", ".cu"}
-FOLDERS = ("cudafuture", "rpc_ext", "tests", "benchmarks", "examples", "tools")
+FOLDERS = ("cudafuture", "rpc_ext", "tests", "examples", "tools")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")

@@ -37,7 +37,7 @@ PARTS = {  # the phases of each, by a word of their commands
         "installed": "gpu_check.py installed",
         "tests": "--phase tests",
         "sanitizer": "--phase sanitizer",
-        "device": "benchmarks/device.py",
+        "device": "cudafuture bench device",
     },
     "figures": {
         "machine": "gpu_check.py machine",
@@ -46,7 +46,7 @@ PARTS = {  # the phases of each, by a word of their commands
         "installed": "gpu_check.py installed",
         "edges": "tests/cuda/test_edges.py",
         "stress": "tests/cuda/test_stress.py",
-        "gpu": "benchmarks/gpu.py",
+        "gpu": "cudafuture bench gpu",
     },
 }
 WORDS = {"build": "--no-build-isolation", **PARTS["tests"], **PARTS["figures"]}

@@ -24,7 +24,7 @@ from layout.tree import (
 FOLDERS = ("cudafuture", "cudafuture_c10d", "rpc_ext")
 
 PRODUCT = python_files(*FOLDERS)
-OTHERS = python_files("tests", "benchmarks", "examples", "tools")
+OTHERS = python_files("tests", "examples", "tools")
 
 # The docstrings of CUDAFuture.
 NATIVE_DOCS = NATIVE / "bind" / "docs.h"
@@ -40,7 +40,7 @@ WITH_WORDS = [
     *cpp_test_files(),
     *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("README.md")),
     *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))),
-    *python_files("benchmarks", "examples", "tools"),
+    *python_files("examples", "tools"),
     *sorted((ROOT / "tools").glob("*.sh")),
 ]
 
@@ -79,14 +79,14 @@ VERBS = frozenset(
         r"\w+",
         """
         abort accumulate acknowledge add admit allocate allow append apply ask await begin block build call cancel
-        capture check clear close collect commit compare compile complete compute continue convert copy count create
-        defer delete describe discard distribute divide do draw drop empty end enqueue enter evict fail fill find
-        finish flush free gather give grow handle hold import insert issue join keep kill leave let load lock log look
-        make map mark merge move multiply name normalise open order parse pass pickle prepare prevent print provide
-        publish put queue raise read receive record reduce refuse register release remove rename repair replace
-        request reset restore resume retrieve retry return run save scale scan seed select send set show skip split
-        spend start step stop store submit suspend swap sync synchronize take transfer truncate undo unpack update use
-        verify wait wake write yield
+        capture check clear close collect combine commit compare compile complete compute consume continue convert copy
+        count create defer delete describe discard distribute divide do draw drop empty end enqueue enter evict fail
+        fill find finish flush free gather give grow handle hold import insert interrupt issue join keep kill leave let
+        load lock log look make map mark measure merge move multiply name normalise open order parse pass pickle prepare
+        prevent print provide publish put queue raise read receive record reduce refuse register release remove rename
+        repair replace request reset restore resume retrieve retry return run save scale scan seed select send set show
+        skip split spend start step stop store submit suspend swap sync synchronize take transfer truncate undo unpack
+        update use verify wait wake write yield
         """,
     )
 )

@@ -27,7 +27,9 @@ CUDAFUTURE = (
     ("store", "doctor"),
     ("swap",),
     ("compat",),
-    ("testing", "cli"),
+    ("testing",),
+    ("bench",),
+    ("cli",),
     ("__main__",),
 )
 RPC_EXT = (
@@ -48,9 +50,11 @@ RPC_EXT = (
     ("calls",),
     ("barrier", "rref", "watch"),
     ("store",),
+    ("_bench",),
 )
-# An adapter may import the private modules of the rooms that it adapts, and only an adapter.
+# An adapter may import the private modules of the rooms that it adapts, and a benchmark writes a trace file.
 ADAPTED = {
+    "cudafuture.bench": ("cudafuture.trace",),
     "cudafuture.compat.deepspeed": ("cudafuture.swap",),
     "cudafuture.compat.tensornvme": ("cudafuture.store", "cudafuture.io"),
     "cudafuture.compat.torchgpipe": ("cudafuture.pipeline",),
@@ -132,8 +136,8 @@ def test_import_of_rpc_ext_is_found(monkeypatch: pytest.MonkeyPatch, source: str
 
 
 def is_of_store(module: str) -> bool:
-    """Return whether a module belongs to remote stores, which is built on remote calls."""
-    return room(module) == "rpc_ext.store"
+    """Return whether a module belongs to remote stores, which are built on remote calls, or measures them."""
+    return room(module) in {"rpc_ext.store", "rpc_ext._bench"}
 
 
 def chain_to_store(file: Path) -> list[str]:
@@ -188,6 +192,8 @@ def test_import_needs_only_declared_dependencies(file: Path) -> None:
     allowed = {re.match(r"\w+", d)[0] for d in re.findall(r'"([^"]+)"', declared[1])}  # type: ignore[index]
     if room(module_name(file)) == "cudafuture.testing":
         allowed |= {"pytest"}  # the plugin's host
+    if room(module_name(file)) == "cudafuture.bench":
+        allowed |= {"PIL", "numpy", "rich"}  # load() and run() say which is missing
     for target in imports(file, top_level_only=True):
         top = target.split(".")[0]
         assert top in allowed | PACKAGES.keys() | {ENTRY_POINT} or top in sys.stdlib_module_names, (

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import cudafuture
 import rpc_ext
 from cudafuture import CUDAFuture, EventView, InvalidStateError, distributed, errors
+from cudafuture.bench import Suite
 from cudafuture.testing import World, sim
 from package.compiled import compile_examples
 from support.soak import SOAK
@@ -192,7 +193,7 @@ def public_names() -> dict[str, tuple[Any, ModuleType]]:
     for module in public_modules()[::-1]:  # the front door last: it only passes on
         for name in module.__all__:
             thing = getattr(module, name)
-            if id(thing) not in known and not isinstance(thing, ModuleType):
+            if id(thing) not in known and not isinstance(thing, (ModuleType, Suite)):  # an entry point names a suite
                 known.add(id(thing))
                 found[f"{module.__name__}.{name}"] = thing, module
     return found

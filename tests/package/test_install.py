@@ -147,6 +147,9 @@ def test_plain_install_works_without_checkout(sdist: Path, tmp_path: Path) -> No
     for names in [("cudafuture", "rpc_ext"), ("rpc_ext", "cudafuture")]:
         script = Path(__file__).with_name("one_core.py")
         subprocess.run([sys.executable, "-S", str(script), str(target), *names], env=environment, check=True)
+    bench = ["-m", "cudafuture", "bench", "core", "--only", "await", "--rounds", "1"]
+    environment["PYTHONPATH"] = f"{target}:{sysconfig.get_path('purelib')}"
+    subprocess.run([sys.executable, "-S", *bench], env=environment, check=True, cwd=tmp_path)
     testing = Path("cudafuture", "testing")
     sources = {file.relative_to(target).parents[-4] for file in target.rglob("*.cpp")}
     assert sources == {testing / "_fakecuda", testing / "_sim"}  # fakecuda builds them when it is first used

@@ -1,6 +1,6 @@
 """The memory that steps take whose optimizer state is in a store: run in a process of its own.
 
-    python benchmarks/_swap_memory.py FOLDER BUFFER_BYTES
+    python -m cudafuture.bench._swap_memory FOLDER BUFFER_BYTES
 
 Prints bytes: the largest resident set during three steps of Adam for one parameter of 1 GiB, less what was resident
 before there was this optimizer.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from _storage_memory import resident
+from cudafuture.bench._storage_memory import resident
 from cudafuture.swap import offload
 
 
@@ -35,4 +35,4 @@ def peak(folder: str, buffer_bytes: int) -> int:
 
 
 if __name__ == "__main__":
-    print(peak(sys.argv[1], int(sys.argv[2])))
+    sys.stdout.write(f"{peak(sys.argv[1], int(sys.argv[2]))}\n")

@@ -1,6 +1,6 @@
 """Overlap of loading, copying and computing with prefetch, and its cost on the host; every limit is a row.
 
-    python benchmarks/prefetch.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+    cudafuture bench prefetch [--only ROW ...] [--rounds N] [--json PATH] [--plot PATH] [--check]
 
 The rows of overlap run on the simulated accelerator, in its virtual time: a loader computes on the host, a batch is
 copied, and the device computes; the program reads the loss after each step, as programs do that print it. The ideal is
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +25,13 @@ from typing import Any
 
 import torch
 
-from _rows import Row, by_turns, control, run
-from cudafuture import copy, own_stream, prefetch
+from cudafuture.bench._rows import Row, Suite, by_turns, control
+from cudafuture.future import copy
+from cudafuture.prefetch import prefetch
+from cudafuture.streams import own_stream
 from cudafuture.testing import sim
+
+__all__ = ["SUITE"]
 
 BATCHES = 60
 FLOATS = 25_000  # of a batch, whose copy takes a millisecond at the speed below
@@ -249,6 +252,4 @@ def limits() -> dict[str, Callable[[int], Row]]:
     return {f"overlap-{times}": partial(overlap, times) for times in shapes} | {"many": many, "next": ready}
 
 
-if __name__ == "__main__":
-    sim.prepare()
-    sys.exit(run("prefetch", "prefetching, and its peers", limits(), rounds=5))
+SUITE = Suite("prefetch", "Prefetching, and its peers", limits(), rounds=5, prepare=sim.prepare)

@@ -1,35 +1,30 @@
 """Benchmark of stores on disk beside the disk's own limit and beside their peers; every limit a row.
 
-    python benchmarks/storage.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+    cudafuture bench storage [--only ROW ...] [--rounds N] [--json PATH] [--plot PATH] [--check]
 
 The folder is CUDAFUTURE_BENCH_DIR, or the current one; it needs 12 GiB and a file system with O_DIRECT. Peers that are
-not installed are skipped; ``benchmarks/_storage_peers.py`` says how to install them.
+not installed are skipped; docs/benchmarks.md says how to install them.
 
 All contenders of a shape move the same tensors, by turns, and overwrite their own files. Ours does it with a call for
-each tensor ("each") and with one for all of them ("all"); the better one counts. fio (3.30 or newer)
-runs with io_uring at the block size and queue depth that are best here, which is tried out first; its second run in
-each round is the control; "huge" is fio with huge pages. DeepSpeed, too, runs with what is best of a few (queue depth /
-threads).
+each tensor ("each") and with one for all of them ("all"); the better one counts. fio (3.30 or newer) runs with io_uring
+at the block size and queue depth that are best here, which is tried out first; its second run in each round is the
+control; "huge" is fio with huge pages. DeepSpeed, too, runs with what is best of a few (queue depth / threads).
 
 Tensors are where torch puts them, which is not where a disk can fetch them: past the page cache ours has to copy, but
-not those of io.empty(). The
-memory of DeepSpeed and NIXL is aligned to pages, as they want it; "aligned" is ours with DeepSpeed's. Processor time is
-compared for that memory, which needs no copy; "copied" and "summed" are ours for torch's, without and with
-checksums. How fast a disk is depends on how its memory lies: scattered pages are slower than huge ones.
-Reads through the page cache find pages that it still has; where TensorNVMe is not installed, the peer is a plain pool
-of threads.
+not those of io.empty(). The memory of DeepSpeed and NIXL is aligned to pages, as they want it; "aligned" is ours with
+DeepSpeed's. Processor time is compared for that memory, which needs no copy; "copied" and "summed" are ours for
+torch's, without and with checksums. How fast a disk is depends on how its memory lies: scattered pages are slower than
+huge ones. Reads through the page cache find pages that it still has; where TensorNVMe is not installed, the peer is a
+plain pool of threads.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -37,26 +32,30 @@ from typing import Any
 
 import torch
 
-from _rows import Row, Timed, by_turns, control, run
-from _storage_peers import (
+from cudafuture.bench._rows import Row, Suite, Timed, by_turns, control, disk_folder
+from cudafuture.bench._storage_peers import (
     MIB,
     PAGE,
     SHAPES,
     Contender,
     DeepSpeed,
+    FileThreads,
     Fio,
     Nixl,
-    Shape,
     TensorNVMe,
-    Threads,
+    TensorSet,
     Turn,
     fio_job,
     missing,
+    need,
+    need_fio,
     now,
 )
-from cudafuture import wait_all
+from cudafuture.combine import wait_all
 from cudafuture.io import default_engine, empty
 from cudafuture.store import DiskStore
+
+__all__ = ["SUITE"]
 
 DIRECTIONS = ("write", "read")
 FIO = {"8x128MiB": 0.97, "512x1MiB": 0.97, "4096x64KiB": 0.95, "65536x4KiB": 0.5}  # so much of fio's speed at least
@@ -67,18 +66,10 @@ LATENCIES = 2000  # reads of one page, one after the other
 SPARE = 64 * MIB  # that the library may take beside the blocks that are with the kernel
 
 
-@contextmanager
-def folder() -> Iterator[Path]:
-    """Yield a folder for the files, and remove it at the end."""
-    with tempfile.TemporaryDirectory(dir=os.environ.get("CUDAFUTURE_BENCH_DIR", "."), prefix="storage-") as made:
-        yield Path(made)
-    os.sync()
-
-
-class Ours(Contender):
+class OfStore(Contender):
     """A store, with one call for all tensors or one for each."""
 
-    def __init__(self, store: DiskStore, shape: Shape, tensors: Sequence[torch.Tensor], *, at_once: bool) -> None:
+    def __init__(self, store: DiskStore, shape: TensorSet, tensors: Sequence[torch.Tensor], *, at_once: bool) -> None:
         super().__init__(shape, tensors)
         self.store, self.at_once = store, at_once
         self.label = "ours, all at once" if at_once else "ours, one by one"
@@ -100,10 +91,10 @@ class Ours(Contender):
             wait_all([self.store.read(key, out) for key, out in zip(self.keys, self.outs, strict=True)])
 
 
-def pair(where: Path, shape: Shape, stack: ExitStack, tensors: Sequence[torch.Tensor], **how: Any) -> list[Ours]:
+def pair(where: Path, shape: TensorSet, stack: ExitStack, tensors: Sequence[torch.Tensor], **how: Any) -> list[OfStore]:
     """Return both ways of using one store."""
     store = stack.enter_context(DiskStore(where, **how))
-    return [Ours(store, shape, tensors, at_once=at_once) for at_once in (False, True)]
+    return [OfStore(store, shape, tensors, at_once=at_once) for at_once in (False, True)]
 
 
 # ---- measuring
@@ -119,7 +110,7 @@ class Took:
     label: str
 
 
-def race(contenders: Mapping[str, Contender], shape: Shape, rounds: int, where: Path | None) -> dict[str, Took]:
+def race(contenders: Mapping[str, Contender], shape: TensorSet, rounds: int, where: Path | None) -> dict[str, Took]:
     """Let everybody write by turns, then read by turns; fio, twice, where there is a file for it."""
     for contender in contenders.values():
         contender.prove()
@@ -137,7 +128,7 @@ def race(contenders: Mapping[str, Contender], shape: Shape, rounds: int, where: 
     return took
 
 
-def fio_for(where: Path, direction: str, shape: Shape) -> Fio:
+def fio_for(where: Path, direction: str, shape: TensorSet) -> Fio:
     """Return fio's job for a shape.
 
     Small tensors are packed, so fio writes large blocks; they are read wherever they lie. Tensors of a page are
@@ -155,8 +146,9 @@ def fio_for(where: Path, direction: str, shape: Shape) -> Fio:
 @cache
 def past_the_cache(name: str, rounds: int) -> dict[str, Took]:
     """Let all meet that bypass the page cache."""
+    need_fio()
     shape = SHAPES[name]
-    with folder() as place, ExitStack() as stack:
+    with disk_folder() as place, ExitStack() as stack:
         peers: dict[str, Contender] = {}
         for peer in (DeepSpeed, Nixl):
             if not missing(peer):
@@ -180,11 +172,11 @@ def past_the_cache(name: str, rounds: int) -> dict[str, Took]:
 def through_the_cache(name: str, rounds: int) -> dict[str, Took]:
     """Let all meet that use the page cache."""
     shape = SHAPES[name]
-    with folder() as place, ExitStack() as stack:
+    with disk_folder() as place, ExitStack() as stack:
         how = {"direct": False, "checksum": False}
         contenders: dict[str, Contender] = {}
         contenders |= zip(("each", "all"), pair(place / "ours", shape, stack, shape.tensors(), **how), strict=True)
-        for peer in (TensorNVMe, Threads):
+        for peer in (TensorNVMe, FileThreads):
             if not missing(peer):
                 contenders[peer.label] = peer(place / peer.label, shape)
                 stack.callback(contenders[peer.label].close)
@@ -218,6 +210,7 @@ def beside_fio(kind: str, least: float, direction: str, name: str, rounds: int) 
 
 
 def beside_deepspeed(least: float, direction: str, name: str, rounds: int) -> Row:
+    need(DeepSpeed)
     took = past_the_cache(name, rounds)
     each, all_, them = f"{direction} plain each", f"{direction} plain all", took[f"{direction} DeepSpeed"]
     us = better(took, each, all_)
@@ -228,6 +221,7 @@ def beside_deepspeed(least: float, direction: str, name: str, rounds: int) -> Ro
 
 def processor(direction: str, name: str, rounds: int) -> Row:
     """Measure the processor time of all threads, in and out of the kernel, for a gibibyte."""
+    need(DeepSpeed)
     took = past_the_cache(name, rounds)
     gibibytes = SHAPES[name].total / (1 << 30)
     us = {who: took[f"{direction} {who} all"].cpu / gibibytes for who in ("plain", "summed", "aligned")}
@@ -241,7 +235,7 @@ def processor(direction: str, name: str, rounds: int) -> Row:
 def beside_threads(direction: str, name: str, rounds: int) -> Row:
     took = through_the_cache(name, rounds)
     each, all_ = f"{direction} each", f"{direction} all"
-    threads = f"{direction} {Threads.label}"
+    threads = f"{direction} {FileThreads.label}"
     us, them = better(took, each, all_), took.get(f"{direction} {TensorNVMe.label}", took[threads])
     others = other_figures(took, each=each, all=all_, threads=threads)
     what = f"{direction} {name}, cached ({others})"
@@ -250,10 +244,11 @@ def beside_threads(direction: str, name: str, rounds: int) -> Row:
 
 def read_latency(rounds: int) -> Row:
     """Measure from the call until the tensor is there, without other work; fio reads pages of an equal file."""
-    shape = Shape(16384, PAGE, 1)
-    with folder() as place, DiskStore(place / "ours", direct=True) as store:
+    need_fio()
+    shape = TensorSet(16384, PAGE, 1)
+    with disk_folder() as place, DiskStore(place / "ours", direct=True) as store:
         Fio(place / "fio", "write", shape, blocks=(MIB,), depths=(8,))
-        ours = Ours(store, shape, shape.tensors(), at_once=True)
+        ours = OfStore(store, shape, shape.tensors(), at_once=True)
         ours.prove()
 
         def each() -> float:
@@ -277,10 +272,10 @@ def read_latency(rounds: int) -> Row:
 
 def urgent(rounds: int) -> Row:
     """Measure from the call until a tensor of 1 MiB is there, behind 1 GiB of queued writes, by priority."""
-    shape = Shape(128, 8 * MIB, 1)
+    shape = TensorSet(128, 8 * MIB, 1)
     out = torch.empty(MIB, dtype=torch.uint8)
-    with folder() as place, DiskStore(place / "ours", direct=True) as store:
-        ours = Ours(store, shape, shape.tensors(), at_once=False)
+    with disk_folder() as place, DiskStore(place / "ours", direct=True) as store:
+        ours = OfStore(store, shape, shape.tensors(), at_once=False)
         ours.prove()
         store.write("wanted", torch.ones(MIB, dtype=torch.uint8)).wait()
 
@@ -304,7 +299,7 @@ def links(rounds: int) -> Row:
     names = [f"step {i}" for i in range(10_000)]
     tensors = dict.fromkeys(names, torch.ones(64 * 1024, dtype=torch.uint8))
     best = {f"best {name}": name for name in names}
-    with folder() as place, DiskStore(place / "ours", direct=True) as store:
+    with disk_folder() as place, DiskStore(place / "ours", direct=True) as store:
         store.writev(tensors).wait()
 
         def write() -> float:
@@ -327,7 +322,7 @@ def links(rounds: int) -> Row:
 def atomic(rounds: int) -> Row:
     """Compare a durable write of 256 tensors of 64 KiB, all or none, with one of each by itself."""
     tensors = {str(i): torch.ones(64 * 1024, dtype=torch.uint8) for i in range(256)}
-    with folder() as place, DiskStore(place / "ours", direct=True, durable=True) as store:
+    with disk_folder() as place, DiskStore(place / "ours", direct=True, durable=True) as store:
 
         def write(is_atomic: bool) -> float:
             start = now()
@@ -345,8 +340,8 @@ def atomic(rounds: int) -> Row:
 
 def memory(name: str, _rounds: int) -> Row:
     """Measure the peak of the resident set over the tensors, in a process of its own."""
-    with folder() as place:
-        command = [sys.executable, str(Path(__file__).with_name("_storage_memory.py")), str(place / "ours"), name]
+    with disk_folder() as place:
+        command = [sys.executable, "-m", "cudafuture.bench._storage_memory", str(place / "ours"), name]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     engine = default_engine()
     peak, allowed = int(done.stdout) / MIB, (engine.queue_depth * engine.block_size + SPARE) / MIB
@@ -361,10 +356,9 @@ def limits() -> dict[str, Callable[[int], Row]]:
         rows |= {f"{direction}-{n}-empty": partial(beside_fio, "empty", at, direction, n) for n, at in EMPTY.items()}
         for name, at in FIO_CHECKSUM.items():
             rows[f"{direction}-{name}-checksum"] = partial(beside_fio, "summed", at, direction, name)
-        if not missing(DeepSpeed):
-            for name, at in DEEPSPEED.items():
-                rows[f"{direction}-{name}-deepspeed"] = partial(beside_deepspeed, at, direction, name)
-            rows |= {f"cpu-{direction}-{name}": partial(processor, direction, name) for name in SHAPES}
+        for name, at in DEEPSPEED.items():
+            rows[f"{direction}-{name}-deepspeed"] = partial(beside_deepspeed, at, direction, name)
+        rows |= {f"cpu-{direction}-{name}": partial(processor, direction, name) for name in SHAPES}
         rows |= {f"cached-{direction}-{name}": partial(beside_threads, direction, name) for name in SHAPES}
     return (
         rows
@@ -373,10 +367,4 @@ def limits() -> dict[str, Callable[[int], Row]]:
     )
 
 
-if __name__ == "__main__":
-    if shutil.which("fio") is None:
-        sys.exit("the peer is fio, which is not installed: apt-get install fio")
-    for peer in (DeepSpeed, Nixl, TensorNVMe):
-        if why := missing(peer):
-            sys.stderr.write(f"skipped: {why}\n")
-    sys.exit(run("storage", "writing tensors to a store and reading them, and the peers", limits(), rounds=5))
+SUITE = Suite("storage", "Writing tensors to a store and reading them, and the peers", limits(), rounds=5)

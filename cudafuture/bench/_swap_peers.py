@@ -1,6 +1,6 @@
 """The swapper that offloaded optimizers are measured beside: DeepSpeed's PipelinedOptimizerSwapper, with torch's Adam.
 
-DeepSpeed is installed as benchmarks/_storage_peers.py says. It keeps three float32 tensors of each parameter in files:
+docs/benchmarks.md says how to install DeepSpeed. It keeps three float32 tensors of each parameter in files:
 the master weight and Adam's two. Its step is the loop of ZeRO stage 3: swap in one parameter while the next is read,
 step, copy to the half-precision parameter, swap out.
 """
@@ -25,7 +25,7 @@ def missing_deepspeed() -> str:
     try:
         importlib.import_module("deepspeed")
     except ImportError as e:
-        return str(e)
+        return f"the peer is DeepSpeed ({e}); docs/benchmarks.md says how to install it"
     return ""
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.futures import Future as TorchFuture
 
-import device
-from _gpu import IS_FAKE, MIB, Medians, expect, expect_equal, now, sync
-from _latency import Kernel
-from _rows import Row, by_turns
-from cudafuture import CUDAFuture, copy
+from cudafuture.bench import device
+from cudafuture.bench._gpu import IS_FAKE, MIB, Medians, expect, expect_equal, now, sync
+from cudafuture.bench._latency import Kernel
+from cudafuture.bench._rows import Row, by_turns
+from cudafuture.future import CUDAFuture, copy
 
 # ---- host costs
 

@@ -1,6 +1,6 @@
 """The speed of labelled images from an archive, beside the same images in loose files.
 
-    python benchmarks/images.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+    cudafuture bench images [--only ROW ...] [--rounds N] [--json PATH] [--plot PATH] [--check]
 
 The images are 2,000 JPEG files of 224 x 224 pixels, made for the run, in the page cache. The peer is torch's idiom for
 folders: a Dataset that opens each file with Pillow, in a DataLoader. Both use 2 workers and minibatches of 32, and a
@@ -10,11 +10,8 @@ round reads all images once from each. The time of an epoch includes the start o
 from __future__ import annotations
 
 import io
-import os
 import statistics
-import sys
 import tarfile
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,8 +24,10 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from _rows import Row, by_turns, control, run
+from cudafuture.bench._rows import Row, Suite, by_turns, control, disk_folder
 from cudafuture.data import TgzImages
+
+__all__ = ["SUITE"]
 
 IMAGES, SIDE, BATCH, WORKERS = 2_000, 224, 32, 2
 ROUNDS = 9
@@ -66,8 +65,7 @@ def encode(numbers: torch.Generator) -> bytes:
 def prepare() -> Iterator[Path]:
     """Give a folder with the images in loose files, in a .tgz and in a .tar."""
     numbers = torch.Generator().manual_seed(0)
-    with tempfile.TemporaryDirectory(dir=os.environ.get("CUDAFUTURE_BENCH_DIR")) as name:
-        folder = Path(name)
+    with disk_folder() as folder:
         for i in range(IMAGES):
             path = folder / "loose" / f"class{i % 10}" / f"{i:05}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +83,7 @@ def epoch(make: Callable[[], DataLoader[Any]]) -> float:
     images = sum(len(batch) for batch, _ in loader)
     took = now() - start
     if images != IMAGES:
-        sys.exit(f"{images} images came, not {IMAGES}")
+        raise AssertionError(f"{images} images came, not {IMAGES}")
     return took
 
 
@@ -120,6 +118,4 @@ LIMITS: dict[str, Callable[[int], Row]] = {
     "index-shuffled": partial(beside_loose_files, "index-shuffled", "images.tgz", True, 1, 1.25),
     "tar": partial(beside_loose_files, "tar", "images.tar", True, 0, 1.0),
 }
-
-if __name__ == "__main__":
-    sys.exit(run("images", "labelled images from an archive", LIMITS, ROUNDS))
+SUITE = Suite("images", "Labelled images from an archive", LIMITS, rounds=ROUNDS)

@@ -1,6 +1,6 @@
 """Benchmark of the device half of a future beside torch's own, every limit a row.
 
-    python benchmarks/device.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+    cudafuture bench device [--only ROW ...] [--rounds N] [--json PATH] [--plot PATH] [--check]
 
 Rows that begin with "sim" are measured on the simulated accelerator, where a device costs nothing: what is left is the
 host's work. Those that begin with "cuda" are there where torch has CUDA. Ours and the peer run in the same process, by
@@ -10,7 +10,6 @@ turns in a shuffled order; a row shows medians over the rounds. torch's futures 
 from __future__ import annotations
 
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +21,13 @@ import torch
 from torch.futures import Future as TorchFuture
 from torch.futures import collect_all
 
-import _latency
-from _rows import Row, Timed, by_turns, run
-from cudafuture import CUDAFuture, gather
+from cudafuture.bench import _latency
+from cudafuture.bench._rows import Row, Suite, Timed, by_turns
+from cudafuture.combine import gather
+from cudafuture.future import CUDAFuture
 from cudafuture.testing import sim
+
+__all__ = ["SUITE"]
 
 now = time.perf_counter_ns
 MANY = range(200)  # few enough that a device's queue never fills
@@ -310,6 +312,4 @@ if torch.cuda.is_available():
 LIMITS |= host_rows(Device("sim"), {1: 0.165, 8: 0.17, 64: 0.225}, {1: 0.62, 64: 1.25}, 0.25, 0.19)
 LIMITS["sim-callback"] = calling_back
 
-
-if __name__ == "__main__":
-    sys.exit(run("device", "The device half beside its peers", LIMITS, rounds=21))
+SUITE = Suite("device", "The device half beside its peers", LIMITS, rounds=21)

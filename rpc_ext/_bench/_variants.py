@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import rpc
 
-__all__ = ["Group", "Measure", "Variant", "bare_worker", "groups"]
+__all__ = ["Measure", "Variant", "VariantProcesses", "bare_worker", "groups"]
 
 Measure = Callable[[Any], float]  # takes what a variant makes of a process; what it returns is sent
 
@@ -63,7 +63,7 @@ def _processor_time(_: Any) -> float:
     return time.process_time_ns()
 
 
-class Group:
+class VariantProcesses:
     """The processes of a variant. Rank 0 is measured."""
 
     def __init__(self, folder: Path, variant: Variant) -> None:
@@ -118,12 +118,12 @@ class Groups:
     def __init__(self) -> None:
         where = os.environ.get("CUDAFUTURE_BENCH_DIR", ".")
         self._folder = tempfile.TemporaryDirectory(dir=where, prefix="pairs-")
-        self._made: dict[str, Group] = {}
+        self._made: dict[str, VariantProcesses] = {}
         atexit.register(self._end)
 
-    def of(self, variant: Variant) -> Group:
+    def of(self, variant: Variant) -> VariantProcesses:
         if variant.name not in self._made:
-            self._made[variant.name] = Group(Path(self._folder.name).absolute() / variant.name, variant)
+            self._made[variant.name] = VariantProcesses(Path(self._folder.name).absolute() / variant.name, variant)
         return self._made[variant.name]
 
     def _end(self) -> None:

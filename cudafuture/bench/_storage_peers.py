@@ -1,13 +1,7 @@
 """Peers of the storage benchmark: DeepSpeed's aio_handle, NIXL, TensorNVMe, threads on the page cache, and fio.
 
 Each peer is used as its own project uses it, from memory that it need not copy, and its data are read back before it
-is measured. Peers that are not installed are skipped. To have them all, in an environment with cudafuture and torch:
-
-    apt-get install fio libaio-dev liburing-dev ninja-build
-    pip install deepspeed==0.19.8 nixl==1.5.1 setuptools wheel
-    WITH_ROOT=1 LIBRARY_PATH=/usr/lib/x86_64-linux-gnu pip install --no-build-isolation --no-deps tensornvme==0.1.0
-
-DeepSpeed compiles its part at first use, which takes minutes. WITH_ROOT=1 keeps TensorNVMe from writing to ~/.bashrc.
+is measured. Peers that are not installed are skipped; docs/benchmarks.md says how to install them.
 """
 
 from __future__ import annotations
@@ -17,6 +11,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -28,13 +23,15 @@ from typing import Any
 
 import torch
 
+from cudafuture.bench._rows import Skipped
+
 now = time.perf_counter_ns
 MIB = 1 << 20
 PAGE = 4096
 
 
 @dataclass(frozen=True)
-class Shape:
+class TensorSet:
     """So many tensors of so many bytes; a turn is some passes over all of them."""
 
     count: int
@@ -67,10 +64,10 @@ class Shape:
 
 
 SHAPES = {
-    "8x128MiB": Shape(8, 128 * MIB, 1),
-    "512x1MiB": Shape(512, MIB, 2),
-    "4096x64KiB": Shape(4096, MIB // 16, 4),
-    "65536x4KiB": Shape(65536, PAGE, 1),
+    "8x128MiB": TensorSet(8, 128 * MIB, 1),
+    "512x1MiB": TensorSet(512, MIB, 2),
+    "4096x64KiB": TensorSet(4096, MIB // 16, 4),
+    "65536x4KiB": TensorSet(65536, PAGE, 1),
 }
 
 
@@ -83,7 +80,7 @@ class Contender:
 
     label: str
 
-    def __init__(self, shape: Shape, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, shape: TensorSet, tensors: Sequence[torch.Tensor]) -> None:
         self.shape, self.tensors, self.order = shape, tensors, shape.read_order
 
     def write(self) -> None:
@@ -145,7 +142,7 @@ class Fio:
 
     file: Path
     direction: str
-    shape: Shape
+    shape: TensorSet
     blocks: Sequence[int] = (MIB // 4, MIB // 2, MIB)
     depths: Sequence[int] = (4, 16, 64)
 
@@ -197,7 +194,7 @@ class DeepSpeed(Contender):
     TRIED = ((8, 1), (32, 1), (128, 1), (32, 2), (128, 2))  # queue depth, threads to an operation; 8 and 1 are its own
     OPEN = 512  # a file is open from its request until wait()
 
-    def __init__(self, folder: Path, shape: Shape) -> None:
+    def __init__(self, folder: Path, shape: TensorSet) -> None:
         folder.mkdir()
         self.pinning = self.handle(*self.TRIED[0])
         self.memory = self.pinning.new_cpu_locked_tensor(shape.total, torch.empty(0, dtype=torch.uint8))
@@ -259,7 +256,7 @@ class Nixl(Contender):
 
     label = "NIXL"
 
-    def __init__(self, folder: Path, shape: Shape) -> None:
+    def __init__(self, folder: Path, shape: TensorSet) -> None:
         super().__init__(shape, shape.tensors(align=PAGE))
         agent, piece = nixl_agent(), min(shape.size, MIB)
         folder.mkdir()
@@ -307,7 +304,7 @@ class TensorNVMe(Contender):
 
     label = "TensorNVMe"
 
-    def __init__(self, folder: Path, shape: Shape) -> None:
+    def __init__(self, folder: Path, shape: TensorSet) -> None:
         super().__init__(shape, shape.tensors())
         folder.mkdir()
         self.native = importlib.import_module("tensornvme._C").DiskStore(str(folder / "file"), 128, "uring")
@@ -337,13 +334,13 @@ class TensorNVMe(Contender):
         del self.native
 
 
-class Threads(Contender):
+class FileThreads(Contender):
     """Threads that write and read whole tensors with pwrite and preadv, each its share."""
 
     label = "4 threads"
     THREADS = 4
 
-    def __init__(self, folder: Path, shape: Shape) -> None:
+    def __init__(self, folder: Path, shape: TensorSet) -> None:
         super().__init__(shape, shape.tensors())
         self.pool = ThreadPoolExecutor(self.THREADS)
         folder.mkdir()
@@ -375,7 +372,7 @@ LOADED: dict[type[Contender], tuple[str, Callable[[], Any]]] = {
     DeepSpeed: ("deepspeed", async_io),
     Nixl: ("nixl", nixl_agent),
     TensorNVMe: ("tensornvme", lambda: importlib.import_module("tensornvme._C")),
-    Threads: ("threads", lambda: None),
+    FileThreads: ("threads", lambda: None),
 }
 
 
@@ -387,5 +384,17 @@ def missing(peer: type[Contender]) -> str:
         load()
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"{name} is not here ({lines[-1]}); benchmarks/_storage_peers.py says how to install it"
+        return f"{name} is not here ({lines[-1]}); docs/benchmarks.md says how to install it"
     return ""
+
+
+def need(peer: Any) -> None:
+    """Raise unless a peer can be measured."""
+    if why := missing(peer):
+        raise Skipped(why)
+
+
+def need_fio() -> None:
+    """Raise unless fio is installed."""
+    if shutil.which("fio") is None:
+        raise Skipped("the peer is fio, which is not installed: apt-get install fio")

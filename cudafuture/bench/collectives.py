@@ -2,7 +2,7 @@
 
 Over Gloo; one row is over NCCL, where torch has two CUDA devices. `python -m cudafuture.testing.fakecuda` makes some.
 
-    python benchmarks/collectives.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+    cudafuture bench collectives [--only ROW ...] [--rounds N] [--json PATH] [--plot PATH] [--check]
 
 Single calls, in several worlds, alternate in a shuffled order that both ranks share: ours, raw, and raw again as the
 control. A round is 100 of them for small sizes. The training steps have a model each, of the same weights, and
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,8 +30,11 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import cudafuture.distributed as cfd
-from _rows import Row, by_turns, control, run
-from cudafuture import CUDAFuture, gather
+from cudafuture.bench._rows import Row, Suite, by_turns, control
+from cudafuture.combine import gather
+from cudafuture.future import CUDAFuture
+
+__all__ = ["SUITE"]
 
 now = time.perf_counter_ns
 WORLDS = 7  # for single calls
@@ -396,6 +398,4 @@ if torch.cuda.device_count() > 1 and dist.is_nccl_available():
     LIMITS["nccl"] = partial(over_nccl, 5_000)
     LIMITS["backend-nccl"] = partial(backend_single, "4 KiB", 1024, 100, 3_000, "nccl")
 
-
-if __name__ == "__main__":
-    sys.exit(run("collectives", "Collectives beside torch's own, two ranks", LIMITS, rounds=25))
+SUITE = Suite("collectives", "Collectives beside torch's own, two ranks", LIMITS, rounds=25)

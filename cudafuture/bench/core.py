@@ -1,6 +1,6 @@
 """Benchmark of the core beside its peers, every limit a row.
 
-    python benchmarks/core.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+    cudafuture bench core [--only ROW ...] [--rounds N] [--json PATH] [--plot PATH] [--check]
 
 Ours and the peer run in the same process, by turns in a shuffled order; a row shows medians over the rounds. The cyclic
 garbage collector is on, as it is by default. Where two figures that ought to be equal are compared, a control measures
@@ -29,8 +29,11 @@ from torch.futures import Future as TorchFuture
 from torch.futures import collect_all
 from torch.multiprocessing.spawn import spawn
 
-from _rows import Row, Timed, by_turns, control, run
-from cudafuture import CUDAFuture, gather
+from cudafuture.bench._rows import Row, Suite, Timed, by_turns, control
+from cudafuture.combine import gather
+from cudafuture.future import CUDAFuture
+
+__all__ = ["SUITE"]
 
 Make = Callable[[], Any]  # a future class without its arguments
 now = time.perf_counter_ns
@@ -282,6 +285,4 @@ LIMITS: dict[str, Callable[[int], Row]] = {
     "from_torch": gloo,
 }
 
-
-if __name__ == "__main__":
-    sys.exit(run("core", "The core beside its peers", LIMITS, rounds=21))
+SUITE = Suite("core", "The core beside its peers", LIMITS, rounds=21)

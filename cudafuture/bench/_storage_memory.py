@@ -1,6 +1,6 @@
 """The memory that writing tensors to a store takes beside them, at its peak: run in a process of its own.
 
-    python benchmarks/_storage_memory.py FOLDER SHAPE
+    python -m cudafuture.bench._storage_memory FOLDER SHAPE
 
 Prints bytes: the largest resident set while all tensors are written and read, one by one and all at once, less what was
 resident before there was a store.
@@ -12,8 +12,8 @@ import gc
 import sys
 from pathlib import Path
 
-from _storage_peers import SHAPES
-from cudafuture import wait_all
+from cudafuture.bench._storage_peers import SHAPES
+from cudafuture.combine import wait_all
 from cudafuture.store import DiskStore
 
 
@@ -38,4 +38,4 @@ def peak(folder: str, shape_name: str) -> int:
 
 
 if __name__ == "__main__":
-    print(peak(*sys.argv[1:]))
+    sys.stdout.write(f"{peak(*sys.argv[1:])}\n")

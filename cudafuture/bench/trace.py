@@ -1,6 +1,6 @@
 """Benchmark of traces: what an event costs, and how long a million events take to analyse and to draw.
 
-    python benchmarks/trace.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+    cudafuture bench trace [--only ROW ...] [--rounds N] [--json PATH] [--plot PATH] [--check]
 
 "event" is the time of a future's creation and completion while a trace is recorded, less the same without one: two
 events. The futures are made in bursts that the ring of a thread holds, with pauses in which the recorder empties it.
@@ -9,15 +9,17 @@ events. The futures are made in bursts that the ring of a thread holds, with pau
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from _rows import Row, by_turns, control, run
-from cudafuture import CUDAFuture, trace
+from cudafuture import trace
+from cudafuture.bench._rows import Row, Suite, by_turns, control
+from cudafuture.future import CUDAFuture
 from cudafuture.trace import _file
+
+__all__ = ["SUITE"]
 
 now = time.perf_counter_ns
 BURST = 2_000  # futures
@@ -105,6 +107,4 @@ def plot(rounds: int) -> Row:
 
 LIMITS: dict[str, Callable[[int], Row]] = {"event": event, "analyse": analyse, "plot": plot}
 
-
-if __name__ == "__main__":
-    sys.exit(run("trace", "Traces", LIMITS, rounds=21))
+SUITE = Suite("trace", "Traces", LIMITS, rounds=21)

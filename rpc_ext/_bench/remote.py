@@ -1,6 +1,6 @@
 """Benchmark of stores on another worker, beside their parts and peers: two processes on loopback, each limit a row.
 
-    python benchmarks/remote.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+    cudafuture bench remote [--only ROW ...] [--rounds N] [--json PATH] [--plot PATH] [--check]
 
 The folder is CUDAFUTURE_BENCH_DIR, or the current one; it needs 3 GiB and a file system with O_DIRECT. Each
 contender has processes of its own, which run by turns: ours; a local DiskStore; and bare torch.distributed.rpc, where
@@ -14,9 +14,9 @@ is twice the wall time, whatever is done; by sockets it is what the work costs. 
 
 from __future__ import annotations
 
+import importlib
 import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,12 +28,15 @@ from typing import Any
 
 import torch
 
-import rpc_ext
-from _pairs import Measure, Variant, bare_worker, groups
-from _rows import Row, by_turns, control, run
-from _storage_peers import DeepSpeed, missing
-from cudafuture import wait_all
+from cudafuture.bench import Row, Suite, by_turns, control
+from cudafuture.combine import wait_all
 from cudafuture.store import DiskStore
+from rpc_ext._bench._variants import Measure, Variant, bare_worker, groups
+from rpc_ext.calls import rpc_sync
+from rpc_ext.session import init_rpc
+from rpc_ext.store import RemoteStore, serve_store
+
+__all__ = ["SUITE"]
 
 now = time.perf_counter_ns
 OTHER = "worker1"
@@ -156,10 +159,19 @@ FOLDER: list[Path] = []
 HANDLES: dict[int, Any] = {}  # by thread: one handle is for one at a time; RPC's have no thread-local values of Python
 
 
+@cache
+def async_io() -> Any:
+    """Return DeepSpeed's native part, compiled at first use; None where it is not installed."""
+    try:
+        return importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder().load(verbose=False)
+    except Exception:
+        return None
+
+
 def handle() -> Any:
     me = threading.get_ident()
     if me not in HANDLES:
-        HANDLES[me] = DeepSpeed.handle(8, 1)  # its own defaults
+        HANDLES[me] = async_io().aio_handle(MIB, 8, False, True, 1)  # its own defaults
     return HANDLES[me]
 
 
@@ -194,7 +206,7 @@ def set_served() -> None:
 
 
 @dataclass(frozen=True)
-class Ours:
+class ServedStore:
     """A worker that serves its disk, and one that writes to it."""
 
     name: str = "ours"
@@ -202,17 +214,17 @@ class Ours:
     transports: tuple[str, ...] | None = None
 
     @contextmanager
-    def __call__(self, rank: int, folder: Path) -> Iterator[rpc_ext.RemoteStore | None]:
+    def __call__(self, rank: int, folder: Path) -> Iterator[RemoteStore | None]:
         where = f"file://{folder}/store"
-        joined = rpc_ext.init_rpc(rank=rank, world_size=2, init_method=where, transports=self.transports)
+        joined = init_rpc(rank=rank, world_size=2, init_method=where, transports=self.transports)
         with joined, ExitStack() as stack:
             if rank == 1:
-                rpc_ext.serve_store(folder / "served")
-                rpc_ext.rpc_sync("worker0", set_served)
+                serve_store(folder / "served")
+                rpc_sync("worker0", set_served)
                 yield None
             else:
                 SERVED.wait()
-                yield stack.enter_context(rpc_ext.RemoteStore(OTHER))
+                yield stack.enter_context(RemoteStore(OTHER))
 
 
 @dataclass(frozen=True)
@@ -229,7 +241,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Torch:
+class BareRpc:
     """Two workers of torch.distributed.rpc."""
 
     name: str = "torch"
@@ -239,18 +251,18 @@ class Torch:
     @contextmanager
     def __call__(self, rank: int, folder: Path) -> Iterator[Callable[..., Any]]:
         FOLDER.append(folder)
-        if not missing(DeepSpeed):  # its first call must come from one thread: several would deadlock
+        if async_io() is not None:  # its first call must come from one thread: several would deadlock
             write_by_deepspeed(0, torch.zeros(PAGE, dtype=torch.uint8))
         with bare_worker(rank, folder, list(self.transports) if self.transports else None) as call:
             yield call
 
 
-OURS, LOCAL, TORCH, TORCH_AGAIN = Ours(), Local(), Torch(), Torch("torch again")
+OURS, LOCAL, TORCH, TORCH_AGAIN = ServedStore(), Local(), BareRpc(), BareRpc("torch again")
 POLLED = (OURS, TORCH, TORCH_AGAIN)
 SOCKETS = (
-    Ours("ours by sockets", transports=("uv",)),
-    Torch("torch by sockets", transports=("uv",)),
-    Torch("torch by sockets again", transports=("uv",)),
+    ServedStore("ours by sockets", transports=("uv",)),
+    BareRpc("torch by sockets", transports=("uv",)),
+    BareRpc("torch by sockets again", transports=("uv",)),
 )
 
 
@@ -258,7 +270,7 @@ SOCKETS = (
 
 
 @dataclass(frozen=True)
-class Took:
+class Turns:
     """Nanoseconds that 1 GiB has taken in pieces in each round: ours, a local store, torch, and torch again."""
 
     wall: list[list[float]]
@@ -271,7 +283,7 @@ def medians(times: list[list[float]]) -> Iterator[float]:
 
 
 @cache
-def pieces(direction: str, rounds: int, who: tuple[Ours, Torch, Torch]) -> Took:
+def pieces(direction: str, rounds: int, who: tuple[ServedStore, BareRpc, BareRpc]) -> Turns:
     """Let all move a gibibyte in pieces."""
     ours, *others = who
     count = GIB // PIECE
@@ -289,7 +301,7 @@ def pieces(direction: str, rounds: int, who: tuple[Ours, Torch, Torch]) -> Took:
     for group in here:
         group.cpu.clear()
     walls = by_turns(rounds, *(partial(group.time, how) for group, how in zip(here, measures.values(), strict=True)))
-    return Took(walls, [group.cpu[1:] for group in here])
+    return Turns(walls, [group.cpu[1:] for group in here])
 
 
 def wall(direction: str, rounds: int) -> Row:
@@ -301,7 +313,7 @@ def wall(direction: str, rounds: int) -> Row:
     return Row(f"{direction}-1GiB", what, "ms", ours, peer, name, "x", ours / peer, 1 / 0.85, *control("torch", same))
 
 
-def cpu(name: str, direction: str, who: tuple[Ours, Torch, Torch], rounds: int) -> Row:
+def cpu(name: str, direction: str, who: tuple[ServedStore, BareRpc, BareRpc], rounds: int) -> Row:
     times = pieces(direction, rounds, who).cpu
     ours, local, bare, _ = medians(times)
     same = [a / b for a, b in zip(times[3], times[2], strict=True)]
@@ -313,7 +325,7 @@ def cpu(name: str, direction: str, who: tuple[Ours, Torch, Torch], rounds: int) 
 
 def small(direction: str, rounds: int) -> Row:
     writes = direction == "write"
-    if missing(DeepSpeed):
+    if async_io() is None:
         peer, fns = "plain files", (write_file, read_file)
     else:
         peer, fns = "DeepSpeed", (write_by_deepspeed, read_by_deepspeed)
@@ -369,6 +381,4 @@ LIMITS: dict[str, Callable[[int], Row]] = {
     "latency": latency,
 }
 
-
-if __name__ == "__main__":
-    sys.exit(run("remote", "Writing to another worker, two processes on loopback", LIMITS, rounds=7))
+SUITE = Suite("remote", "Writing to another worker, two processes on loopback", LIMITS, rounds=7)

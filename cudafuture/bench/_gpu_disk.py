@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from _gpu import IS_FAKE, MIB, Medians, against, expect_equal, folder, medians, sync
-from _rows import Row, Skipped
+from cudafuture.bench._gpu import IS_FAKE, MIB, Medians, against, expect_equal, medians, sync
+from cudafuture.bench._rows import Row, Skipped, disk_folder
 from cudafuture.errors import StorageError
 from cudafuture.io import BACKENDS, File
 from cudafuture.swap import offload
@@ -76,7 +76,7 @@ def state_in_a_file(where: Path) -> Iterator[Callable[[], Any]]:
 def swapping(rounds: int) -> tuple[Medians, dict[str, int]]:
     """Measure steps of Adam with its state in several places; return also the peak of the device memory of each."""
     gradients = [wave(shape, 100 + i) for i, shape in enumerate(SHAPES)]
-    with folder() as place, ExitStack() as stack:
+    with disk_folder() as place, ExitStack() as stack:
 
         def make_offload(name: str, **options: Any) -> Callable[[list[torch.nn.Parameter]], Any]:
             def make(parameters: list[torch.nn.Parameter]) -> Any:
@@ -173,7 +173,7 @@ def moving(backend: str, direct: bool, rounds: int) -> Medians:
     """Write a tensor of the device to a file and read it, beside the peers of the same file."""
     source = torch.randint(0, 256, (BYTES,), dtype=torch.uint8, device="cuda")
     target, host = torch.zeros_like(source), torch.zeros(BYTES, dtype=torch.uint8, pin_memory=True)
-    with folder() as place, open_backend(backend, place / "file", direct=direct) as file:
+    with disk_folder() as place, open_backend(backend, place / "file", direct=direct) as file:
         file.write(source).wait()
         file.read(target).wait()
         expect_equal(target, source, "what a file returned to the device")
@@ -211,7 +211,7 @@ def gds(rounds: int) -> Row:
         raise Skipped(reason)
     source = torch.randint(0, 256, (BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.zeros_like(source)
-    with folder() as place, open_backend("threads", place / "file", direct=False) as threads:
+    with disk_folder() as place, open_backend("threads", place / "file", direct=False) as threads:
         threads.write(source).wait()
         threads.sync().wait()
         with BACKEND["gds"].open(place / "file", "r") as file:

@@ -1,6 +1,6 @@
 """The time of a pipeline's step against the prediction of its table, its memory, and its threads; every limit is a row.
 
-    python benchmarks/pipeline.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+    cudafuture bench pipeline [--only ROW ...] [--rounds N] [--json PATH] [--plot PATH] [--check]
 
 The rows of tables run on the simulated accelerator, in its virtual time: each layer spends the milliseconds that the
 row names, so that the prediction of ``Schedule.check`` has the same figures. Each row shows GPipe's time beside it. The
@@ -15,7 +15,6 @@ import importlib.util
 import os
 import random
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from _rows import Row, control, run
+from cudafuture.bench._rows import Row, Skipped, Suite, control
 from cudafuture.pipeline import Costs, Pipeline, Workers
 from cudafuture.testing import sim
+
+__all__ = ["SUITE"]
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -154,7 +155,10 @@ def pin(to: dict[threading.Thread, int]) -> Iterator[None]:
 
 def submit(cores: int, rounds: int) -> Row:
     """Measure from submit to the start of an empty task, with the worker on the program's core or on another."""
-    module = importlib.import_module("fairscale.nn.pipe.worker")
+    try:
+        module = importlib.import_module("fairscale.nn.pipe.worker")
+    except ModuleNotFoundError as e:
+        raise Skipped("the peer is fairscale, which is not installed; docs/benchmarks.md says how") from e
     program = threading.current_thread()
     shuffle = random.Random(0).sample
     with Workers(["cpu"]) as workers, module.spawn_workers([CPU]) as ((in_queue,), (out_queue,)):
@@ -187,13 +191,6 @@ ROWS: dict[str, Callable[[int], Row]] = {
     for is_equal in (True, False)
 }
 
-if __name__ == "__main__":
-    sim.prepare()
-    sys.exit(
-        run(
-            "pipeline",
-            "steps of a pipeline",
-            {**ROWS, "submit-1": partial(submit, 1), "submit-2": partial(submit, 2)},
-            rounds=5,
-        )
-    )
+SUBMIT = {"submit-1": partial(submit, 1), "submit-2": partial(submit, 2)}
+
+SUITE = Suite("pipeline", "Steps of a pipeline", ROWS | SUBMIT, rounds=5, prepare=sim.prepare)

@@ -1,6 +1,6 @@
 """Benchmark of what is always on for `cudafuture.debug`, and of the question to other processes.
 
-    python benchmarks/debug.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+    cudafuture bench debug [--only ROW ...] [--rounds N] [--json PATH] [--plot PATH] [--check]
 
 "register" is the difference between two loops with the same calls: in the peer's, the future is done before it is
 registered, which has no effect.
@@ -16,9 +16,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from _rows import Row, by_turns, control, run
-from cudafuture import _C, CUDAFuture, debug
+from cudafuture import _C, debug
+from cudafuture.bench._rows import Row, Suite, by_turns, control
 from cudafuture.executors import inline
+from cudafuture.future import CUDAFuture
+
+__all__ = ["SUITE"]
 
 now = time.perf_counter_ns
 
@@ -100,6 +103,4 @@ def ps(rounds: int, processes: int = 16, futures: int = 100_000) -> Row:
 
 LIMITS: dict[str, Callable[[int], Row]] = {"register": register, "ps": ps}
 
-
-if __name__ == "__main__":
-    sys.exit(run("debug", "Pending operations", LIMITS, rounds=21))
+SUITE = Suite("debug", "Pending operations", LIMITS, rounds=21)

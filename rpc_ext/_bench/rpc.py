@@ -1,6 +1,6 @@
 """Benchmark of calls that return futures, beside bare torch.distributed.rpc: two processes on loopback, limits as rows.
 
-    python benchmarks/rpc.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+    cudafuture bench rpc [--only ROW ...] [--rounds N] [--json PATH] [--plot PATH] [--check]
 
 A process has one RPC agent, so each variant has two processes of its own: ours without a secret, ours with one, ours
 with one whose seals cover the contents of tensors, torch's, and torch's again as the control. Rounds alternate between
@@ -10,7 +10,6 @@ them in a shuffled order.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +20,13 @@ from typing import Any
 
 import torch
 
-import rpc_ext
-from _pairs import bare_worker, groups
-from _rows import Row, by_turns, control, run
+from cudafuture.bench import Row, Suite, by_turns, control
+from rpc_ext._batching import batch
+from rpc_ext._bench._variants import bare_worker, groups
+from rpc_ext.calls import rpc_async
+from rpc_ext.session import init_rpc
+
+__all__ = ["SUITE"]
 
 now = time.perf_counter_ns
 CALLEE = "worker1"
@@ -59,10 +62,10 @@ def pipeline_calls(call: Callable[..., Any], calls: int) -> float:
 
 
 def batch_calls(call: Callable[..., Any], calls: int) -> float:
-    if call is not rpc_ext.rpc_async:
+    if call is not rpc_async:
         return pipeline_calls(call, calls)
     start = now()
-    with rpc_ext.batch(CALLEE):
+    with batch(CALLEE):
         futures = [call(CALLEE, empty) for _ in range(calls)]
     for future in futures:
         future.wait()
@@ -98,8 +101,8 @@ class Calling:
 def our_worker(rank: int, folder: Path, name: str) -> Iterator[Callable[..., Any]]:
     secret = None if name == "ours" else SECRET
     seal: Any = "contents" if name == "ours sealed" else "descriptions"
-    with rpc_ext.init_rpc(rank=rank, world_size=2, init_method=f"file://{folder}/store", secret=secret, seal=seal):
-        yield rpc_ext.rpc_async
+    with init_rpc(rank=rank, world_size=2, init_method=f"file://{folder}/store", secret=secret, seal=seal):
+        yield rpc_async
 
 
 def compare(name: str, what: str, measure: Callable[[Any], float], limit: float, ours: str, rounds: int) -> Row:
@@ -141,6 +144,4 @@ LIMITS: dict[str, Callable[[int], Row]] = {
     ),
 }
 
-
-if __name__ == "__main__":
-    sys.exit(run("rpc", "RPC beside bare torch.distributed.rpc, two processes on loopback", LIMITS, rounds=25))
+SUITE = Suite("rpc", "RPC beside bare torch.distributed.rpc, two processes on loopback", LIMITS, rounds=25)

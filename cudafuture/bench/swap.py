@@ -1,6 +1,6 @@
 """Benchmark of a step with optimizer state on a disk, beside its own bounds and DeepSpeed's pipelined swapper.
 
-    python benchmarks/swap.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+    cudafuture bench swap [--only ROW ...] [--rounds N] [--json PATH] [--plot PATH] [--check]
 
 The folder is CUDAFUTURE_BENCH_DIR, or the current one; it needs 12 GiB and a file system with O_DIRECT. All contenders
 update the same bfloat16 parameters with Adam, from float32 master weights: a step reads and writes three float32
@@ -10,11 +10,9 @@ store alone. A round runs each once, in a shuffled order. DeepSpeed is left out 
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,12 +23,15 @@ from typing import Any
 
 import torch
 
-from _rows import Row, by_turns, control, run
-from _swap_peers import DeepSpeedSwapper, missing_deepspeed
-from cudafuture import CUDAFuture, wait_all
+from cudafuture.bench._rows import Row, Skipped, Suite, by_turns, control, disk_folder
+from cudafuture.bench._swap_peers import DeepSpeedSwapper, missing_deepspeed
+from cudafuture.combine import wait_all
+from cudafuture.future import CUDAFuture
 from cudafuture.io import empty
 from cudafuture.store import DiskStore
 from cudafuture.swap import offload
+
+__all__ = ["SUITE"]
 
 now = time.perf_counter_ns
 MIB = 1 << 20
@@ -46,13 +47,6 @@ def gpt() -> list[int]:
 
 SETS: dict[str, list[int]] = {"64x16MiB": [4 * MIB] * 64, "512x1MiB": [MIB // 4] * 512, "gpt": gpt()}
 FASTER = {"64x16MiB": 1.5, "512x1MiB": 3.0, "gpt": 1.0}  # than DeepSpeed, at least
-
-
-@contextmanager
-def folder() -> Iterator[Path]:
-    """Give a folder on the disk that is measured."""
-    with tempfile.TemporaryDirectory(dir=os.environ.get("CUDAFUTURE_BENCH_DIR", ".")) as path:
-        yield Path(path)
 
 
 def timer(call: Callable[[], Any], clock: Callable[[], int] = now) -> Callable[[], float]:
@@ -138,7 +132,7 @@ def ours(name: str, place: Path, **options: Any) -> Iterator[Callable[[], Any]]:
 
 def beside_bound(name: str, rounds: int) -> Row:
     """Compare a step with the larger of its updates and its reads and writes."""
-    with folder() as place, ours(name, place / "ours") as step, DiskStore(place / "alone", direct=True) as store:
+    with disk_folder() as place, ours(name, place / "ours") as step, DiskStore(place / "alone", direct=True) as store:
         halves, gradients = prepare(name)
         updates, transfers = Updates([half.detach() for half in halves]), Transfers(store, SETS[name])
         each = [
@@ -156,8 +150,10 @@ def beside_bound(name: str, rounds: int) -> Row:
 
 def beside_deepspeed(name: str, rounds: int) -> Row:
     """Compare a step with DeepSpeed's."""
+    if why := missing_deepspeed():
+        raise Skipped(why)
     with ExitStack() as stack:
-        place = stack.enter_context(folder())
+        place = stack.enter_context(disk_folder())
         step = stack.enter_context(ours(name, place / "ours"))
         halves, gradients = prepare(name)
         theirs = DeepSpeedSwapper(place / "deepspeed", [half.detach() for half in halves])
@@ -172,7 +168,7 @@ def beside_deepspeed(name: str, rounds: int) -> Row:
 def saving(rounds: int) -> Row:
     """Compare a checkpoint with writing the state."""
     name = "64x16MiB"
-    with folder() as place, DiskStore(place / "store", durable=True) as store:
+    with disk_folder() as place, DiskStore(place / "store", durable=True) as store:
         parameters = [torch.nn.Parameter(torch.zeros(size)) for size in SETS[name]]
         with offload(torch.optim.Adam(parameters), store) as optimizer:
             for parameter in parameters:
@@ -194,7 +190,7 @@ def during_backward(rounds: int) -> Row:
     The batch is as large as it takes for forward and backward to last as long as the reads and writes.
     """
     layers, width = 24, 2048
-    with folder() as place, DiskStore(place / "alone", direct=True) as store:
+    with disk_folder() as place, DiskStore(place / "alone", direct=True) as store:
         transfers = Transfers(store, [width * width] * layers, "ab")
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
         inputs = torch.randn(64, width)
@@ -241,7 +237,7 @@ def small(place: str, rounds: int) -> Row:
                 parameter.grad = torch.ones_like(parameter)
             optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters, foreach=False)
             if not plain:
-                optimizer = stack.enter_context(offload(optimizer, stack.enter_context(folder()), **options))
+                optimizer = stack.enter_context(offload(optimizer, stack.enter_context(disk_folder()), **options))
             steps.append(timer(optimizer.step, time.process_time_ns))
         ours, peer, again = by_turns(rounds, *steps)
     taken, their = statistics.median(ours), statistics.median(peer)
@@ -253,9 +249,8 @@ def small(place: str, rounds: int) -> Row:
 def memory(rounds: int) -> Row:
     """Measure the memory that a step takes beside its buffers, for one parameter of 1 GiB."""
     buffers = 128 * MIB
-    script = Path(__file__).with_name("_swap_memory.py")
-    with folder() as place:
-        command = [sys.executable, str(script), str(place), str(buffers)]
+    with disk_folder() as place:
+        command = [sys.executable, "-m", "cudafuture.bench._swap_memory", str(place), str(buffers)]
         taken = int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     beside = (taken - buffers) / MIB
     return Row("memory", "memory, 1 GiB parameter", "MiB", taken / MIB, buffers / MIB, "buffers", "MiB", beside, 64)
@@ -265,12 +260,8 @@ def limits() -> dict[str, Callable[[int], Row]]:
     """Return all rows."""
     smalls = {f"small-{place}": partial(small, place) for place in ("memory", "disk")}
     rows: dict[str, Callable[[int], Row]] = {f"bound-{name}": partial(beside_bound, name) for name in SETS}
-    if missing := missing_deepspeed():
-        sys.stderr.write(f"skipped: deepspeed is not here ({missing})\n")
-    else:
-        rows |= {f"deepspeed-{name}": partial(beside_deepspeed, name) for name in SETS}
+    rows |= {f"deepspeed-{name}": partial(beside_deepspeed, name) for name in SETS}
     return rows | {"save": saving, "backward": during_backward, "memory": memory, **smalls}
 
 
-if __name__ == "__main__":
-    sys.exit(run("swap", "steps of offloaded optimizers", limits(), ROUNDS))
+SUITE = Suite("swap", "Steps of offloaded optimizers", limits(), rounds=ROUNDS)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from _rows import Row, Timed, by_turns
+from cudafuture.bench._rows import Row, Timed, by_turns
 from cudafuture.testing import fakecuda
 
 IS_FAKE = fakecuda.is_active()
@@ -60,10 +56,3 @@ def expect(is_right: object, what: str) -> None:
 def expect_equal(tensor: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     """Raise unless a tensor has these elements."""
     expect(torch.equal(tensor.cpu(), wanted.cpu()), what)
-
-
-@contextmanager
-def folder() -> Iterator[Path]:
-    """Give a folder on the disk that is measured."""
-    with tempfile.TemporaryDirectory(dir=os.environ.get("CUDAFUTURE_BENCH_DIR", ".")) as path:
-        yield Path(path)

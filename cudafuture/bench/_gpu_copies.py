@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 import cudafuture.distributed as cfd
-from _gpu import IS_FAKE, MIB, Medians, against, expect, expect_equal, medians, sync
-from _rows import Row, Skipped
-from cudafuture import copy, prefetch
+from cudafuture.bench._gpu import IS_FAKE, MIB, Medians, against, expect, expect_equal, medians, sync
+from cudafuture.bench._rows import Row, Skipped
+from cudafuture.future import copy
+from cudafuture.prefetch import prefetch
 
 # ---- copies
 

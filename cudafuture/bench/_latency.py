@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from _rows import Row, Timed, by_turns
-from cudafuture import CUDAFuture
+from cudafuture.bench._rows import Row, Timed, by_turns
+from cudafuture.future import CUDAFuture
 from cudafuture.testing import fakecuda
 
 WARM_UP_MS = 200.0  # of work, after which the clock has risen

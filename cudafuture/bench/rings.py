@@ -1,6 +1,6 @@
 """Arrangements of rings and threads in an engine, compared by fio: one ring and one thread that submits win.
 
-    python benchmarks/rings.py [--only NAME ...] [--rounds N] [--json [PATH]] [--check]
+    cudafuture bench rings [--only ROW ...] [--rounds N] [--json PATH] [--plot PATH] [--check]
 
 fio (3.30 or newer) stands for what could be built: it does nothing but ask the kernel. "One ring" is a thread with 32
 blocks in flight; "four rings" are four threads with eight each. The limits say when one is enough: when it moves at
@@ -10,17 +10,16 @@ faster than files that are not. The folder is CUDAFUTURE_BENCH_DIR, or the curre
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _rows import Row, by_turns, control, run
-from _storage_peers import MIB, fio_job
+from cudafuture.bench._rows import Row, Suite, by_turns, control, disk_folder
+from cudafuture.bench._storage_peers import MIB, fio_job
+
+__all__ = ["SUITE"]
 
 SIZE = 1024 * MIB
 SECONDS = 2
@@ -51,8 +50,8 @@ def compare(
     n: int,
 ) -> Row:
     """Compare two arrangements by the time that they take for a byte; ours runs twice, which is the control."""
-    with tempfile.TemporaryDirectory(dir=os.environ.get("CUDAFUTURE_BENCH_DIR", ".")) as folder:
-        file = Path(folder, "file")
+    with disk_folder() as folder:
+        file = folder / "file"
         fio_job(file, "write", f"--size={SIZE}", "--bs=1m", "--ioengine=io_uring", "--iodepth=8")
         timed = [partial(nanoseconds_per_byte, file, direction, block, o) for o in (ours, peer, ours)]
         first, other, again = by_turns(n, *timed)
@@ -88,6 +87,4 @@ LIMITS = {
     **{f"{d}-{size}": rings(d, size) for d in ("randread", "randwrite") for size in BLOCKS},
     "registered": beside_unregistered,
 }
-
-if __name__ == "__main__":
-    sys.exit(run("rings", "one ring, one thread", LIMITS, rounds=5))
+SUITE = Suite("rings", "One ring, one thread", LIMITS, rounds=5)
