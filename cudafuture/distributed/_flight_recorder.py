@@ -11,15 +11,16 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import time
 from collections import deque
 from pathlib import Path
+from time import time_ns
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from cudafuture import _C
-from cudafuture.distributed._group import Group, Issuer, groups
+from cudafuture.distributed._group import Group, GroupFacts, Issuer, groups
+from cudafuture.distributed._operations import DistributedOperation
 
 __all__ = ["dump_flight_recorder", "record_collective"]
 
@@ -33,34 +34,28 @@ _NAMES = {
     "all_gather_coalesced": "ALLGATHER_coalesced",
     "gather_single": "gather",
 }
-_SKIPPED = frozenset({"send", "recv", "batch_isend_irecv"})  # the format names the peers of messages
 
 
 class RecordedCollective(NamedTuple):
     """One collective as it was issued. It refers to neither the group nor the tensors."""
 
-    name: str
+    operation: DistributedOperation
     roles: str
-    group: str
-    id: str
+    group: GroupFacts
     sequence: int
     tensors: tuple[Any, ...]
     created: int  # nanoseconds since the epoch
-    timeout: float
-    is_on_device: bool
 
 
-_recent: deque[RecordedCollective] = deque(maxlen=_KEPT)
+_recent: deque[tuple[Any, ...]] = deque(maxlen=_KEPT)  # the fields of RecordedCollective
 
 
 def record_collective(
-    name: str, roles: str, group: Group, issuer: Issuer, sequence: int, tensors: tuple[Any, ...]
+    operation: DistributedOperation, roles: str, group: Group, issuer: Issuer, sequence: int, tensors: tuple[Any, ...]
 ) -> None:
-    """Add a collective to the ring, when it is issued."""
-    if name in _SKIPPED or issuer.queue is not None:
-        return
-    row = (name, roles, group.name, group.id, sequence, tensors, time.time_ns(), group.timeout, group.has_nccl)
-    _recent.append(tuple.__new__(RecordedCollective, row))
+    """Add a collective to the ring, when the program issues it."""
+    if issuer.queue is None and not operation.is_matched_by_peer:  # the format names the peers of messages
+        _recent.append((operation, roles, group.facts, sequence, tensors, time_ns()))
 
 
 def dump_flight_recorder(prefix: str | os.PathLike[str]) -> Path:
@@ -94,7 +89,8 @@ def dump_flight_recorder(prefix: str | os.PathLike[str]) -> Path:
     living = dist.distributed_c10d._world.pg_map
     known = [state for group, state in list(groups.values()) if group() in living]
     ids = {(state.name, state.id) for state in known}
-    recent = [one for one in list(_recent) if (one.group, one.id) in ids]  # not those of groups that were destroyed
+    recorded = [RecordedCollective(*row) for row in list(_recent)]
+    recent = [one for one in recorded if (one.group.name, one.group.id) in ids]  # not of groups that were destroyed
     dump = {
         "version": _VERSION,
         "pg_config": {
@@ -102,7 +98,7 @@ def dump_flight_recorder(prefix: str | os.PathLike[str]) -> Path:
             for state in known
         },
         "pg_status": {state.name: {"last_enqueued_collective": state.program.issued} for state in known},
-        "entries": [_entry(number, one, (one.id, one.sequence) in pending) for number, one in enumerate(recent)],
+        "entries": [_entry(number, one, (one.group.id, one.sequence) in pending) for number, one in enumerate(recent)],
     }
     path = Path(f"{os.fspath(prefix)}{dist.get_rank()}")
     path.write_bytes(pickle.dumps(dump))
@@ -117,20 +113,21 @@ def _entry(number: int, one: RecordedCollective, is_pending: bool) -> dict[str, 
     read = [facts for facts, role in zip(one.tensors, one.roles, strict=False) if role in "rx"]
     written = [facts for facts, role in zip(one.tensors, one.roles, strict=False) if role in "wx"]
     inputs, outputs = _flat(read), _flat(written)
-    if one.name in ("broadcast", "reduce"):  # both, on every rank
+    name = one.operation.name
+    if name in ("broadcast", "reduce"):  # both, on every rank
         inputs = outputs = _flat(list(one.tensors))
-    if one.name == "all_gather":  # one tensor with all parts
+    if name == "all_gather":  # one tensor with all parts
         outputs = _stacked(outputs)
-    if one.name == "reduce_scatter":
+    if name == "reduce_scatter":
         inputs = _stacked(inputs)
     return {
         "record_id": number,
         "pg_id": 0,
-        "process_group": (one.group, _description(one.group)),
+        "process_group": (one.group.name, _description(one.group.name)),
         "collective_seq_id": one.sequence + 1,  # from 1
         "p2p_seq_id": 0,
         "op_id": one.sequence + 1,
-        "profiling_name": f"{'nccl' if one.is_on_device else 'gloo'}:{_NAMES.get(one.name, one.name)}",
+        "profiling_name": f"{'nccl' if one.group.has_nccl else 'gloo'}:{_NAMES.get(name, name)}",
         "time_created_ns": one.created,
         "input_sizes": [list(shape) for shape, _ in inputs],
         "input_dtypes": [_dtype(dtype) for _, dtype in inputs],
@@ -140,7 +137,7 @@ def _entry(number: int, one: RecordedCollective, is_pending: bool) -> dict[str, 
         "time_discovered_started_ns": None,
         "time_discovered_completed_ns": None,
         "retired": not is_pending,
-        "timeout_ms": round(one.timeout * 1000),
+        "timeout_ms": round(one.group.timeout * 1000),
         "is_p2p": False,
         "frames": [],
     }

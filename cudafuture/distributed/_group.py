@@ -25,7 +25,7 @@ import uuid
 import weakref
 from collections import Counter
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -41,7 +41,7 @@ from cudafuture.errors import CollectiveError, InvalidStateError
 if TYPE_CHECKING:
     from cudafuture.distributed._order import Comparison
 
-__all__ = ["Group", "Issuer", "group_of", "groups", "make_group", "rank_in", "require_program", "resolve"]
+__all__ = ["Group", "GroupFacts", "Issuer", "group_of", "groups", "make_group", "rank_in", "require_program", "resolve"]
 
 _DEEPEST = 32  # steps of a chain that issue; each has its own connections and threads
 
@@ -65,6 +65,15 @@ class Issuer:
         )
 
 
+class GroupFacts(NamedTuple):
+    """What is kept of a group for longer than its state."""
+
+    name: str
+    id: str  # the same on all ranks; empty: the ranks could not agree
+    timeout: float  # seconds
+    has_nccl: bool
+
+
 class Group:
     """State of one process group, which it does not keep alive."""
 
@@ -86,6 +95,7 @@ class Group:
         self.sends_waiting = 0  # in the queue `sends`; guarded by _lock
         self.payloads = itertools.count()  # of send_object_list()
         self.id = _common_id(process_group)
+        self.facts = GroupFacts(self.name, self.id, self.timeout, self.has_nccl)
         if dist.is_initialized():
             _C.set_rank(dist.get_rank(), dist.get_world_size())
         self.program = Issuer(None, None, self._place(None))

@@ -170,16 +170,20 @@ class Issue(NamedTuple):
 
         `peer`: of a message: the rank of its other end in the group.
         """
-        group, operation = self.group, self.operation
-        record_collective(operation.name, roles or operation.roles, group, self.issuer, self.sequence, self.tensors)
+        operation, group, issuer, number, facts, _ = self
+        record_collective(operation, roles or operation.roles, group, issuer, number, facts)
+        place = issuer.place
+        if peer != NO_PEER:
+            place, number = self.place_of(peer)
         future: _Future[T] = _C.collective(
             work,
             value,
-            self.operation.name,
+            operation.name,
             group.callbacks,
             self,
             group.timeout,
-            *self.place_of(peer),
+            place,
+            number,
             group.backends,
             tensors,
             peer,

@@ -145,7 +145,7 @@ class _StagedOperation(Generic[T]):
                 self.issue.issuer.lost = e
             return self.issue.refused(e)
         operation = self.issue.operation
-        record_collective(operation.name, roles, group, self.issue.issuer, self.issue.sequence, self.issue.tensors)
+        record_collective(operation, roles, group, self.issue.issuer, self.issue.sequence, self.issue.tensors)
         place, number = self.issue.place_of(self.peer)
         self.future: CUDAFuture[T] = _C.issued(operation.name, group.callbacks, self.issue, place, number, self.peer)
         if queue is None:

@@ -3,8 +3,11 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
+#include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "bind/future.h"
@@ -87,6 +90,31 @@ std::string pending_text(nb::list roots) {
   return as_json(PendingGraph::walk(std::move(futures), PendingGraph::From::threads), SIZE_MAX, named);
 }
 
+// Returns the number of the line that a frame is in. Python computes it from the code's table of lines, up to that
+// line: the last few are kept. Requires the GIL.
+int line_in(PyFrameObject* frame, [[maybe_unused]] PyCodeObject* code) {
+#if PY_VERSION_HEX >= 0x030B0000
+  struct Known {
+    PyCodeObject* code = nullptr;  // a reference: another code may get the address of one that has died
+    int instruction = 0;
+    int line = 0;
+  };
+  static std::array<Known, 64> known;
+  const int instruction = PyFrame_GetLasti(frame);
+  Known& place = known[(reinterpret_cast<std::uintptr_t>(code) / 64 + static_cast<std::size_t>(instruction)) % 64];
+  if (place.code != code || place.instruction != instruction) {
+    const int line = PyFrame_GetLineNumber(frame);
+    Py_INCREF(code);
+    PyCodeObject* const before = std::exchange(place, {code, instruction, line}).code;
+    Py_XDECREF(before);
+    return line;
+  }
+  return place.line;
+#else
+  return PyFrame_GetLineNumber(frame);
+#endif
+}
+
 }  // namespace
 
 CodeLine calling_line() {
@@ -94,14 +122,14 @@ CodeLine calling_line() {
   while (frame.is_valid()) {
     auto* const current = reinterpret_cast<PyFrameObject*>(frame.ptr());
     const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(current)));
-    const auto* const fields = reinterpret_cast<PyCodeObject*>(code.ptr());
+    auto* const fields = reinterpret_cast<PyCodeObject*>(code.ptr());
     const char* const file = PyUnicode_AsUTF8(fields->co_filename);  // kept by the code, which the frame keeps
     const char* const function = PyUnicode_AsUTF8(fields->co_name);
     if (file == nullptr || function == nullptr) {  // a lone surrogate
       PyErr_Clear();
       return {};
     }
-    if (!is_library(file)) return {file, PyFrame_GetLineNumber(current), function};
+    if (!is_library(file)) return {file, line_in(current, fields), function};
     frame = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetBack(current)));
   }
   return {};
