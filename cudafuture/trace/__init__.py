@@ -25,13 +25,14 @@ from cudafuture.trace._analysis import (
     compare,
 )
 from cudafuture.trace._chrome import merge, problems
-from cudafuture.trace._model import RankTrace, Slice, Trace, TracedFuture, load
+from cudafuture.trace._model import DeviceWork, RankTrace, Slice, Trace, TracedFuture, load
 from cudafuture.trace._picture import plot
 from cudafuture.trace._recording import discard, record, record_process, span, step
 
 __all__ = [
     "KINDS",
     "Depth",
+    "DeviceWork",
     "Flight",
     "LongWait",
     "PathPart",

@@ -59,7 +59,13 @@ def merge(
     for profile in profiles:
         rows += _profile(Path(profile), trace)
     errors = {rank.title: rank.clock_error for rank in trace.ranks}
-    facts = {"clock_error_ns": errors, "lost_events": trace.lost, "is_virtual_time": trace.is_virtual}
+    devices = {f"{rank.title}, {name}": e for rank in trace.ranks for name, e in rank.device_clock_error.items()}
+    facts = {
+        "clock_error_ns": errors,
+        "device_clock_error_ns": devices,
+        "lost_events": trace.lost,
+        "is_virtual_time": trace.is_virtual,
+    }
     Path(output).write_text(json.dumps({"displayTimeUnit": "ns", "otherData": facts, "traceEvents": rows}))
 
 
@@ -81,10 +87,28 @@ def _rank(rank: RankTrace, process: int, origin: int, arrows: Iterator[int]) -> 
         if one.is_cut:
             arguments["cut"] = "it had not ended"
         yield row("X", title, one.begin, one.thread, dur=(one.end - one.begin) / 1000, cat=one.kind, args=arguments)
+    yield from _streams(rank, row, process)
     for future in rank.operations():
         yield from _operation(future, row, f"{process}.{numbers[id(future)]}", rank.end)
     yield from _arrows(rank, row, arrows)
     yield from _counters(rank, row)
+
+
+def _streams(rank: RankTrace, row: Any, process: int) -> Iterator[Row]:
+    """Yield a track for each stream of a device, with the work behind futures."""
+    tracks: dict[tuple[str, int], int] = {}
+    for work in rank.device_work:
+        track = tracks.setdefault((work.device, work.stream), _FIRST_STREAM + len(tracks))
+        called = work.future.callback
+        title = work.future.title if called is None or not called.text else called.text
+        arguments = {"future": work.future.title}
+        yield row("X", title, work.begin, track, dur=(work.end - work.begin) / 1000, cat="device", args=arguments)
+    for (device, stream), track in tracks.items():
+        name = f"{device}, {'default stream' if stream == 0 else f'stream {track - _FIRST_STREAM + 1}'}"
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": name}}
+
+
+_FIRST_STREAM = 2_000_000_000  # no thread has such a number
 
 
 def _operation(future: TracedFuture, row: Any, number: str, last: int) -> Iterator[Row]:

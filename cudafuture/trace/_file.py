@@ -46,6 +46,7 @@ _KINDS = (
     "callback_end",
     "span_begin",
     "span_end",
+    "reached",
 )
 _STATES = ("pending", "completed", "failed", "cancelled")
 _MAKERS = ("", "submit", "then", "then_async", "gather", "collect_all", "collect_any")
@@ -57,10 +58,10 @@ class RecordedEvent(NamedTuple):
     time: int  # nanoseconds; of virtual time on a simulated accelerator
     order: int  # nanoseconds of CLOCK_MONOTONIC
     future: int  # address; 0: none
-    other: int  # follows: address of the parent; issued: address of the place
-    number: int
-    nbytes: int
-    peer: int
+    other: int  # follows: address of the parent; issued: address of the place; reached: the stream
+    number: int  # reached: nanoseconds of the device since the first event on it
+    nbytes: int  # reached: `order` of the event "done" of the future
+    peer: int  # reached: the index of the device
     kind: str
     state: str
     maker: str

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -16,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cudafuture.trace._file import NONE, TraceFile, read_file, trace_files
+from cudafuture.trace._file import NONE, RecordedEvent, TraceFile, read_file, trace_files
 
-__all__ = ["RankTrace", "Slice", "Trace", "TracedFuture", "collectives", "in_flight", "load"]
+__all__ = ["DeviceWork", "RankTrace", "Slice", "Trace", "TracedFuture", "collectives", "in_flight", "load"]
 
 _logger = logging.getLogger("cudafuture.trace")
 _TOGETHER = frozenset({"all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "all_to_all", "reduce_scatter"})
@@ -40,6 +41,7 @@ class TracedFuture:
     completer: int = NONE
     """The thread that completed it."""
     ready: int | None = None
+    """The end of its device work, by the device's clock, or the time at which the host has seen it."""
     place: dict[str, Any] | None = None
     """Of an operation: kind and name, such as "group" and "dp"."""
     number: int = NONE
@@ -88,6 +90,24 @@ class Slice:
         return f"<Slice {self.kind} {self.text}, {(self.end - self.begin) / 1e3:.1f} µs>"
 
 
+@dataclass(slots=True, eq=False)
+class DeviceWork:
+    """Work behind a future on one stream of a device. It may have begun later: streams wait for each other."""
+
+    device: str
+    """Type and index, such as "cuda:0"."""
+    stream: int
+    begin: int
+    """The latest of: the call that enqueued it, the end of the work that it follows, the end of the stream's earlier
+    work of a traced future."""
+    end: int
+    """The time at which the device has reached the future's event."""
+    future: TracedFuture
+
+    def __repr__(self) -> str:
+        return f"<DeviceWork of {self.future.title} on {self.device}, {(self.end - self.begin) / 1e3:.1f} µs>"
+
+
 @dataclass(eq=False)
 class RankTrace:
     """Trace of one process."""
@@ -101,6 +121,10 @@ class RankTrace:
     """Another process has the same rank: a child of one that has it in its environment."""
     clock_error: int | None = 0
     """Nanoseconds by which its clock may differ from that of the first rank; None: not known."""
+    device_work: list[DeviceWork] = field(default_factory=list)
+    """Work of devices that measure time, by its end."""
+    device_clock_error: dict[str, int] = field(default_factory=dict)
+    """Nanoseconds by which the clock of each device may differ from that of the host."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -152,9 +176,10 @@ class RankTrace:
                 time = getattr(future, name)
                 if time is not None:
                     setattr(future, name, time + nanoseconds)
-        for one in self.slices:
-            one.begin += nanoseconds
-            one.end += nanoseconds
+        parts: list[Slice | DeviceWork] = [*self.slices, *self.device_work]
+        for part in parts:
+            part.begin += nanoseconds
+            part.end += nanoseconds
 
 
 @dataclass(eq=False)
@@ -238,6 +263,9 @@ def _rank(file: TraceFile) -> RankTrace:
     slices: list[Slice] = []
     open_slices: defaultdict[int, list[Slice]] = defaultdict(list)
     first, last = (1 << 63) - 1, 0
+    reached: list[tuple[RecordedEvent, TracedFuture]] = []
+    done_at: dict[tuple[int, int], TracedFuture] = {}  # by address and order, for the events that devices reach
+    has_device_times = any(event.kind == "reached" for event in file.events)
 
     def future_at(address: int, time: int) -> TracedFuture:
         found = known.get(address)
@@ -246,7 +274,12 @@ def _rank(file: TraceFile) -> RankTrace:
             futures.append(found)
         return found
 
-    for time, _, address, other, number, nbytes, peer, kind, state, maker, text, thread in file.events:
+    for event in file.events:
+        time, order, address, other, number, nbytes, peer, kind, state, maker, text, thread = event
+        if kind == "reached":
+            if (address, nbytes) in done_at:
+                reached.append((event, done_at[address, nbytes]))
+            continue
         first, last = min(first, time), max(last, time)
         if kind == "created":
             future = known[address] = TracedFuture(time)
@@ -255,6 +288,8 @@ def _rank(file: TraceFile) -> RankTrace:
             future = future_at(address, time)
             future.done, future.completer, future.state = time, thread, state
             future.maker, future.name = maker, text or future.name
+            if has_device_times:
+                done_at[address, order] = future
         elif kind == "issued":
             future = future_at(address, time)
             future.issued, future.issuer, future.name = time, thread, text
@@ -279,7 +314,46 @@ def _rank(file: TraceFile) -> RankTrace:
             one.end, one.is_cut = max(one.begin, last), True
     if not file.events:
         first = last = int(file.header.get("monotonic", 0))
-    return RankTrace(file, futures, slices, first, last)
+    rank = RankTrace(file, futures, slices, first, last)
+    _add_device_work(rank, reached)
+    return rank
+
+
+def _add_device_work(rank: RankTrace, reached: list[tuple[RecordedEvent, TracedFuture]]) -> None:
+    """Add the work of devices, on the clock of the host."""
+    by_device: defaultdict[str, list[tuple[RecordedEvent, TracedFuture]]] = defaultdict(list)
+    for event, future in reached:
+        by_device[f"{event.text}:{event.peer}"].append((event, future))
+    ends: list[tuple[int, str, int, TracedFuture]] = []
+    for device, events in by_device.items():
+        shift, error = 0, 0
+        if not rank.file.is_virtual:
+            shift, error = _device_clock([event for event, _ in events])
+        rank.device_clock_error[device] = error
+        for event, future in events:
+            end = event.time if rank.file.is_virtual else event.number + shift
+            ends.append((end, device, event.other, future))
+    last: dict[tuple[str, int], int] = {}  # the end of the earlier work of each stream
+    ready: dict[int, int] = {}
+    for end, device, stream, future in sorted(ends, key=operator.itemgetter(0)):
+        enqueued = future.begin if future.issued is None else future.issued
+        if future.callback is not None:
+            enqueued = future.callback.begin
+        follows = [ready[id(parent)] for parent in future.parents if id(parent) in ready]
+        begin = min(max(enqueued, last.get((device, stream), enqueued), *follows), end)
+        if last.get((device, stream)) != end:  # else it has no work of its own: it shares the event
+            rank.device_work.append(DeviceWork(device, stream, begin, end, future))
+        last[device, stream] = ready[id(future)] = future.ready = end
+
+
+def _device_clock(events: list[RecordedEvent]) -> tuple[int, int]:
+    """Return the host's time at a device's zero, and its error, from events with both times.
+
+    A device reaches an event after it was recorded, and before the host has seen that.
+    """
+    lowest = max(event.time - event.number for event in events)
+    highest = min(event.order - event.number for event in events)
+    return (lowest + highest) // 2, abs(highest - lowest + 1) // 2
 
 
 def _close(stack: list[Slice], kind: str, time: int) -> None:

@@ -113,6 +113,13 @@ void bind_streams(nb::module_& m) {
         set_is_idle(device_from(device).type(), reinterpret_cast<IsIdle>(is_idle.data()));
       },
       nb::arg("device"), nb::arg("is_idle"));
+  // `time`: a capsule of the function, as a simulated accelerator provides it.
+  m.def(
+      "set_event_time",
+      [](nb::handle device, const nb::capsule& time) {
+        set_event_time(device_from(device).type(), reinterpret_cast<EventTime>(time.data()));
+      },
+      nb::arg("device"), nb::arg("time"));
   // `make`: a capsule of the function, as a simulated accelerator provides it.
   m.def(
       "set_make_stream",

@@ -2,13 +2,17 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <array>
+#include <atomic>
 #include <limits>
 #include <utility>
 
 #include "core/capture.h"
 #include "core/error.h"
+#include "core/host_clock.h"
 #include "core/process.h"
 #include "core/sync_edge.h"
+#include "core/trace.h"
 
 namespace cudafuture {
 namespace {
@@ -34,14 +38,39 @@ class Current {
   bool is_changed_ = false;
 };
 
+std::array<std::atomic<EventTime>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> event_times{};
+
+EventTime event_time_of(c10::DeviceType type) noexcept {
+  return event_times[static_cast<std::size_t>(type)].load(std::memory_order_acquire);
+}
+
 }  // namespace
+
+void set_event_time(c10::DeviceType type, EventTime time) noexcept {
+  event_times[static_cast<std::size_t>(type)].store(time, std::memory_order_release);
+}
 
 DeviceEventPtr DeviceEvent::record(const c10::Stream& stream) {
   const c10::Device device = stream.device();
   const Current guard(device, SyncEdge::guard_record);  // also for the event's destruction, if recording fails
-  c10::Event event = EventPool::get().acquire(device);
+  const bool is_timed = is_traced() && event_time_of(device.type()) == nullptr;
+  c10::Event event =
+      EventPool::get().acquire(device, is_timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
+  const std::int64_t recorded_at = is_timed ? monotonic_nanoseconds() : 0;
   event.record(stream);
-  return c10::make_intrusive<DeviceEvent>(std::move(event), device, capture_of(stream));
+  return c10::make_intrusive<DeviceEvent>(std::move(event), stream, capture_of(stream), recorded_at);
+}
+
+double DeviceEvent::seconds_since(const DeviceEvent& earlier) const {
+  const Current guard(device_, SyncEdge::guard_query);
+  const BesideCaptures relaxed(device_.type());
+  return earlier.event_.elapsedTime(event_) / 1e3;
+}
+
+std::optional<double> DeviceEvent::virtual_time() const {
+  const EventTime time = event_time_of(device_.type());
+  if (time == nullptr || !has_host_clock()) return std::nullopt;
+  return time(event_.eventId());
 }
 
 DeviceEvent::~DeviceEvent() { EventPool::get().release(std::move(event_), device_); }
@@ -82,10 +111,10 @@ EventPool& EventPool::get() noexcept {
   return *pool;
 }
 
-c10::Event EventPool::acquire(c10::Device device) {
+c10::Event EventPool::acquire(c10::Device device, c10::EventFlag flag) {
   {
     std::lock_guard lock(mutex_);
-    auto& idle = idle_[device];
+    auto& idle = idle_[device].with(flag);
     if (!idle.empty()) {
       c10::Event event = std::move(idle.back());
       idle.pop_back();
@@ -94,7 +123,7 @@ c10::Event EventPool::acquire(c10::Device device) {
     }
     ++statistics_.made;
   }
-  return c10::Event(device.type());
+  return c10::Event(device.type(), flag);
 }
 
 void EventPool::release(c10::Event&& event, c10::Device device) noexcept {
@@ -116,7 +145,7 @@ void EventPool::release(c10::Event&& event, c10::Device device) noexcept {
 
 bool EventPool::keep(c10::Event&& event, c10::Device device, std::size_t most) noexcept {
   std::lock_guard lock(mutex_);
-  auto& idle = idle_[device];
+  auto& idle = idle_[device].with(event.flag());
   if (idle.size() >= most) return false;
   idle.push_back(std::move(event));
   return true;
@@ -125,7 +154,7 @@ bool EventPool::keep(c10::Event&& event, c10::Device device, std::size_t most) n
 EventPool::Statistics EventPool::statistics() const {
   std::lock_guard lock(mutex_);
   Statistics s = statistics_;
-  for (const auto& [device, idle] : idle_) s.idle += idle.size();
+  for (const auto& [device, idle] : idle_) s.idle += idle.plain.size() + idle.timed.size();
   return s;
 }
 

@@ -1,6 +1,8 @@
 // The hook through which a tracer observes futures and threads. Without a tracer it costs one load of a null pointer.
 #pragma once
 
+#include <time.h>
+
 #include <atomic>
 #include <cstdint>
 
@@ -21,7 +23,15 @@ enum class TraceEvent : std::uint8_t {
   callback_end,    //
   span_begin,      // a thread is in a part of the program that it names; no future
   span_end,        //
+  reached,         // the device has reached an event of a future; the recorder writes it
 };
+
+// Returns the nanoseconds of CLOCK_MONOTONIC.
+inline std::int64_t monotonic_nanoseconds() noexcept {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<std::int64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
 
 // Facts about an event beside its future. A null pointer: the event has no such fact.
 struct TraceDetail {

@@ -4,7 +4,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,8 +11,10 @@
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <system_error>
 #include <thread>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -30,15 +31,16 @@ namespace cudafuture {
 
 constexpr std::size_t kTextSize = 80;
 
-// An event in a ring; in the file, its text is as long as it says.
+// An event in a ring; in the file, its text is as long as it says. `reached`: `time` is that of the recording of the
+// device's event on the host, or the virtual time at which it is reached, and `text` the type of the device.
 struct TraceRecord {
   std::int64_t time;   // nanoseconds of CLOCK_MONOTONIC, or of virtual time
   std::int64_t order;  // nanoseconds of CLOCK_MONOTONIC
   std::uint64_t future;
-  std::uint64_t other;  // issued: the place; follows: the parent
-  std::int64_t number;
-  std::int64_t bytes;
-  std::int32_t peer;
+  std::uint64_t other;  // issued: the place; follows: the parent; reached: the stream
+  std::int64_t number;  // reached: nanoseconds of the device since the first event on it
+  std::int64_t bytes;   // reached: `order` of the future's event `done`, since addresses are used again
+  std::int32_t peer;    // reached: the index of the device
   TraceEvent event;
   std::uint8_t state;  // done: the state and, in the upper half, the maker
   std::uint8_t is_virtual;
@@ -51,14 +53,13 @@ namespace {
 
 constexpr std::uint64_t kRingSize = 8192;  // events; a power of two
 constexpr std::chrono::milliseconds kPause{100};
+constexpr double kLongestSinceBase = 4.0;       // seconds: CUDA's float has 0.25 us there
 constexpr std::size_t kMostBuffered = 1 << 20;  // bytes, before they are written
 
 enum class TraceChunk : std::uint32_t { header, thread, place, events, lost, trailer };
 
 void put_time(TraceRecord& record) noexcept {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  record.order = static_cast<std::int64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+  record.order = monotonic_nanoseconds();
   const HostTime time = host_time();
   record.is_virtual = time.generation != 0;
   record.time = record.is_virtual ? static_cast<std::int64_t>(time.seconds * 1e9 + 0.5) : record.order;
@@ -88,6 +89,20 @@ struct TraceRing {
   TraceRecord records[kRingSize];
 
   explicit TraceRing(std::uint32_t number_of) noexcept : number(number_of) {}
+};
+
+// A device event of a future that is done.
+struct UnreachedEvent {
+  std::uint64_t future;
+  std::int64_t done;  // `order` of the record
+  DeviceEventPtr event;
+  UnreachedEvent* next = nullptr;
+};
+
+// The first event on a device that was reached, or a later one: its time since the first.
+struct TimeBase {
+  DeviceEventPtr event;
+  double seconds = 0;
 };
 
 struct TraceRecorder::State {
@@ -120,6 +135,26 @@ struct TraceRecorder::State {
     buffer += text;
     end_chunk();
   }
+
+  // Device events that were not reached when their futures were done. Threads push, the recorder's thread looks.
+  std::atomic<UnreachedEvent*> pushed{nullptr};
+  std::vector<std::unique_ptr<UnreachedEvent>> unreached;
+  std::unordered_map<c10::Device, TimeBase> bases;
+
+  void push(UnreachedEvent* event) noexcept {
+    event->next = pushed.load(std::memory_order_relaxed);
+    while (!pushed.compare_exchange_weak(event->next, event, std::memory_order_release)) {
+    }
+  }
+  void take_pushed() {
+    for (UnreachedEvent* each = pushed.exchange(nullptr, std::memory_order_acquire); each != nullptr;) {
+      UnreachedEvent* const next = each->next;
+      unreached.emplace_back(each);
+      each = next;
+    }
+  }
+  void look_at_devices();
+  bool has_ended(const UnreachedEvent& event) noexcept;
 
   void name_thread(TraceRing& ring);
   void name_place(const OperationPlace& place);
@@ -195,6 +230,20 @@ void end_record() noexcept {
     TraceRecorder::get().wake();
 }
 
+void record_reached(std::uint64_t future, std::int64_t done, const DeviceEvent& event, std::int64_t time,
+                    double seconds) noexcept {
+  TraceRecord* const record = begin_record(TraceEvent::reached, nullptr);
+  if (record == nullptr) return;
+  record->time = time;
+  record->future = future;
+  record->other = static_cast<std::uint64_t>(event.stream_id().value_or(0));
+  record->number = static_cast<std::int64_t>(seconds * 1e9);
+  record->bytes = done;
+  record->peer = event.device().index();
+  put_head(*record, c10::DeviceTypeName(event.device().type(), /*lower_case=*/true));
+  end_record();
+}
+
 void record_event(TraceEvent event, const Future& future, const TraceDetail& detail) {
   TraceRecord* const record = begin_record(event, &future);
   if (record == nullptr) return;
@@ -225,10 +274,25 @@ void record_event(TraceEvent event, const Future& future, const TraceDetail& det
     default:
       break;
   }
+  const std::int64_t order = record->order;
   end_record();
+  if (event == TraceEvent::done && !future.events().empty()) TraceRecorder::get().follow_devices(future, order);
 }
 
 }  // namespace
+
+void TraceRecorder::follow_devices(const Future& future, std::int64_t done) noexcept {
+  const auto address = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(&future));
+  for (const DeviceEventPtr& event : future.events().events()) {
+    if (event->is_captured() || !event->stream_id()) continue;
+    if (const std::optional<double> time = event->virtual_time()) {
+      record_reached(address, done, *event, static_cast<std::int64_t>(*time * 1e9 + 0.5), 0);
+    } else if (event->recorded_at() != 0) {
+      auto* const unreached = new (std::nothrow) UnreachedEvent{address, done, event};
+      if (unreached != nullptr) state_->push(unreached);
+    }
+  }
+}
 
 TraceRecorder::TraceRecorder() noexcept : state_(std::make_unique<State>()) {
   pthread_atfork(nullptr, nullptr, [] {  // the file is the parent's
@@ -259,6 +323,9 @@ std::string TraceRecorder::start(const std::string& path, const std::string& hea
   state.lost = 0;
   state.is_stopping = false;
   state.places.clear();
+  state.take_pushed();
+  state.unreached.clear();
+  state.bases.clear();
   state.buffer = "cftrace1";
   state.put_chunk(TraceChunk::header, header);
   if (!state.write_buffer()) return earlier_failure;  // stop() tells why
@@ -301,6 +368,7 @@ TraceRecorder::End TraceRecorder::stop(const std::string& trailer) {
   if (state.writer.joinable()) state.writer.join();
   std::lock_guard lock(state.mutex);
   if (state.fd >= 0) {
+    state.look_at_devices();
     state.read_all();
     state.put_chunk(TraceChunk::trailer, trailer);
   }
@@ -365,6 +433,27 @@ void TraceRecorder::State::read(TraceRing& ring) {
   ring.tail.store(head, std::memory_order_release);
 }
 
+// Records the events that devices have reached, with their times.
+void TraceRecorder::State::look_at_devices() {
+  take_pushed();
+  std::erase_if(unreached, [this](const auto& each) { return has_ended(*each); });
+}
+
+bool TraceRecorder::State::has_ended(const UnreachedEvent& unreached_event) noexcept {
+  const DeviceEvent& event = *unreached_event.event;
+  try {
+    if (!event.query()) return false;
+    TimeBase& base = bases[event.device()];
+    if (base.event == nullptr) base.event = unreached_event.event;
+    const double since_base = event.seconds_since(*base.event);
+    const double seconds = base.seconds + since_base;
+    if (since_base > kLongestSinceBase) base = {unreached_event.event, seconds};
+    record_reached(unreached_event.future, unreached_event.done, event, event.recorded_at(), seconds);
+  } catch (...) {  // the device has failed, or its events have no timing
+  }
+  return true;
+}
+
 void TraceRecorder::State::read_all() {
   {
     std::lock_guard held(rings_mutex());
@@ -406,6 +495,7 @@ void TraceRecorder::State::run() noexcept {
   while (!is_stopping && fd >= 0) {
     wake.wait_for(lock, kPause, [this] { return is_stopping || is_due.exchange(false); });
     try {
+      look_at_devices();
       read_all();
     } catch (const std::bad_alloc&) {  // the rings keep what they have
       buffer.clear();

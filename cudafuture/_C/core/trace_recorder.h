@@ -2,6 +2,7 @@
 //
 //     trace() on a thread ──► ring of that thread ──► thread cudafuture-rec ──► file
 //                             full: counted                  full disk: no more events
+//     events of futures that are done ────────────► it asks the devices when they were reached
 //
 // A thread never blocks on another one: it alone writes its ring, and the recorder's thread alone reads it. The file
 // has what happened up to a tenth of a second before the process was killed. `cudafuture/trace/_file.py` reads it.
@@ -32,6 +33,10 @@ class TraceRecorder {
   bool is_recording() const noexcept;
   // Lets the recorder's thread read the rings now.
   void wake() noexcept;
+
+  // Records when the devices reach the events of a future that is done, if these have timing. `done`: the time of that
+  // record, by which readers know the future.
+  void follow_devices(const Future& future, std::int64_t done) noexcept;
 
   // Adds the begin or the end of a part of the program. Without a recording: nothing.
   static void span(TraceEvent event, std::string_view name) noexcept;

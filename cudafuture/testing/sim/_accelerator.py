@@ -110,6 +110,7 @@ def enable(
     wanted = Settings(devices, schedule, seed, detect, poison, memory, strict_devices, speeds or Speeds())
     _C.set_exchange_capture_mode(torch.device("sim", 0), _native.exchange_capture_mode())
     _C.set_capture_of(torch.device("sim", 0), _native.capture_of())
+    _C.set_event_time(torch.device("sim", 0), _native.event_time())
     _C.set_is_idle(torch.device("sim", 0), _native.is_idle())
     _C.set_make_stream(torch.device("sim", 0), _native.make_stream())
     _C.set_host_clock(*_native.host_clock())

@@ -184,6 +184,13 @@ void bind_streams(nb::module_& m) {
     };
     return nb::capsule(reinterpret_cast<void*>(is_idle), "is_idle");
   });
+  // The virtual time at which an event is reached, known when it is recorded.
+  m.def("event_time", [] {
+    double (*const time)(void*) = [](void* event) {
+      return Accelerator::get().time_of(static_cast<const Event*>(event)->recording);
+    };
+    return nb::capsule(reinterpret_cast<void*>(time), "event_time");
+  });
   // And a stream outside of the pool.
   m.def("make_stream", [] {
     std::int64_t (*const make)(int, int) = [](int device, int priority) {
