@@ -66,7 +66,7 @@ class Issuer:
 
 
 class GroupFacts(NamedTuple):
-    """What is kept of a group for longer than its state."""
+    """Facts about a group that outlive its state."""
 
     name: str
     id: str  # the same on all ranks; empty: the ranks could not agree
