@@ -14,11 +14,11 @@
 #include <optional>
 #include <system_error>
 #include <thread>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "core/device_times.h"
 #include "core/error.h"
 #include "core/foreign.h"
 #include "core/future.h"
@@ -53,7 +53,6 @@ namespace {
 
 constexpr std::uint64_t kRingSize = 8192;  // events; a power of two
 constexpr std::chrono::milliseconds kPause{100};
-constexpr double kLongestSinceBase = 4.0;       // seconds: CUDA's float has 0.25 us there
 constexpr std::size_t kMostBuffered = 1 << 20;  // bytes, before they are written
 
 enum class TraceChunk : std::uint32_t { header, thread, place, events, lost, trailer };
@@ -91,20 +90,6 @@ struct TraceRing {
   explicit TraceRing(std::uint32_t number_of) noexcept : number(number_of) {}
 };
 
-// A device event of a future that is done.
-struct UnreachedEvent {
-  std::uint64_t future;
-  std::int64_t done;  // `order` of the record
-  DeviceEventPtr event;
-  UnreachedEvent* next = nullptr;
-};
-
-// The first event on a device that was reached, or a later one: its time since the first.
-struct TimeBase {
-  DeviceEventPtr event;
-  double seconds = 0;
-};
-
 struct TraceRecorder::State {
   std::mutex control;        // held by start() and stop()
   mutable std::mutex mutex;  // guards what follows; held while the file is written
@@ -136,26 +121,9 @@ struct TraceRecorder::State {
     end_chunk();
   }
 
-  // Device events that were not reached when their futures were done. Threads push, the recorder's thread looks.
-  std::atomic<UnreachedEvent*> pushed{nullptr};
-  std::vector<std::unique_ptr<UnreachedEvent>> unreached;
-  std::unordered_map<c10::Device, TimeBase> bases;
+  DeviceTimes devices;
 
-  void push(UnreachedEvent* event) noexcept {
-    event->next = pushed.load(std::memory_order_relaxed);
-    while (!pushed.compare_exchange_weak(event->next, event, std::memory_order_release)) {
-    }
-  }
-  void take_pushed() {
-    for (UnreachedEvent* each = pushed.exchange(nullptr, std::memory_order_acquire); each != nullptr;) {
-      UnreachedEvent* const next = each->next;
-      unreached.emplace_back(each);
-      each = next;
-    }
-  }
-  void look_at_devices();
-  bool has_ended(const UnreachedEvent& event) noexcept;
-
+  void ask_devices();
   void name_thread(TraceRing& ring);
   void name_place(const OperationPlace& place);
   void read(TraceRing& ring);
@@ -288,8 +256,9 @@ void TraceRecorder::follow_devices(const Future& future, std::int64_t done) noex
     if (const std::optional<double> time = event->virtual_time()) {
       record_reached(address, done, *event, static_cast<std::int64_t>(*time * 1e9 + 0.5), 0);
     } else if (event->recorded_at() != 0) {
-      auto* const unreached = new (std::nothrow) UnreachedEvent{address, done, event};
-      if (unreached != nullptr) state_->push(unreached);
+      if (!state_->devices.add(address, done, event) && ring_of_thread != nullptr) {
+        ring_of_thread->lost.fetch_add(1, std::memory_order_relaxed);
+      }
     }
   }
 }
@@ -323,9 +292,7 @@ std::string TraceRecorder::start(const std::string& path, const std::string& hea
   state.lost = 0;
   state.is_stopping = false;
   state.places.clear();
-  state.take_pushed();
-  state.unreached.clear();
-  state.bases.clear();
+  state.devices.clear();
   state.buffer = "cftrace1";
   state.put_chunk(TraceChunk::header, header);
   if (!state.write_buffer()) return earlier_failure;  // stop() tells why
@@ -368,11 +335,12 @@ TraceRecorder::End TraceRecorder::stop(const std::string& trailer) {
   if (state.writer.joinable()) state.writer.join();
   std::lock_guard lock(state.mutex);
   if (state.fd >= 0) {
-    state.look_at_devices();
+    state.ask_devices();
     state.read_all();
     state.put_chunk(TraceChunk::trailer, trailer);
   }
   if (state.fd >= 0 && state.write_buffer()) close(std::exchange(state.fd, -1));
+  state.devices.clear();
   return {std::exchange(state.lost, 0), std::exchange(state.failure, {})};
 }
 
@@ -433,25 +401,10 @@ void TraceRecorder::State::read(TraceRing& ring) {
   ring.tail.store(head, std::memory_order_release);
 }
 
-// Records the events that devices have reached, with their times.
-void TraceRecorder::State::look_at_devices() {
-  take_pushed();
-  std::erase_if(unreached, [this](const auto& each) { return has_ended(*each); });
-}
-
-bool TraceRecorder::State::has_ended(const UnreachedEvent& unreached_event) noexcept {
-  const DeviceEvent& event = *unreached_event.event;
-  try {
-    if (!event.query()) return false;
-    TimeBase& base = bases[event.device()];
-    if (base.event == nullptr) base.event = unreached_event.event;
-    const double since_base = event.seconds_since(*base.event);
-    const double seconds = base.seconds + since_base;
-    if (since_base > kLongestSinceBase) base = {unreached_event.event, seconds};
-    record_reached(unreached_event.future, unreached_event.done, event, event.recorded_at(), seconds);
-  } catch (...) {  // the device has failed, or its events have no timing
-  }
-  return true;
+void TraceRecorder::State::ask_devices() {
+  devices.ask([](const DeviceTimes::Expected& reached, double seconds) {
+    record_reached(reached.future, reached.done, *reached.event, reached.event->recorded_at(), seconds);
+  });
 }
 
 void TraceRecorder::State::read_all() {
@@ -495,7 +448,7 @@ void TraceRecorder::State::run() noexcept {
   while (!is_stopping && fd >= 0) {
     wake.wait_for(lock, kPause, [this] { return is_stopping || is_due.exchange(false); });
     try {
-      look_at_devices();
+      ask_devices();
       read_all();
     } catch (const std::bad_alloc&) {  // the rings keep what they have
       buffer.clear();
