@@ -185,6 +185,9 @@ def _add_bench(commands: Any) -> None:
 def _bench(options: argparse.Namespace) -> int:
     """Measure a suite; return 1 if a row failed, or broke its limit where that is checked."""
     if options.suite is None:
+        given = (options.only, options.rounds, options.json, options.plot, options.check)
+        if any(value not in ([], None, False) for value in given):
+            raise ValueError("name a suite before its options")
         for name in bench.names():
             sys.stdout.write(f"{name:<12} {_title(name)}\n")
         return 0
@@ -198,6 +201,8 @@ def _title(name: str) -> str:
         suite = bench.load(name)
     except bench.Skipped as e:
         return f"(skipped: {e})"
+    except ValueError as e:
+        return f"({e})"
     return f"{suite.title}: {len(suite.rows)} rows"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import rich.box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -23,14 +24,16 @@ COLOURS = {"ok": "green", "noise": "yellow", "over": "red"}
 MARKS = {"ok": "tab:green", "noise": "tab:olive", "over": "tab:red"}
 
 
-def measure(suite: Suite, rows: Sequence[str], rounds: int, file: Path | None) -> list[Row | Unmeasured]:
-    """Measure rows of a suite, with progress on stderr, and write the file after each of them."""
-    outcomes: list[Row | Unmeasured] = []
+def measure(
+    suite: Suite, rows: Sequence[str], rounds: int, file: Path | None, outcomes: list[Row | Unmeasured]
+) -> None:
+    """Measure rows of a suite, with progress on stderr; add the outcomes, and write the file after each of them."""
+    if file is not None:
+        write(file, rounds, outcomes)  # an error of the file comes before the measurement
     for outcome in _with_progress(suite.name, rows, suite.measure(rows, rounds)):
         outcomes.append(outcome)
         if file is not None:
             write(file, rounds, outcomes)
-    return outcomes
 
 
 def _with_progress(suite: str, rows: Sequence[str], outcomes: Iterable[Row | Unmeasured]) -> Iterator[Row | Unmeasured]:
@@ -46,9 +49,9 @@ def _with_progress(suite: str, rows: Sequence[str], outcomes: Iterable[Row | Unm
         task = bar.add_task("", total=len(rows))
         left = iter(outcomes)
         for done, name in enumerate(rows):
-            bar.update(task, description=f"{suite}: {name}", completed=done, refresh=True)
+            bar.update(task, description=escape(f"{suite}: {name}"), completed=done, refresh=True)
             if not console.is_terminal:
-                console.print(f"measuring {name}", highlight=False)
+                console.print(f"measuring {name}", highlight=False, markup=False)
             outcome = next(left)
             if isinstance(outcome, Unmeasured) and outcome.trace:
                 console.print(outcome.trace, markup=False, highlight=False)
@@ -56,11 +59,16 @@ def _with_progress(suite: str, rows: Sequence[str], outcomes: Iterable[Row | Unm
 
 
 def write(file: Path, rounds: int, outcomes: Sequence[Row | Unmeasured]) -> None:
-    """Replace the report, so that it is readable at any time."""
+    """Replace the report, so that it is readable at any time. A pipe or a device gets it at its end."""
+    file = file.resolve()  # a link stays one
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(row) | {"verdict": row.verdict} for row in outcomes]
+    text = json.dumps({"machine": machine(), "rounds": rounds, "rows": rows}, indent=2) + "\n"
+    if file.exists() and not file.is_file():
+        file.write_text(text)
+        return
     beside = file.with_name(file.name + ".new")
-    beside.write_text(json.dumps({"machine": machine(), "rounds": rounds, "rows": rows}, indent=2) + "\n")
+    beside.write_text(text)
     beside.replace(file)
 
 
@@ -81,7 +89,7 @@ def show(title: str, outcomes: Sequence[Row | Unmeasured]) -> None:
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=f"{title}, medians", box=rich.box.SIMPLE_HEAD, collapse_padding=True)
+    table = Table(title=escape(f"{title}, medians"), box=rich.box.SIMPLE_HEAD, collapse_padding=True)
     for heading in ("row", "what", "ours", "peer", "measured", "at most", ""):
         table.add_column(
             heading, justify="right" if heading in ("ours", "measured", "at most") else "left", overflow="fold"
@@ -90,7 +98,8 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
         measured = f"{row.measured:,.0f}" if row.measured > 100 else f"{row.measured:.3f}"
         ours, peer = _text(row.ours, row.unit), f"{_text(row.peer, row.unit)}, {row.peer_name}"
         verdict = f"[{COLOURS[row.verdict]}]{row.verdict}[/]"
-        table.add_row(row.name, row.what, ours, peer, measured, f"{row.limit:,g} {row.measure}", verdict)
+        cells = (row.name, row.what, ours, peer, measured, f"{row.limit:,g} {row.measure}")
+        table.add_row(*map(escape, cells), verdict)
     return table
 
 

@@ -9,10 +9,11 @@ import random
 import re
 import statistics
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,9 +22,16 @@ import torch
 Timed = Callable[[], float]  # does something many times, returns the nanoseconds that one took
 
 
+interrupted = threading.Event()
+"""Set by Ctrl-C while `cudafuture bench` measures."""
+
+
 @dataclass(frozen=True)
 class Row:
-    """One limit: what ours and the peer took, what is compared with the limit, and how sure that is."""
+    """One limit: what ours and the peer took, what is compared with the limit, and how sure that is.
+
+    What is compared is a cost: less is better. A suite replaces the name by the one under which it has the row.
+    """
 
     name: str
     what: str
@@ -59,6 +67,8 @@ def by_turns(rounds: int, *timed: Timed) -> list[list[float]]:
     for _ in range(rounds + 1):
         for which in shuffle(range(len(timed)), len(timed)):
             took[which].append(timed[which]())
+            if interrupted.is_set():  # what is measured may keep an exception for itself
+                raise KeyboardInterrupt
     return [figures[1:] for figures in took]
 
 
@@ -158,6 +168,8 @@ class Suite:
         if self.prepare is not None:
             self.prepare()
         for name in names:
+            if interrupted.is_set():
+                raise KeyboardInterrupt
             yield self._measure_row(name, rounds)
 
     def _measure_row(self, name: str, rounds: int) -> Row | Unmeasured:
@@ -167,7 +179,7 @@ class Suite:
             return Unmeasured(name, "skipped", str(e))
         except Exception as e:
             return Unmeasured(name, "failed", f"{type(e).__name__}: {e}"[:600], traceback.format_exc()[-2000:])
-        return row if self.takes_figures else Unmeasured(name, "rehearsed")
+        return replace(row, name=name) if self.takes_figures else Unmeasured(name, "rehearsed")
 
 
 def machine() -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
-from cudafuture.bench._rows import Row, Skipped, Suite, Unmeasured, machine
+from cudafuture.bench._rows import Row, Skipped, Suite, Unmeasured, interrupted, machine
 
 ENTRY_POINTS = "cudafuture.bench"
 
@@ -24,7 +27,7 @@ def load(name: str) -> Suite:
     """Import a suite.
 
     Raises:
-        ValueError: there is no suite of this name.
+        ValueError: there is no suite of this name, or its entry point leads to none.
         Skipped: this machine, or this environment, lacks what the suite needs.
 
     >>> load("core").rounds
@@ -38,8 +41,10 @@ def load(name: str) -> Suite:
         suite = entry.load()
     except ModuleNotFoundError as e:
         raise Skipped(f"{name} needs the package {e.name}, which is not installed") from e
+    except (AttributeError, ImportError) as e:
+        raise ValueError(f"the benchmark {name} cannot be loaded: {e}") from e
     if not isinstance(suite, Suite):
-        raise TypeError(f"the entry point {entry.value} is not a Suite")
+        raise ValueError(f"the benchmark {name} cannot be loaded: {entry.value} is not a Suite")
     return suite
 
 
@@ -84,8 +89,32 @@ def run(
     if json is not None and json.is_dir():
         json /= f"{suite.name}-{machine()}.json"
     figure = None if plot is None else _report.make_figure(plot)
-    outcomes = _report.measure(suite, rows, rounds, json)
-    _report.show(suite.title, outcomes)
+    outcomes: list[Row | Unmeasured] = []
+    try:
+        with _until_interrupted():
+            _report.measure(suite, rows, rounds, json, outcomes)
+    finally:  # also after Ctrl-C
+        _report.show(suite.title, outcomes)
     if plot is not None:
         _report.plot(figure, suite.title, outcomes, plot)
     return outcomes
+
+
+@contextmanager
+def _until_interrupted() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end a run, even where the code that is measured keeps exceptions for itself."""
+    interrupted.clear()
+    if threading.current_thread() is not threading.main_thread():  # signals are another's
+        yield
+        return
+
+    def interrupt(number: int, _: object) -> None:
+        interrupted.set()
+        raise SystemExit(128 + number) if number == signal.SIGTERM else KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -3,6 +3,7 @@
 ::
 
     process = rank      threads: slices of waits, callbacks and named parts
+                        streams of devices: slices of the work behind futures
                         operations: asynchronous begin and end, a track for each place
                         arrows: issue ──► completion ──► callback
                         counters: bytes and operations in flight, for each place
@@ -14,7 +15,7 @@ import itertools
 import json
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,19 @@ def _rank(rank: RankTrace, process: int, origin: int, arrows: Iterator[int]) -> 
 def _streams(rank: RankTrace, row: Any, process: int) -> Iterator[Row]:
     """Yield a track for each stream of a device, with the work behind futures."""
     tracks: dict[tuple[str, int], int] = {}
+    names: dict[int, str] = {}
+    streams: Counter[str] = Counter()  # of each device, without the default stream
     for work in rank.device_work:
+        if (work.device, work.stream) not in tracks:
+            streams[work.device] += work.stream != 0
+            stream = f"stream {streams[work.device]}" if work.stream else "default stream"
+            names[_FIRST_STREAM + len(tracks)] = f"{work.device}, {stream}"
         track = tracks.setdefault((work.device, work.stream), _FIRST_STREAM + len(tracks))
         called = work.future.callback
         title = work.future.title if called is None or not called.text else called.text
         arguments = {"future": work.future.title}
         yield row("X", title, work.begin, track, dur=(work.end - work.begin) / 1000, cat="device", args=arguments)
-    for (device, stream), track in tracks.items():
-        name = f"{device}, {'default stream' if stream == 0 else f'stream {track - _FIRST_STREAM + 1}'}"
+    for track, name in names.items():
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": name}}
 
 

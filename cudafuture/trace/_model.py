@@ -99,7 +99,8 @@ class DeviceWork:
     stream: int
     begin: int
     """The latest of: the call that enqueued it, the end of the work that it follows, the end of the stream's earlier
-    work of a traced future."""
+    work of a traced future. The call is the callback or the issue of an operation; for a future that the program
+    completes itself, it is not known, and its creation takes its place."""
     end: int
     """The time at which the device has reached the future's event."""
     future: TracedFuture
@@ -324,18 +325,22 @@ def _add_device_work(rank: RankTrace, reached: list[tuple[RecordedEvent, TracedF
     by_device: defaultdict[str, list[tuple[RecordedEvent, TracedFuture]]] = defaultdict(list)
     for event, future in reached:
         by_device[f"{event.text}:{event.peer}"].append((event, future))
-    ends: list[tuple[int, str, int, TracedFuture]] = []
+    ends: list[tuple[int, int, str, int, TracedFuture]] = []
     for device, events in by_device.items():
-        shift, error = 0, 0
-        if not rank.file.is_virtual:
-            shift, error = _device_clock([event for event, _ in events])
-        rank.device_clock_error[device] = error
+        rank.device_clock_error[device] = 0
+        if rank.file.is_virtual:
+            ends += [(event.time, event.nbytes, device, event.other, future) for event, future in events]
+            continue
+        windows: defaultdict[int, list[tuple[RecordedEvent, TracedFuture]]] = defaultdict(list)
         for event, future in events:
-            end = event.time if rank.file.is_virtual else event.number + shift
-            ends.append((end, device, event.other, future))
+            windows[event.number // _CLOCK_WINDOW].append((event, future))
+        for window in windows.values():
+            shift, error = _device_clock(window)
+            rank.device_clock_error[device] = max(rank.device_clock_error[device], error)
+            ends += [(event.number + shift, event.nbytes, device, event.other, future) for event, future in window]
     last: dict[tuple[str, int], int] = {}  # the end of the earlier work of each stream
     ready: dict[int, int] = {}
-    for end, device, stream, future in sorted(ends, key=operator.itemgetter(0)):
+    for end, _, device, stream, future in sorted(ends, key=operator.itemgetter(0, 1)):
         enqueued = future.begin if future.issued is None else future.issued
         if future.callback is not None:
             enqueued = future.callback.begin
@@ -343,17 +348,27 @@ def _add_device_work(rank: RankTrace, reached: list[tuple[RecordedEvent, TracedF
         begin = min(max(enqueued, last.get((device, stream), enqueued), *follows), end)
         if last.get((device, stream)) != end:  # else it has no work of its own: it shares the event
             rank.device_work.append(DeviceWork(device, stream, begin, end, future))
-        last[device, stream] = ready[id(future)] = future.ready = end
+        last[device, stream] = ready[id(future)] = end
+    for _, future in reached:
+        end = ready[id(future)]
+        future.ready = end if future.ready is None else min(end, future.ready)
 
 
-def _device_clock(events: list[RecordedEvent]) -> tuple[int, int]:
+_CLOCK_WINDOW = 200_000_000  # nanoseconds
+_DRIFT = _CLOCK_WINDOW // 10_000  # nanoseconds in a window: clocks differ by less than 100 parts in a million
+
+
+def _device_clock(events: list[tuple[RecordedEvent, TracedFuture]]) -> tuple[int, int]:
     """Return the host's time at a device's zero, and its error, from events with both times.
 
-    A device reaches an event after it was recorded, and before the host has seen that.
+    A device reaches an event after it was recorded, and before the host has seen that. Where no zero fits all events,
+    the clocks have drifted apart by that much.
     """
-    lowest = max(event.time - event.number for event in events)
-    highest = min(event.order - event.number for event in events)
-    return (lowest + highest) // 2, abs(highest - lowest + 1) // 2
+    lowest = max(event.time - event.number for event, _ in events)
+    seen = [event.order if future.ready is None else min(event.order, future.ready) for event, future in events]
+    highest = min(time - event.number for time, (event, _) in zip(seen, events, strict=True))
+    width = highest - lowest
+    return (lowest + highest) // 2, ((width + 1) // 2 if width >= 0 else -width) + _DRIFT
 
 
 def _close(stack: list[Slice], kind: str, time: int) -> None:

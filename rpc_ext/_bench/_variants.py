@@ -6,6 +6,8 @@ TensorPipe polls shared memory for messages without a pause, so those whose turn
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -23,6 +25,8 @@ import torch
 from torch.distributed import rpc
 
 __all__ = ["Measure", "Variant", "VariantProcesses", "bare_worker", "groups"]
+
+_PR_SET_PDEATHSIG = 1
 
 Measure = Callable[[Any], float]  # takes what a variant makes of a process; what it returns is sent
 
@@ -50,6 +54,8 @@ def bare_worker(rank: int, folder: Path, transports: list[str] | None = None) ->
 
 
 def _be(variant: Variant, rank: int, folder: Path, requests: Connection) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # a stopped process sees no end of its pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that measures
     torch.set_num_threads(1)
     with variant(rank, folder) as thing:
         gc.collect()
@@ -104,12 +110,16 @@ class VariantProcesses:
         return took
 
     def end(self) -> None:
-        self._signal(signal.SIGCONT)
-        for end in self._ends:
-            end.send(None)
+        """End the processes, also those that are dead or stopped."""
+        for process, end in zip(self._processes, self._ends, strict=True):
+            with contextlib.suppress(OSError):
+                os.kill(process.pid or 0, signal.SIGCONT)
+                end.send(None)
+        deadline = time.monotonic() + 20
         for process in self._processes:
-            process.join(60)
+            process.join(max(deadline - time.monotonic(), 0))
             process.kill()
+            process.join()
 
 
 class Groups:

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.usefixtures("on_the_host")
 Captured = pytest.CaptureFixture[str]
 
 SUITE = """
-import os
+import contextlib, os, signal, time
 from cudafuture.bench import Row, Skipped, Suite
 
 def row(name, measured):
-    return lambda rounds: Row(name, f"what {rounds} rounds show", "ns", 2.0, 1.0, "peer", "x", measured, 1.5)
+    return lambda rounds: Row(name, f"what {rounds} rounds show [of it]", "ns", 2.0, 1.0, "peer", "x", measured, 1.5)
 
 def fails(rounds):
     raise ValueError("the data are wrong")
@@ -34,8 +34,16 @@ def is_skipped(rounds):
 def cuts(rounds):
     os._exit(9)
 
+def keeps_interrupt(rounds):
+    with contextlib.suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    return row("measured by hand", 1.0)(rounds)
+
 rows = {"copy-small": row("copy-small", 1.0), "copy-large": row("copy-large", 2.0), "fails": fails}
 rows |= {"skipped": is_skipped, "last": row("last", 1.0), "cut": cuts, "never": row("never", 1.0)}
+kept = {"keeps": keeps_interrupt, "never": row("never", 1.0)}
+interrupted = Suite("interrupted", "Rows", kept, rounds=3)
 measured = Suite("measured", "Rows", rows, rounds=3)
 rehearsed = Suite("rehearsed", "Rows", rows, rounds=3, takes_figures=False)
 """
@@ -44,6 +52,8 @@ ENTRY_POINTS = """
 measured = rows_of_test:measured
 rehearsed = rows_of_test:rehearsed
 absent = rows_of_test_with_absent:measured
+interrupted = rows_of_test:interrupted
+broken = rows_of_test:nothing
 """
 
 
@@ -82,7 +92,7 @@ def test_failed_row_is_reported_and_next_runs(suites: Path, capsys: Captured) ->
     assert "in fails" in failed["trace"]
     captured = capsys.readouterr()
     assert "skipped skipped: there is no disk\n" in captured.out
-    assert "what 3 rounds show" in captured.out
+    assert "what 3 rounds show [of it]" in " ".join(captured.out.split())
     assert "the data are wrong" in captured.err
 
 
@@ -102,6 +112,20 @@ def test_broken_limit_fails_checked_run(suites: Path, options: tuple[str, ...], 
     assert verdicts_in(report) == {"copy-small": "ok", "copy-large": "over"}
 
 
+def test_ctrl_c_ends_run_where_the_row_keeps_it(suites: Path, capsys: Captured) -> None:
+    report = suites / "report.json"
+    assert run("interrupted", "--json", report) == 130
+    assert verdicts_in(report) == {"keeps": "ok"}  # by the name under which the suite has it
+    assert "keeps" in capsys.readouterr().out
+
+
+def test_report_follows_link(suites: Path) -> None:
+    (suites / "link.json").symlink_to(suites / "report.json")
+    assert run("measured", "--json", suites / "link.json", "--only", "last") == 0
+    assert (suites / "link.json").is_symlink()
+    assert verdicts_in(suites / "report.json") == {"last": "ok"}
+
+
 def test_rehearsal_takes_no_figures(suites: Path) -> None:
     report = suites / "report.json"
     assert run("rehearsed", "--check", "--json", report, "--only", "copy", "skipped") == 0
@@ -113,7 +137,7 @@ def test_rounds_reach_rows_and_report(suites: Path, capsys: Captured) -> None:
     run("measured", "--rounds", 7, "--json", suites, "--only", "last")
     (report,) = suites.glob("measured-*cpu-python3*-torch*.json")
     assert json.loads(report.read_text())["rounds"] == 7
-    assert "what 7 rounds show" in capsys.readouterr().out
+    assert "what 7 rounds" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
@@ -131,9 +155,13 @@ def test_picture_shows_each_measured_row(suites: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("nothing",), "there is no benchmark nothing; there are absent, collectives, core, "),
+        (("nothing",), "there is no benchmark nothing; there are absent, broken, collectives, core, "),
         (("absent",), "absent needs the package package_that_is_absent, which is not installed"),
         (("measured", "--only", "cop"), "measured: no row is named cop; there are copy-small, "),
+        (("broken",), "the benchmark broken cannot be loaded: "),
+        (("--only", "last", "measured"), "name a suite before its options"),
+        (("--check",), "name a suite before its options"),
+        (("measured", "--json", "/proc/rows/report.json"), "/proc/rows"),
         (("measured", "--rounds", "0"), "rounds must be at least 1, not 0"),
         (("measured", "--only", "skipped", "--plot", "rows.png"), "no row has figures to draw"),
         (("measured", "--only", "last", "--plot", "rows.doc"), "rows.doc: a picture is a .png, .svg or .pdf file"),
@@ -153,6 +181,7 @@ def test_suites_are_listed(suites: Path, capsys: Captured) -> None:
     assert run() == 0
     lines = capsys.readouterr().out.splitlines()
     assert "measured     Rows: 7 rows" in lines
+    assert any(line.startswith("broken       (the benchmark broken cannot be loaded: ") for line in lines)
     assert "absent       (skipped: absent needs the package package_that_is_absent, which is not installed)" in lines
     assert {"core", "collectives", "rpc", "storage", "swap", "prefetch", "pipeline", "gpu"} <= {
         line.split()[0] for line in lines

@@ -10,7 +10,8 @@ import torch
 
 from cudafuture import CUDAFuture, gather, trace
 from cudafuture.testing import sim
-from cudafuture.trace import DeviceWork, RankTrace
+from cudafuture.trace import DeviceWork, RankTrace, TracedFuture, _model
+from cudafuture.trace._file import RecordedEvent, TraceFile
 
 US = 1_000  # nanoseconds
 
@@ -98,3 +99,46 @@ def test_trace_of_the_host_has_no_device_work(tmp_path: Path) -> None:
     rank = load_rank(tmp_path)
     assert rank.device_work == []
     assert rank.device_clock_error == {}
+
+
+# ---- the clock of a device
+
+
+def reached(recorded: int, seen: int, device_time: int, done: int) -> RecordedEvent:
+    return RecordedEvent(recorded, seen, done, 7, device_time, done, 0, "reached", "pending", "", "cuda", 1)
+
+
+def work_of(events: list[tuple[RecordedEvent, TracedFuture]]) -> RankTrace:
+    rank = RankTrace(TraceFile(Path("synthetic"), {"process": 1}), [future for _, future in events], [], 0, 0)
+    _model._add_device_work(rank, events)
+    return rank
+
+
+def test_what_the_host_has_seen_bounds_the_clock() -> None:
+    future = TracedFuture(0, done=1_000, ready=50_000)
+    rank = work_of([(reached(recorded=0, seen=90_000_000, device_time=0, done=1_000), future)])
+    assert rank.device_clock_error["cuda:0"] <= 25_000 + 20_000
+    assert future.ready is not None
+    assert 0 <= future.ready <= 50_000
+
+
+def test_drift_of_a_device_stays_within_the_stated_error() -> None:
+    second = 1_000_000_000
+    true_ends = range(0, 600 * second, second // 20)
+    events = []
+    for end in true_ends:
+        device_time = round(end * (1 - 20e-6))  # 20 parts in a million slow
+        future = TracedFuture(end - 3_000, done=end - 2_000)
+        events.append((reached(end - 5_000, end + 900_000, device_time, end - 2_000), future))
+    rank = work_of(events)
+    error = rank.device_clock_error["cuda:0"]
+    assert error <= 500_000
+    found = sorted(work.end for work in rank.device_work)
+    assert max(abs(end - true) for end, true in zip(found, true_ends, strict=True)) <= error + 1
+
+
+def test_work_that_ends_with_its_parent_has_no_duration() -> None:
+    parent, child = TracedFuture(0, done=10), TracedFuture(0, done=20)
+    child.parents.append(parent)
+    rank = work_of([(reached(5, 900, 500, 20), child), (reached(4, 900, 500, 10), parent)])
+    assert [work.future for work in rank.device_work] == [parent]

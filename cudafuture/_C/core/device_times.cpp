@@ -1,7 +1,6 @@
 #include "core/device_times.h"
 
 #include <algorithm>
-#include <iterator>
 #include <new>
 #include <utility>
 
@@ -32,23 +31,27 @@ void DeviceTimes::take_added() {
     each = each->next;
     last_first.push_back(std::move(owned));
   }
-  std::move(last_first.rbegin(), last_first.rend(), std::back_inserter(expected_));
+  for (auto each = last_first.rbegin(); each != last_first.rend(); ++each) {
+    Stream& stream = stream_of(*(*each)->event);
+    stream.events.push_back(std::move(*each));
+  }
+}
+
+DeviceTimes::Stream& DeviceTimes::stream_of(const DeviceEvent& event) {
+  const c10::StreamId id = event.stream_id().value_or(0);
+  const auto known = std::find_if(streams_.begin(), streams_.end(), [&](const Stream& stream) {
+    return stream.device == event.device() && stream.id == id;
+  });
+  return known != streams_.end() ? *known : streams_.emplace_back(Stream{event.device(), id, {}});
 }
 
 void DeviceTimes::clear() noexcept {
   for (Expected* each = added_.exchange(nullptr, std::memory_order_acquire); each != nullptr;) {
     delete std::exchange(each, each->next);
   }
-  expected_.clear();
+  streams_.clear();
   bases_.clear();
   count_.store(0, std::memory_order_relaxed);
-}
-
-bool DeviceTimes::is_behind(const DeviceEvent& event, const std::vector<const DeviceEvent*>& stalled) noexcept {
-  return std::any_of(stalled.begin(), stalled.end(), [&](const DeviceEvent* earlier) {
-    return earlier->device() == event.device() && earlier->stream_id() == event.stream_id() &&
-           earlier->recorded_at() <= event.recorded_at();
-  });
 }
 
 DeviceTimes::State DeviceTimes::look_at(const DeviceEventPtr& event, double& seconds) noexcept {

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -31,28 +32,29 @@ class DeviceTimes {
   // Takes no lock. False: there are too many, or no memory, and the event is forgotten.
   bool add(std::uint64_t future, std::int64_t done, const DeviceEventPtr& event) noexcept;
 
-  // Calls reached(expected, seconds) for each event that its device has reached, and forgets it, as it does those of
-  // devices that have failed. Does not block.
+  bool empty() const noexcept { return count_.load(std::memory_order_relaxed) == 0; }
+
+  // Calls reached(expected, seconds) for at most `most` events that their devices have reached, and forgets them, as it
+  // does those of devices that have failed. Returns how many it has called it for. Does not block.
   template <class Reached>
-  void ask(Reached&& reached) {
+  std::size_t ask(std::size_t most, Reached&& reached) {
     take_added();
-    std::vector<const DeviceEvent*> stalled;  // an event for each stream that has not reached it
-    std::erase_if(expected_, [&](const std::unique_ptr<Expected>& each) {
-      if (is_behind(*each->event, stalled)) return false;
-      double seconds = 0;
-      switch (look_at(each->event, seconds)) {
-        case State::expected:
-          stalled.push_back(each->event.get());
-          return false;
-        case State::reached:
-          reached(*each, seconds);
-          break;
-        case State::failed:
-          break;
+    std::size_t calls = 0;
+    for (Stream& stream : streams_) {
+      while (!stream.events.empty() && calls < most) {
+        const std::unique_ptr<Expected>& first = stream.events.front();
+        double seconds = 0;
+        const State state = look_at(first->event, seconds);
+        if (state == State::expected) break;  // so are those behind it
+        if (state == State::reached) {
+          reached(*first, seconds);
+          ++calls;
+        }
+        stream.events.pop_front();
+        count_.fetch_sub(1, std::memory_order_relaxed);
       }
-      count_.fetch_sub(1, std::memory_order_relaxed);
-      return true;
-    });
+    }
+    return calls;
   }
 
   void clear() noexcept;
@@ -62,18 +64,24 @@ class DeviceTimes {
 
   enum class State : std::uint8_t { expected, reached, failed };
 
+  struct Stream {
+    c10::Device device;
+    c10::StreamId id;
+    std::deque<std::unique_ptr<Expected>> events;  // in the order in which they were added
+  };
+
   struct Base {  // the first event, or a later one
     DeviceEventPtr event;
     double seconds = 0;
   };
 
   void take_added();
-  static bool is_behind(const DeviceEvent& event, const std::vector<const DeviceEvent*>& stalled) noexcept;
+  Stream& stream_of(const DeviceEvent& event);
   State look_at(const DeviceEventPtr& event, double& seconds) noexcept;
 
   std::atomic<Expected*> added_{nullptr};
   std::atomic<std::size_t> count_{0};
-  std::vector<std::unique_ptr<Expected>> expected_;  // in the order in which they were added
+  std::deque<Stream> streams_;
   std::unordered_map<c10::Device, Base> bases_;
 };
 

@@ -53,7 +53,8 @@ namespace {
 
 constexpr std::uint64_t kRingSize = 8192;  // events; a power of two
 constexpr std::chrono::milliseconds kPause{100};
-constexpr std::size_t kMostBuffered = 1 << 20;  // bytes, before they are written
+constexpr std::chrono::milliseconds kDevicePause{1};  // while an event is expected: bounds the error of its clock
+constexpr std::size_t kMostBuffered = 1 << 20;        // bytes, before they are written
 
 enum class TraceChunk : std::uint32_t { header, thread, place, events, lost, trailer };
 
@@ -256,9 +257,11 @@ void TraceRecorder::follow_devices(const Future& future, std::int64_t done) noex
     if (const std::optional<double> time = event->virtual_time()) {
       record_reached(address, done, *event, static_cast<std::int64_t>(*time * 1e9 + 0.5), 0);
     } else if (event->recorded_at() != 0) {
+      const bool is_first = state_->devices.empty();
       if (!state_->devices.add(address, done, event) && ring_of_thread != nullptr) {
         ring_of_thread->lost.fetch_add(1, std::memory_order_relaxed);
       }
+      if (is_first) wake();
     }
   }
 }
@@ -401,10 +404,13 @@ void TraceRecorder::State::read(TraceRing& ring) {
   ring.tail.store(head, std::memory_order_release);
 }
 
+// Adds the events that devices have reached to the ring of the calling thread, and reads that when it is half full.
 void TraceRecorder::State::ask_devices() {
-  devices.ask([](const DeviceTimes::Expected& reached, double seconds) {
+  constexpr std::size_t kMost = kRingSize / 2;
+  const auto record = [](const DeviceTimes::Expected& reached, double seconds) {
     record_reached(reached.future, reached.done, *reached.event, reached.event->recorded_at(), seconds);
-  });
+  };
+  while (devices.ask(kMost, record) == kMost && fd >= 0) read_all();
 }
 
 void TraceRecorder::State::read_all() {
@@ -445,10 +451,14 @@ bool TraceRecorder::State::write_buffer() noexcept {
 void TraceRecorder::State::run() noexcept {
   pthread_setname_np(pthread_self(), "cudafuture-rec");
   std::unique_lock lock(mutex);
+  auto due = std::chrono::steady_clock::now() + kPause;
   while (!is_stopping && fd >= 0) {
-    wake.wait_for(lock, kPause, [this] { return is_stopping || is_due.exchange(false); });
+    const auto until = devices.empty() ? due : std::min(due, std::chrono::steady_clock::now() + kDevicePause);
+    const bool is_called = wake.wait_until(lock, until, [this] { return is_stopping || is_due.exchange(false); });
     try {
       ask_devices();
+      if (!is_called && std::chrono::steady_clock::now() < due) continue;
+      due = std::chrono::steady_clock::now() + kPause;
       read_all();
     } catch (const std::bad_alloc&) {  // the rings keep what they have
       buffer.clear();
