@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -299,6 +300,27 @@ def test_group_begins_again_and_again(alone: None) -> None:
         assert work.sequence == 0
         assert work.future.wait(timeout=PATIENCE).tolist() == [1.0, 1.0]
         dist.destroy_process_group()
+
+
+ASKED = """
+import torch
+import torch.distributed as dist
+import cudafuture.distributed as cfd
+dist.init_process_group("cudafuture", store=dist.HashStore(), rank=0, world_size=1)
+cfd.all_reduce(torch.ones(2)).wait()
+dist.all_reduce(torch.ones(2), async_op=True).future.wait()
+cfd.all_reduce(torch.ones(2), group=dist.new_group([0], backend="gloo")).wait()
+dist.destroy_process_group()
+"""
+
+
+def test_no_error_is_raised_to_ask_gloo_for_failures() -> None:
+    """Torch symbolizes each C++ error with this variable, which takes seconds, and says so."""
+    environment = os.environ | {"TORCH_SHOW_CPP_STACKTRACES": "1"}  # torch reads it once
+    command = [sys.executable, "-c", ASKED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "symboliz" not in done.stderr
 
 
 def test_work_outlives_its_group(alone: None) -> None:
