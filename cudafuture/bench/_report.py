@@ -28,12 +28,16 @@ def measure(
     suite: Suite, rows: Sequence[str], rounds: int, file: Path | None, outcomes: list[Row | Unmeasured]
 ) -> None:
     """Measure rows of a suite, with progress on stderr; add the outcomes, and write the file after each of them."""
-    if file is not None:
-        write(file, rounds, outcomes)  # an error of the file comes before the measurement
+    is_regular = file is not None and (file.is_file() or not file.exists())
+    if file is not None and is_regular:
+        file = file.resolve()  # a link stays one
+        replace(file, rounds, outcomes)  # an error of the file comes before the measurement
     for outcome in _with_progress(suite.name, rows, suite.measure(rows, rounds)):
         outcomes.append(outcome)
-        if file is not None:
-            write(file, rounds, outcomes)
+        if file is not None and is_regular:
+            replace(file, rounds, outcomes)
+    if file is not None and not is_regular:  # a pipe or a device
+        file.write_text(as_json(rounds, outcomes))
 
 
 def _with_progress(suite: str, rows: Sequence[str], outcomes: Iterable[Row | Unmeasured]) -> Iterator[Row | Unmeasured]:
@@ -58,17 +62,17 @@ def _with_progress(suite: str, rows: Sequence[str], outcomes: Iterable[Row | Unm
             yield outcome
 
 
-def write(file: Path, rounds: int, outcomes: Sequence[Row | Unmeasured]) -> None:
-    """Replace the report, so that it is readable at any time. A pipe or a device gets it at its end."""
-    file = file.resolve()  # a link stays one
-    file.parent.mkdir(parents=True, exist_ok=True)
+def as_json(rounds: int, outcomes: Sequence[Row | Unmeasured]) -> str:
+    """Return the report as text."""
     rows = [asdict(row) | {"verdict": row.verdict} for row in outcomes]
-    text = json.dumps({"machine": machine(), "rounds": rounds, "rows": rows}, indent=2) + "\n"
-    if file.exists() and not file.is_file():
-        file.write_text(text)
-        return
+    return json.dumps({"machine": machine(), "rounds": rounds, "rows": rows}, indent=2) + "\n"
+
+
+def replace(file: Path, rounds: int, outcomes: Sequence[Row | Unmeasured]) -> None:
+    """Replace the report, so that it is readable at any time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(file.name + ".new")
-    beside.write_text(text)
+    beside.write_text(as_json(rounds, outcomes))
     beside.replace(file)
 
 

@@ -67,7 +67,7 @@ def by_turns(rounds: int, *timed: Timed) -> list[list[float]]:
     for _ in range(rounds + 1):
         for which in shuffle(range(len(timed)), len(timed)):
             took[which].append(timed[which]())
-            if interrupted.is_set():  # what is measured may keep an exception for itself
+            if interrupted.is_set():  # the code in the row may have caught the exception
                 raise KeyboardInterrupt
     return [figures[1:] for figures in took]
 

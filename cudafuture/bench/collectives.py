@@ -11,10 +11,8 @@ alternate as well.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,10 +24,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import cudafuture.distributed as cfd
+from cudafuture.bench._ranks import Measure, on_two_ranks
 from cudafuture.bench._rows import Row, Suite, by_turns, control
 from cudafuture.combine import gather
 from cudafuture.future import CUDAFuture
@@ -38,26 +36,6 @@ __all__ = ["SUITE"]
 
 now = time.perf_counter_ns
 WORLDS = 7  # for single calls
-Measure = Callable[[int], list[list[float]]]  # rounds -> the figures of each variant, by round
-
-
-def rank_main(rank: int, folder: str, measure: Measure, rounds: int, backend: str) -> None:
-    torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    took = measure(rounds)
-    Path(folder, str(rank)).write_text(json.dumps(took))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def on_two_ranks(measure: Measure, rounds: int, backend: str = "gloo") -> list[list[float]]:
-    """Return the figures of each variant, of both ranks and all rounds."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, (folder, measure, rounds, backend), nprocs=2)
-        took = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
-    return [first + second for first, second in zip(*took, strict=True)]
 
 
 def differences(measure: Measure, rounds: int, backend: str = "gloo") -> tuple[list[float], list[float], float, float]:

@@ -10,25 +10,22 @@ the same thing twice, and the row says "noise" when it is over its limit by no m
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future as TorchFuture
 from torch.futures import collect_all
-from torch.multiprocessing.spawn import spawn
 
+from cudafuture.bench._ranks import on_two_ranks
 from cudafuture.bench._rows import Row, Suite, Timed, by_turns, control
 from cudafuture.combine import gather
 from cudafuture.future import CUDAFuture
@@ -228,48 +225,34 @@ def memory(_rounds: int) -> Row:
     return Row("memory", "one of a million pending futures", "bytes", ours, peer, "torch", "bytes", ours, 430)
 
 
-def gloo_rank(rank: int, store: str, rounds: int, results: str) -> None:
-    """Run one of two ranks: all_reduce + wait, raw and through from_torch; write every round's medians to a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def all_reduces(rounds: int) -> list[list[float]]:
+    """Return the medians of all_reduce + wait, in nanoseconds: through from_torch, raw, raw, as a future of torch."""
     tensor = torch.zeros(256)
 
-    def raw() -> float:
-        start = now()
-        dist.all_reduce(tensor, async_op=True).wait()
-        return now() - start
+    def timed(wait: Callable[[Any], Any]) -> Timed:
+        def measure() -> float:
+            start = now()
+            wait(dist.all_reduce(tensor, async_op=True))
+            return now() - start
 
-    def ours() -> float:
-        start = now()
-        CUDAFuture.from_torch(dist.all_reduce(tensor, async_op=True)).wait()
-        return now() - start
+        return measure
 
-    def torch_future() -> float:
-        start = now()
-        dist.all_reduce(tensor, async_op=True).get_future().wait()
-        return now() - start
-
-    variants = ours, raw, raw, torch_future
-    took = [[statistics.median(figures) for figures in by_turns(500, *variants)] for _ in range(rounds)]
-    Path(f"{results}.{rank}").write_text(json.dumps(took))
-    dist.barrier()
-    dist.destroy_process_group()
+    raw = timed(lambda work: work.wait())
+    ours, torch_future = timed(lambda work: CUDAFuture.from_torch(work).wait()), timed(lambda w: w.get_future().wait())
+    took = [by_turns(500, ours, raw, raw, torch_future) for _ in range(rounds)]
+    return [[statistics.median(turns[which]) for turns in took] for which in range(4)]
 
 
 def gloo(rounds: int) -> Row:
     """Measure from_torch beside raw all_reduce + wait on Gloo, two processes, 1 KiB; the control is raw against raw."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder, "results")
-        arguments = (f"{folder}/store", rounds, str(results))
-        spawn(gloo_rank, arguments, nprocs=2)
-        took = [figures for rank in range(2) for figures in json.loads(Path(f"{results}.{rank}").read_text())]
-    ours, raw = statistics.median(t[0] for t in took), statistics.median(t[1] for t in took)
-    added = statistics.median(t[0] - t[1] for t in took)
-    same = [t[2] - t[1] for t in took]
-    torch_adds = statistics.median(t[3] - t[1] for t in took)
-    what = f"from_torch of a Gloo all_reduce, and wait (torch's get_future() adds {torch_adds:,.0f})"
-    row_control = control("raw - raw, ns", same)
-    return Row("from_torch", what, "ns", ours, raw, "raw", "more", added, 5_000, *row_control)
+    ours, raw, again, torch_future = on_two_ranks(all_reduces, rounds)
+    added, same, torch_adds = ([a - b for a, b in zip(each, raw, strict=True)] for each in (ours, again, torch_future))
+    us, them = statistics.median(ours), statistics.median(raw)
+    words = (
+        f"from_torch of a Gloo all_reduce, and wait (torch's get_future() adds {statistics.median(torch_adds):,.0f})"
+    )
+    figures = (us, them, "raw", "more", statistics.median(added), 5_000)
+    return Row("from_torch", words, "ns", *figures, *control("raw - raw, ns", same))
 
 
 LIMITS: dict[str, Callable[[int], Row]] = {

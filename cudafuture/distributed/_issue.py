@@ -172,7 +172,7 @@ class Issue(NamedTuple):
         """
         operation, group, issuer, number, facts, _ = self
         record_collective(operation, roles or operation.roles, group, issuer, number, facts)
-        place = issuer.place
+        place = issuer.place  # as place_of() does, without a call
         if peer != NO_PEER:
             place, number = self.place_of(peer)
         future: _Future[T] = _C.collective(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,15 @@ def test_report_follows_link(suites: Path) -> None:
     assert run("measured", "--json", suites / "link.json", "--only", "last") == 0
     assert (suites / "link.json").is_symlink()
     assert verdicts_in(suites / "report.json") == {"last": "ok"}
+
+
+def test_pipe_gets_report_once(suites: Path) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as report, os.fdopen(writer, "w"):
+        assert run("measured", "--json", f"/proc/self/fd/{writer}", "--only", "copy", "last") == 0
+        os.write(writer, b"end\n")
+        lines = iter(report.readline, "end\n")
+        assert [row["name"] for row in json.loads("".join(lines))["rows"]] == ["copy-small", "copy-large", "last"]
 
 
 def test_rehearsal_takes_no_figures(suites: Path) -> None:

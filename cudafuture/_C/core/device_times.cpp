@@ -45,13 +45,16 @@ DeviceTimes::Stream& DeviceTimes::stream_of(const DeviceEvent& event) {
   return known != streams_.end() ? *known : streams_.emplace_back(Stream{event.device(), id, {}});
 }
 
+// Counts what it forgets: a thread may be adding an event, which it has counted already.
 void DeviceTimes::clear() noexcept {
-  for (Expected* each = added_.exchange(nullptr, std::memory_order_acquire); each != nullptr;) {
+  std::size_t forgotten = 0;
+  for (Expected* each = added_.exchange(nullptr, std::memory_order_acquire); each != nullptr; ++forgotten) {
     delete std::exchange(each, each->next);
   }
+  for (const Stream& stream : streams_) forgotten += stream.events.size();
   streams_.clear();
   bases_.clear();
-  count_.store(0, std::memory_order_relaxed);
+  count_.fetch_sub(forgotten, std::memory_order_relaxed);
 }
 
 DeviceTimes::State DeviceTimes::look_at(const DeviceEventPtr& event, double& seconds) noexcept {
