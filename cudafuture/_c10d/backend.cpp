@@ -173,8 +173,13 @@ template <class Call, class About>
     }
     return c10::make_intrusive<FutureWork>(std::move(work), std::move(operation));
   };
-  if (!compares_order.load(std::memory_order_relaxed) || is_coalescing_here()) [[likely]]
-    return issue_now();
+  if (!compares_order.load(std::memory_order_relaxed) || is_coalescing_here()) [[likely]] {
+    WorkPtr work = issue_now();
+    // A message without a future would need a thread of its own.
+    if (api::is_traced() && (!is_message || of(device).has_issue_order)) [[unlikely]]
+      follow_for_trace(work);
+    return work;
+  }
   return compare(name, device, issue_now, about);
 }
 

@@ -41,24 +41,26 @@ FutureWork::FutureWork(WorkPtr inner, IssuedOperation operation)
 
 FutureWork::~FutureWork() {
   if (operation_.number != api::kNone && !has_ended_) note_end_later();
-  if (future_ == nullptr || is_python_ending()) return;
+  PyObject* const future = future_.load(std::memory_order_relaxed);
+  if (future == nullptr || is_python_ending()) return;
   const py::gil_scoped_acquire inside;
-  Py_DECREF(future_);
+  Py_DECREF(future);
 }
 
 py::object FutureWork::future(py::handle self) {
-  if (future_ != nullptr) return made();
+  if (future_.load(std::memory_order_relaxed) != nullptr) return made();
   return py::module_::import("cudafuture.distributed._backend").attr("make_future")(self);  // which calls keep()
 }
 
 py::object FutureWork::made() const {
-  return future_ == nullptr ? py::none() : py::reinterpret_borrow<py::object>(future_);
+  PyObject* const future = future_.load(std::memory_order_acquire);
+  return future == nullptr ? py::none() : py::reinterpret_borrow<py::object>(future);
 }
 
 void FutureWork::keep(py::object future, bool is_compared) {
-  if (future_ != nullptr) return;
-  future_ = future.release().ptr();
+  if (future_.load(std::memory_order_relaxed) != nullptr) return;
   is_compared_ = is_compared;
+  future_.store(future.release().ptr(), std::memory_order_release);
 }
 
 void FutureWork::note_end() noexcept {
@@ -80,7 +82,7 @@ std::optional<api::OperationWait> FutureWork::shown_wait(std::chrono::millisecon
   if (!operation_.blocks_host || inner()->isCompleted()) return shown;
   shown.emplace(api::WaitedOperation{operation_.name, operation_.place, operation_.number,
                                      operation_.bytes == api::kNone ? bytes_of(operation_.value) : operation_.bytes,
-                                     operation_.peer, timeout != kNoTimeout},
+                                     operation_.peer, timeout != kNoTimeout, future_.load(std::memory_order_acquire)},
                 has_line);
   return shown;
 }
@@ -171,6 +173,18 @@ bool WorkList::wait(std::chrono::milliseconds timeout) {
 
 void WorkList::abort() {
   for (const WorkPtr& work : works_) work->abort();
+}
+
+// A failure is the caller's to see, on the Work.
+void follow_for_trace(const WorkPtr& work) noexcept {
+  if (dynamic_cast<FutureWork*>(work.get()) == nullptr || is_python_ending()) return;
+  const py::gil_scoped_acquire inside;
+  try {
+    const py::object future = py::module_::import("cudafuture.distributed._backend").attr("trace")(py::cast(work));
+    if (!future.is_none()) api::mark_seen(future.ptr());
+  } catch (py::error_already_set& e) {  // the operation goes on without a place in the trace
+    e.discard_as_unraisable("cudafuture");
+  }
 }
 
 void bind_work(py::module_& m) {

@@ -95,9 +95,9 @@ class FutureWork final : public ForwardingWork {
   [[gnu::cold, gnu::noinline]] void note_end_later() noexcept;
 
   const IssuedOperation operation_;
-  std::atomic<bool> has_ended_{false};    // noted in the progress of the group
-  PyObject* future_ = nullptr;            // guarded by the GIL
-  std::atomic<bool> is_compared_{false};  // set before the Work is returned to its caller
+  std::atomic<bool> has_ended_{false};      // noted in the progress of the group
+  std::atomic<PyObject*> future_{nullptr};  // set with the GIL
+  std::atomic<bool> is_compared_{false};    // set before the Work is returned to its caller
 };
 
 // The Work of a message over a backend whose Works may be waited for once only, such as Gloo: a second wait() for a
@@ -132,6 +132,10 @@ class WorkList final : public c10d::Work {
  private:
   const std::vector<WorkPtr> works_;
 };
+
+// Makes the future of a FutureWork, of which a trace then has the operation whether or not a thread waits for it. Other
+// Works stay as they are.
+[[gnu::cold, gnu::noinline]] void follow_for_trace(const WorkPtr& work) noexcept;
 
 void bind_work(pybind11::module_& m);
 

@@ -9,6 +9,7 @@
         .then(f)                                  make_future(work), once        (this file)
 
 With CUDAFUTURE_DEBUG=order FutureBackend calls compare(), which issues the operation, and makes its future at once.
+While a trace is recorded it calls trace() behind the issue, which makes the future at once as well.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ __all__ = [
     "make_future",
     "place_of_works",
     "route",
+    "trace",
     "wait_compared",
     "wrap",
 ]
@@ -204,6 +206,11 @@ def make_future(work: FutureWork) -> _C.CUDAFuture[Any]:
             made = _follow(work)
             work._keep(made)
         return made
+
+
+def trace(work: FutureWork) -> _C.CUDAFuture[Any] | None:
+    """Return the future of `work`; None: a function of this package issues, and makes one."""
+    return None if is_called_from(_HERE) else make_future(work)
 
 
 def _follow(work: FutureWork, issue: Issue | None = None) -> _C.CUDAFuture[Any]:

@@ -2,10 +2,12 @@
 
 #include <utility>
 
+#include "bind/future.h"
 #include "bind/pending.h"
 #include "core/future.h"
 #include "core/progress.h"
 #include "core/thread_activity.h"
+#include "core/trace.h"
 
 namespace cudafuture::api {
 
@@ -19,27 +21,40 @@ void note_ended(OperationPlace& group) noexcept {
   if (group.progress != nullptr) group.progress->ended();
 }
 
-// The wait is shown through a future that stands for the operation.
-struct OperationWait::State {
-  State(FuturePtr operation, const CodeLine& line, bool has_timeout)
-      : future(std::move(operation)), activity(ThreadActivity::Kind::wait, *future, nullptr, line, has_timeout) {}
+bool is_traced() noexcept { return cudafuture::is_traced(); }
 
+void mark_seen(_object* future) noexcept { bind::core_of(future).mark_seen(); }
+
+namespace {
+
+FuturePtr stand_in(const WaitedOperation& operation) {
+  FuturePtr future = c10::make_intrusive<Future>();
+  future->set_name(operation.name);
+  future->set_operation({operation.place, operation.number, operation.bytes, operation.peer});
+  return future;
+}
+
+}  // namespace
+
+// The wait is shown through the future of the operation, or one that stands for it.
+struct OperationWait::State {
+  State(const WaitedOperation& operation, const CodeLine& line)
+      : stands_in(operation.future == nullptr),
+        future(stands_in ? stand_in(operation) : FuturePtr::reclaim_copy(&bind::core_of(operation.future))),
+        activity(ThreadActivity::Kind::wait, *future, nullptr, line, operation.has_timeout) {}
+
+  const bool stands_in;
   const FuturePtr future;
   const ThreadActivity activity;
 };
 
-OperationWait::OperationWait(const WaitedOperation& operation, bool has_line) {
-  FuturePtr future = c10::make_intrusive<Future>();
-  future->set_name(operation.name);
-  future->set_operation({operation.place, operation.number, operation.bytes, operation.peer});
-  state_ =
-      std::make_unique<State>(std::move(future), has_line ? bind::calling_line() : CodeLine(), operation.has_timeout);
-}
+OperationWait::OperationWait(const WaitedOperation& operation, bool has_line)
+    : state_(std::make_unique<State>(operation, has_line ? bind::calling_line() : CodeLine())) {}
 
 OperationWait::OperationWait(OperationWait&&) noexcept = default;
 
 OperationWait::~OperationWait() {
-  if (state_ != nullptr) state_->future->complete(Value());
+  if (state_ != nullptr && state_->stands_in) state_->future->complete(Value());
 }
 
 }  // namespace cudafuture::api
