@@ -216,10 +216,17 @@ def cause_of(wait: Slice) -> tuple[TracedFuture | None, str]:
     future = wait.future
     if future is None:
         return None, "other"
-    if future.done is not None and future.done <= wait.begin:  # only device work is left
-        return future, "device"
     last = last_operation(future)
-    return last, kind_of(last)
+    if not _waits_for_device(wait):
+        return last, kind_of(last)
+    if last is not None and last.device_end is not None and last.device_end > wait.begin:
+        return last, kind_of(last)  # the operation's own device work
+    return future, "device"
+
+
+def _waits_for_device(wait: Slice) -> bool:
+    """Return True if only device work was left when a wait began."""
+    return wait.future is not None and wait.future.done is not None and wait.future.done <= wait.begin
 
 
 def last_operation(future: TracedFuture) -> TracedFuture | None:
@@ -236,9 +243,7 @@ def last_operation(future: TracedFuture) -> TracedFuture | None:
         end = _end_of(one)
         if one.issued is not None and end > latest:
             best, latest = one, end
-        stack += [
-            parent for parent in one.parents if _end_of(parent) <= end
-        ]  # of collect_any: what it did not wait for
+        stack += _followed(one)
     return best
 
 
@@ -287,8 +292,20 @@ def _issue_of(operation: TracedFuture) -> int:
     return operation.issued or 0
 
 
-def _end_of(operation: TracedFuture) -> int:
-    return (1 << 62) if operation.done is None else operation.done
+_NEVER = 1 << 62
+
+
+def _done_of(future: TracedFuture) -> int:
+    return _NEVER if future.done is None else future.done
+
+
+def _end_of(future: TracedFuture) -> int:
+    return _NEVER if (end := future.end) is None else end
+
+
+def _followed(future: TracedFuture) -> list[TracedFuture]:
+    """Return the parents that were done before a future: collect_any does not wait for the others."""
+    return [parent for parent in future.parents if _done_of(parent) <= _done_of(future)]
 
 
 def outer_waits(rank: RankTrace) -> list[Slice]:
@@ -381,7 +398,12 @@ def _critical_path(step: Slice, waits: list[Slice]) -> list[PathPart]:
         if wait.begin >= path.at or path.at <= step.begin:
             continue
         path.add("computing", "computing", min(wait.end, path.at))
-        if wait.future is not None:
+        cause, kind = cause_of(wait)
+        if _waits_for_device(wait) and cause is not None:
+            if cause.device_end is not None:
+                path.add("queued", "other", max(min(cause.device_end, path.at), wait.begin))
+            path.add(cause.title, kind, wait.begin)
+        elif wait.future is not None:
             path.descend(wait.future, wait.begin)
         path.add(wait.future.title if wait.future else "wait", "other", wait.begin)
     path.add("computing", "computing", step.begin)
@@ -420,13 +442,13 @@ class _Path:
             if id(one) in seen:
                 continue
             seen.add(id(one))
-            parents = [parent for parent in one.parents if _end_of(parent) <= _end_of(one)]
+            parents = _followed(one)
             if one.issued is not None:
-                if one.done is not None:
-                    self.add("queued", "other", max(min(one.done, self.at), begin))
+                if (end := one.end) is not None:
+                    self.add("queued", "other", max(min(end, self.at), begin))
                 self.add(one.title, kind_of(one), max(one.issued, begin))
             called = one.callback
-            returned = [parent for parent in parents if called is not None and _end_of(parent) > called.end]
+            returned = [parent for parent in parents if called is not None and _done_of(parent) > called.end]
             followed = [parent for parent in parents if parent not in returned]
             if followed:
                 stack.append(max(followed, key=_end_of))

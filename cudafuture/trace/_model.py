@@ -42,6 +42,8 @@ class TracedFuture:
     """The thread that completed it."""
     ready: int | None = None
     """The end of its device work, by the device's clock, or the time at which the host has seen it."""
+    device_end: int | None = None
+    """The end of its device work, by the device's clock."""
     place: dict[str, Any] | None = None
     """Of an operation: kind and name, such as "group" and "dp"."""
     number: int = NONE
@@ -54,6 +56,13 @@ class TracedFuture:
     def is_operation(self) -> bool:
         """True if an engine completes it."""
         return self.issued is not None
+
+    @property
+    def end(self) -> int | None:
+        """The time of its completion, or the end of its device work where that is known and later."""
+        if self.done is None or self.device_end is None:
+            return self.done
+        return max(self.done, self.device_end)
 
     @property
     def title(self) -> str:
@@ -350,7 +359,7 @@ def _add_device_work(rank: RankTrace, reached: list[tuple[RecordedEvent, TracedF
             rank.device_work.append(DeviceWork(device, stream, begin, end, future))
         last[device, stream] = ready[id(future)] = end
     for _, future in reached:
-        end = ready[id(future)]
+        end = future.device_end = ready[id(future)]
         future.ready = end if future.ready is None else min(end, future.ready)
 
 
@@ -427,8 +436,8 @@ def in_flight(rank: RankTrace) -> dict[str, list[tuple[int, int, int]]]:
         kind = (future.place or {"kind": "operation"})["kind"]
         nbytes = max(future.nbytes, 0)
         changes[kind].append((future.issued, 1, nbytes))
-        if future.done is not None:
-            changes[kind].append((max(future.done, future.issued), -1, -nbytes))
+        if (end := future.end) is not None:
+            changes[kind].append((max(end, future.issued), -1, -nbytes))
     found: dict[str, list[tuple[int, int, int]]] = {}
     for kind, all_changes in changes.items():
         operations = nbytes = 0

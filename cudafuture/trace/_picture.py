@@ -103,7 +103,7 @@ def _draw_timeline(axes: Any, trace: Trace) -> None:
             row = len(names)
             names.append(f"{kind} in flight")
             bars = [
-                ((one.issued - origin) / 1e6, ((rank.end if one.done is None else one.done) - one.issued) / 1e6)
+                ((one.issued - origin) / 1e6, ((rank.end if one.end is None else one.end) - one.issued) / 1e6)
                 for one in rank.operations()
                 if one.issued is not None and kind_of(one) == kind
             ]

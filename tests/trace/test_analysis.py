@@ -96,6 +96,7 @@ def test_wait_for_a_device_is_no_wait_for_its_operation() -> None:
     one = operation("group", 0, 10)
     (found,) = trace.analyse(Trace([rank_of([one], [step(0, 50), wait(20, 30, one)])])).steps
     assert found.waits["device"] == pytest.approx(0.01)
+    assert [part.kind for part in found.critical_path] == ["computing", "device", "computing"]
 
 
 def test_waits_outside_of_steps_and_of_other_threads_do_not_count() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cudafuture import CUDAFuture, gather, trace
+from cudafuture import CUDAFuture, debug, gather, trace
 from cudafuture.testing import sim
 from cudafuture.trace import DeviceWork, RankTrace, TracedFuture, _model
 from cudafuture.trace._file import RecordedEvent, TraceFile
@@ -89,6 +89,31 @@ def test_each_stream_is_a_track(tmp_path: Path) -> None:
     tracks = {names[row["tid"]] for row in rows if row.get("cat") == "device"}
     assert "sim:0, default stream" in tracks
     assert len(tracks) >= 2
+
+
+@pytest.mark.sim
+@pytest.mark.usefixtures("speeds")
+def test_operation_lasts_until_the_device_has_ended_it(tmp_path: Path) -> None:
+    """Of 5 ms on the device, the host computes 2 ms beside it, and the wait for the other 3 ms is exposed."""
+    tensor = torch.ones(1, device="sim:0")
+    sim.synchronize()
+    with trace.record(tmp_path), trace.step(0):
+        reduced: CUDAFuture[torch.Tensor] = CUDAFuture(name="all_reduce")
+        debug.register(reduced, debug.OperationPlace.find("group", "dp"), number=0, nbytes=4)
+        sim.sleep(ms=5)
+        reduced.set_result(tensor)  # as NCCL does: the collective is enqueued
+        child = reduced.then(lambda f: f.value())
+        sim.spend(ms=2)
+        child.wait()
+        child.then(follow).wait()
+    (step,) = trace.analyse(tmp_path).steps
+    assert step.waits["communication"] == pytest.approx(3e-3)
+    assert step.waits["device"] == pytest.approx(3e-3)
+    assert step.computing == pytest.approx(2e-3)
+    flight = step.flights["communication"]
+    assert [flight.time, flight.overlapped] == pytest.approx([5e-3, 2e-3])
+    path = [(part.kind, round(part.end - part.begin, 6)) for part in step.critical_path]
+    assert [part for part in path if part[1]] == [("computing", 2e-3), ("communication", 3e-3), ("device", 3e-3)]
 
 
 def test_trace_of_the_host_has_no_device_work(tmp_path: Path) -> None:

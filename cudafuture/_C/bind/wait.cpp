@@ -145,8 +145,9 @@ void poll_devices(Future& future, const Deadline& deadline) {
   std::optional<PollingPauses> pauses;
   std::optional<ThreadActivity> waiting;  // once the wait is long, or for a tracer
   bool finished = false;
-  if (may_be_in_event_loop() && !expired(deadline) && !future.device_work_finished()) warn_in_event_loop();
+  // Before the first question to the device, which is itself a wait in virtual time.
   if (is_traced()) waiting.emplace(ThreadActivity::Kind::wait, future, nullptr, calling_line(), deadline.has_value());
+  if (may_be_in_event_loop() && !expired(deadline) && !future.device_work_finished()) warn_in_event_loop();
   while (!finished) {
     {
       WithoutGil released;
