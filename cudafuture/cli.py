@@ -175,7 +175,7 @@ def _add_bench(commands: Any) -> None:
     )
     part.add_argument("--rounds", type=int, help="a row shows medians over so many (default: the suite's)")
     part.add_argument(
-        "--json", type=Path, metavar="PATH", help="write the rows there; a folder: with the machine's kind"
+        "--json", metavar="PATH", help="write the rows there; a folder: with the machine's kind"
     )
     part.add_argument("--plot", type=Path, metavar="PATH", help="draw the rows into a .png, .svg or .pdf file")
     part.add_argument("--check", action="store_true", help="return 1 when a limit is broken")
@@ -191,7 +191,10 @@ def _bench(options: argparse.Namespace) -> int:
         for name in bench.names():
             sys.stdout.write(f"{name:<12} {_title(name)}\n")
         return 0
-    outcomes = bench.run(options.suite, options.only, rounds=options.rounds, json=options.json, plot=options.plot)
+    report = None if options.json is None else Path(options.json)
+    if report is not None and options.json.endswith("/"):
+        report.mkdir(parents=True, exist_ok=True)
+    outcomes = bench.run(options.suite, options.only, rounds=options.rounds, json=report, plot=options.plot)
     bad = {"failed", "over"} if options.check else {"failed"}
     return int(any(outcome.verdict in bad for outcome in outcomes))
 

@@ -6,6 +6,7 @@ The JSON is written after each row, so that a run that is cut leaves those that 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from cudafuture.bench._rows import Row, Suite, Unmeasured, machine
 from cudafuture.statistics import text_of_seconds
 
 COLOURS = {"ok": "green", "noise": "yellow", "over": "red"}
+PIPE_WIDTH = 200  # characters of a line, where the table goes to no terminal
 MARKS = {"ok": "tab:green", "noise": "tab:olive", "over": "tab:red"}
 
 
@@ -79,6 +81,8 @@ def replace(file: Path, rounds: int, outcomes: Sequence[Row | Unmeasured]) -> No
 def show(title: str, outcomes: Sequence[Row | Unmeasured]) -> None:
     """Print the rows as a table, and the controls and the rows without figures below."""
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
     rows = [row for row in outcomes if isinstance(row, Row)]
     if rows:
         console.print(_table(title, rows))

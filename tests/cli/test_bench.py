@@ -144,8 +144,8 @@ def test_rehearsal_takes_no_figures(suites: Path) -> None:
 
 
 def test_rounds_reach_rows_and_report(suites: Path, capsys: Captured) -> None:
-    run("measured", "--rounds", 7, "--json", suites, "--only", "last")
-    (report,) = suites.glob("measured-*cpu-python3*-torch*.json")
+    run("measured", "--rounds", 7, "--json", f"{suites}/new/", "--only", "last")
+    (report,) = suites.glob("new/measured-*cpu-python3*-torch*.json")
     assert json.loads(report.read_text())["rounds"] == 7
     assert "what 7 rounds" in " ".join(capsys.readouterr().out.split())
 

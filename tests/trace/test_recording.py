@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,18 @@ def test_futures_have_parents_and_times(tmp_path: Path) -> None:
     assert found["then"] in found["gather"].parents
     assert found["then"].callback is not None
     assert "test_recording.py" in found["then"].callback.text
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def test_function_with_arguments_has_its_own_name(tmp_path: Path) -> None:
+    with trace.record(tmp_path):
+        assert submit(double, 3).wait() == 6
+        assert submit(partial(partial(double), 3)).wait() == 6
+    texts = [future.callback.text for future in only(tmp_path).futures if future.callback]
+    assert [text.split(" at ")[0] for text in texts] == ["double", "double"]
 
 
 def test_wait_has_its_line_and_its_future(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
+#include <structmember.h>
 
 #include <array>
 #include <cstdint>
@@ -115,6 +116,19 @@ int line_in(PyFrameObject* frame, [[maybe_unused]] PyCodeObject* code) {
 #endif
 }
 
+// Returns the function below a functools.partial, which submit() makes of a function and its arguments; any other
+// object as it is. Without the interpreter.
+PyObject* without_arguments(PyObject* function) {
+  for (;;) {
+    const PyTypeObject* const type = Py_TYPE(function);
+    const PyMemberDef* const first = type->tp_members;
+    if (std::string_view(type->tp_name) != "functools.partial" || first == nullptr || first->name == nullptr ||
+        std::string_view(first->name) != "func")
+      return function;
+    function = *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(function) + first->offset);
+  }
+}
+
 }  // namespace
 
 CodeLine calling_line() {
@@ -136,7 +150,7 @@ CodeLine calling_line() {
 }
 
 std::string describe_function(void* object) {
-  auto* function = static_cast<PyObject*>(object);
+  PyObject* function = without_arguments(static_cast<PyObject*>(object));
   if (PyMethod_Check(function)) function = PyMethod_GET_FUNCTION(function);
   if (!PyFunction_Check(function)) return Py_TYPE(function)->tp_name;
   const auto* const code = reinterpret_cast<PyCodeObject*>(PyFunction_GET_CODE(function));
