@@ -174,9 +174,7 @@ def _add_bench(commands: Any) -> None:
         "--only", nargs="+", default=[], metavar="ROW", help="rows, or the beginning of several up to a hyphen"
     )
     part.add_argument("--rounds", type=int, help="a row shows medians over so many (default: the suite's)")
-    part.add_argument(
-        "--json", metavar="PATH", help="write the rows there; a folder: with the machine's kind"
-    )
+    part.add_argument("--json", metavar="PATH", help="write the rows there; a folder: with the machine's kind")
     part.add_argument("--plot", type=Path, metavar="PATH", help="draw the rows into a .png, .svg or .pdf file")
     part.add_argument("--check", action="store_true", help="return 1 when a limit is broken")
     part.set_defaults(run=_bench)
