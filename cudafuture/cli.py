@@ -97,9 +97,9 @@ def _add_trace(commands: Any) -> None:
     compare.add_argument("after", type=Path, help=what)
     compare.set_defaults(run=lambda options: _print(trace.compare(options.before, options.after)))
     plot = parts.add_parser("plot", help="draw a timeline and a bar for each step")
-    plot.add_argument("trace", type=Path, help=what)
+    plot.add_argument("trace", type=Path, nargs="+", help=f"{what}; several have one scale of time")
     plot.add_argument("output", type=Path, help="a .png, .svg or .html file to write")
-    plot.set_defaults(run=lambda options: _done(trace.plot, options.trace, options.output))
+    plot.set_defaults(run=_plot)
     merge = parts.add_parser("merge", help="write one Chrome JSON file, for ui.perfetto.dev")
     merge.add_argument("trace", type=Path, help=what)
     merge.add_argument("output", type=Path, help="the file to write")
@@ -110,6 +110,12 @@ def _add_trace(commands: Any) -> None:
 def _print(result: object) -> int:
     sys.stdout.write(f"{result}\n")
     return 0
+
+
+def _plot(options: argparse.Namespace) -> int:
+    """Draw one trace, or several with their paths as titles."""
+    several = {str(path): path for path in options.trace}
+    return _done(trace.plot, several if len(several) > 1 else options.trace[0], options.output)
 
 
 def _done(function: Callable[..., None], *arguments: object) -> int:

@@ -544,7 +544,8 @@ def compare(before: str | os.PathLike[str] | Trace, after: str | os.PathLike[str
 
 def _lines(found: TraceAnalysis) -> Iterator[str]:
     time, computing = found.median("time"), found.median("computing")
-    yield f"{len(found.steps)} steps, median {text_of_seconds(time)}: computing {text_of_seconds(computing)}"
+    steps = "1 step," if len(found.steps) == 1 else f"{len(found.steps)} steps, median"
+    yield f"{steps} {text_of_seconds(time)}: computing {text_of_seconds(computing)}"
     for kind in KINDS:
         median = found.median(kind)
         if median:

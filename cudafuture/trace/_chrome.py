@@ -15,12 +15,12 @@ import itertools
 import json
 import math
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cudafuture.trace._model import RankTrace, Trace, TracedFuture, in_flight, load
+from cudafuture.trace._model import RankTrace, Trace, TracedFuture, in_flight, load, stream_names
 
 __all__ = ["merge", "problems"]
 
@@ -97,15 +97,11 @@ def _rank(rank: RankTrace, process: int, origin: int, arrows: Iterator[int]) -> 
 
 def _streams(rank: RankTrace, row: Any, process: int) -> Iterator[Row]:
     """Yield a track for each stream of a device, with the work behind futures."""
-    tracks: dict[tuple[str, int], int] = {}
-    names: dict[int, str] = {}
-    streams: Counter[str] = Counter()  # of each device, without the default stream
+    streams = stream_names(rank)
+    tracks = {stream: _FIRST_STREAM + index for index, stream in enumerate(streams)}
+    names = {tracks[stream]: name for stream, name in streams.items()}
     for work in rank.device_work:
-        if (work.device, work.stream) not in tracks:
-            streams[work.device] += work.stream != 0
-            stream = f"stream {streams[work.device]}" if work.stream else "default stream"
-            names[_FIRST_STREAM + len(tracks)] = f"{work.device}, {stream}"
-        track = tracks.setdefault((work.device, work.stream), _FIRST_STREAM + len(tracks))
+        track = tracks[work.device, work.stream]
         called = work.future.callback
         title = work.future.title if called is None or not called.text else called.text
         arguments = {"future": work.future.title}

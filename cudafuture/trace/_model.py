@@ -19,7 +19,17 @@ from typing import Any
 
 from cudafuture.trace._file import NONE, RecordedEvent, TraceFile, read_file, trace_files
 
-__all__ = ["DeviceWork", "RankTrace", "Slice", "Trace", "TracedFuture", "collectives", "in_flight", "load"]
+__all__ = [
+    "DeviceWork",
+    "RankTrace",
+    "Slice",
+    "Trace",
+    "TracedFuture",
+    "collectives",
+    "in_flight",
+    "load",
+    "stream_names",
+]
 
 _logger = logging.getLogger("cudafuture.trace")
 _TOGETHER = frozenset({"all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "all_to_all", "reduce_scatter"})
@@ -449,6 +459,18 @@ def in_flight(rank: RankTrace) -> dict[str, list[tuple[int, int, int]]]:
             else:
                 steps.append((time, operations, nbytes))
     return found
+
+
+def stream_names(rank: RankTrace) -> dict[tuple[str, int], str]:
+    """Return the names of the streams that have device work, by device and id, in the order of their first work."""
+    names: dict[tuple[str, int], str] = {}
+    streams: Counter[str] = Counter()  # of each device, without the default stream
+    for work in rank.device_work:
+        if (work.device, work.stream) not in names:
+            streams[work.device] += work.stream != 0
+            stream = f"stream {streams[work.device]}" if work.stream else "default stream"
+            names[work.device, work.stream] = f"{work.device}, {stream}"
+    return names
 
 
 def collectives(ranks: Iterable[RankTrace]) -> dict[tuple[str, str, int], list[TracedFuture]]:

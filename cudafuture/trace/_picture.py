@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from cudafuture.trace._analysis import KINDS, TraceAnalysis, analyse, cause_of, kind_of, outer_waits, steps_of
-from cudafuture.trace._model import RankTrace, Trace, load
+from cudafuture.trace._model import DeviceWork, RankTrace, Trace, load, stream_names
 
 __all__ = ["plot"]
 
@@ -31,17 +33,22 @@ _LABELS = {
     "other": "other waits",
 }
 _MOST_BARS = 40
+_LEAST_BUSY = 1 / 200  # of the time of a trace: a stream with less work has no row
 _MOST_SLICES = 20_000  # of a track: more are narrower than a pixel
 
 
-def plot(path: str | os.PathLike[str] | Trace, output: str | os.PathLike[str]) -> None:
+_Source: TypeAlias = str | os.PathLike[str] | Trace
+
+
+def plot(path: _Source | Mapping[str, _Source], output: str | os.PathLike[str]) -> None:
     """Draw a trace: a timeline of all ranks, and one stacked bar for each step.
 
     In the timeline each rank has a row for the thread of its steps, grey where it computes and coloured where it waits,
-    and a thinner one for the operations of each kind that are in flight.
+    and thinner ones for the operations of each kind that are in flight, and for the work on each stream of a device.
 
     Args:
-        path: a file or a folder that `record` has written.
+        path: a file or a folder that `record` has written; or several, such as of one program before and after a
+            change, by their titles: each has a timeline, and all have one scale of time.
         output: a ``.png``, ``.svg`` or ``.html`` file to write; the last one needs no other file.
 
     Raises:
@@ -54,6 +61,7 @@ def plot(path: str | os.PathLike[str] | Trace, output: str | os.PathLike[str]) -
     >>> with trace.record(folder), trace.step(0):
     ...     pass
     >>> trace.plot(folder, folder + "/step.svg")
+    >>> trace.plot({"before": folder, "after": folder}, folder + "/both.html")
     """
     ending = Path(output).suffix
     if ending not in (".png", ".svg", ".html"):
@@ -62,12 +70,18 @@ def plot(path: str | os.PathLike[str] | Trace, output: str | os.PathLike[str]) -
         from matplotlib.figure import Figure
     except ImportError as e:
         raise ImportError("plot() needs matplotlib: pip install 'cudafuture[pictures]'") from e
-    trace = load(path)
-    found = analyse(trace)
-    rows = sum(1 + len(_flight_kinds(rank)) for rank in trace.ranks)
-    figure = Figure(figsize=(12, 2.2 + 0.45 * rows + 3), layout="constrained")
-    timeline, bars = figure.subplots(2, 1, height_ratios=(max(2.0, 0.45 * rows), 3))
-    _draw_timeline(timeline, trace)
+    traces = {title: load(one) for title, one in (path.items() if isinstance(path, Mapping) else [("", path)])}
+    if not traces:
+        raise ValueError("there is no trace to draw")
+    found = {title: analyse(trace) for title, trace in traces.items()}
+    heights = [max(1.2, 0.4 * sum(map(_rows_of, trace.ranks))) for trace in traces.values()]
+    figure = Figure(figsize=(12, sum(heights) + 0.5 * len(traces) + 4), layout="constrained")
+    *timelines, bars = figure.subplots(len(traces) + 1, 1, height_ratios=(*heights, 3))
+    longest = max(trace.end - trace.begin for trace in traces.values()) / 1e6
+    for (title, trace), timeline in zip(traces.items(), timelines, strict=True):
+        _draw_timeline(timeline, trace, title)
+        timeline.set_xlim(-0.01 * longest, 1.01 * longest or 1)
+    timelines[-1].set_xlabel("virtual ms" if all(trace.is_virtual for trace in traces.values()) else "ms")
     _draw_bars(bars, found)
     handles, labels = bars.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
@@ -79,12 +93,27 @@ def plot(path: str | os.PathLike[str] | Trace, output: str | os.PathLike[str]) -
     Path(output).write_text(_page(buffer.getvalue(), found), encoding="utf-8")
 
 
+def _rows_of(rank: RankTrace) -> int:
+    return 1 + len(_flight_kinds(rank)) + len(_streams(rank))
+
+
+def _streams(rank: RankTrace) -> dict[str, list[DeviceWork]]:
+    """Return the work of each stream that has a row, by its name."""
+    names = stream_names(rank)
+    found: dict[str, list[DeviceWork]] = {name: [] for name in names.values()}
+    for work in rank.device_work:
+        if work.end > work.begin:
+            found[names[work.device, work.stream]].append(work)
+    least = _LEAST_BUSY * (rank.end - rank.begin)
+    return {name: work for name, work in found.items() if sum(one.end - one.begin for one in work) > least}
+
+
 def _flight_kinds(rank: RankTrace) -> list[str]:
     kinds = {kind_of(one) for one in rank.operations()}
     return [kind for kind in KINDS if kind in kinds]
 
 
-def _draw_timeline(axes: Any, trace: Trace) -> None:
+def _draw_timeline(axes: Any, trace: Trace, title: str) -> None:
     origin = trace.begin
     names: list[str] = []
     for rank in trace.ranks:
@@ -108,16 +137,22 @@ def _draw_timeline(axes: Any, trace: Trace) -> None:
                 if one.issued is not None and kind_of(one) == kind
             ]
             axes.broken_barh(bars[:_MOST_SLICES], (row - 0.2, 0.4), facecolors=_COLOURS[kind], alpha=0.5)
+        for name, work in _streams(rank).items():
+            row = len(names)
+            names.append(name)
+            bars = [((one.begin - origin) / 1e6, (one.end - one.begin) / 1e6) for one in work[:_MOST_SLICES]]
+            colours = [_COLOURS[kind_of(one.future) if one.future.is_operation else "device"] for one in work]
+            axes.broken_barh(bars, (row - 0.3, 0.6), facecolors=colours[:_MOST_SLICES], **edges)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlabel("virtual ms" if trace.is_virtual else "ms")
-    axes.set_title("waits of each rank, and what is in flight", loc="left")
+    axes.set_title(title or "waits of each rank, and what is in flight", loc="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
-def _draw_bars(axes: Any, found: TraceAnalysis) -> None:
-    steps = found.steps[:_MOST_BARS]
+def _draw_bars(axes: Any, found: Mapping[str, TraceAnalysis]) -> None:
+    every = [(title, step) for title, analysis in found.items() for step in analysis.steps]
+    titles, steps = [title for title, _ in every[:_MOST_BARS]], [step for _, step in every[:_MOST_BARS]]
     below = [0.0] * len(steps)
     for kind in ("computing", *KINDS):
         heights = [(step.computing if kind == "computing" else step.waits[kind]) * 1e3 for step in steps]
@@ -125,19 +160,22 @@ def _draw_bars(axes: Any, found: TraceAnalysis) -> None:
             continue
         axes.bar(range(len(steps)), heights, 0.8, below, color=_COLOURS[kind], label=_LABELS[kind])
         below = [lower + height for lower, height in zip(below, heights, strict=True)]
-    ranks = len({step.rank for step in found.steps})
-    names = [f"{step.rank}\n{step.name}" if ranks > 1 else step.name for step in steps]
+    has_ranks = any(len({step.rank for step in analysis.steps}) > 1 for analysis in found.values())
+    names = [
+        "\n".join(filter(None, (title, step.rank if has_ranks else "", step.name)))
+        for title, step in zip(titles, steps, strict=True)
+    ]
     axes.set_xticks(range(len(steps)), names, rotation=90 if len(steps) > 12 else 0, fontsize=8)
     axes.set_ylabel("ms")
-    more = f", the first {_MOST_BARS} of {len(found.steps)}" if len(found.steps) > len(steps) else ""
+    more = f", the first {_MOST_BARS} of {len(every)}" if len(every) > len(steps) else ""
     axes.set_title(f"parts of each step{more}", loc="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
-def _page(picture: str, found: TraceAnalysis) -> str:
+def _page(picture: str, found: Mapping[str, TraceAnalysis]) -> str:
     """Return a page that stands alone: the picture, and the text of the analysis."""
-    text = str(found).replace("&", "&amp;").replace("<", "&lt;")
+    text = html.escape("\n\n".join(f"{title}: {one}" if title else str(one) for title, one in found.items()))
     svg = picture[picture.index("<svg") :]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Where the time went</title>\n'

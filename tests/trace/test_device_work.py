@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cudafuture import CUDAFuture, debug, gather, trace
+from cudafuture.cli import main
 from cudafuture.testing import sim
 from cudafuture.trace import DeviceWork, RankTrace, TracedFuture, _model
 from cudafuture.trace._file import RecordedEvent, TraceFile
@@ -114,6 +115,31 @@ def test_operation_lasts_until_the_device_has_ended_it(tmp_path: Path) -> None:
     assert [flight.time, flight.overlapped] == pytest.approx([5e-3, 2e-3])
     path = [(part.kind, round(part.end - part.begin, 6)) for part in step.critical_path]
     assert [part for part in path if part[1]] == [("computing", 2e-3), ("communication", 3e-3), ("device", 3e-3)]
+
+
+@pytest.mark.sim
+@pytest.mark.usefixtures("speeds")
+def test_pictures_of_several_traces_have_their_titles_and_streams(tmp_path: Path) -> None:
+    tensor = torch.ones(1, device="sim:0")
+    sim.synchronize()
+    for name, ms in (("before", 4), ("after", 2)):
+        with trace.record(tmp_path / name), trace.step(0):
+            parent: CUDAFuture[torch.Tensor] = CUDAFuture()
+            sim.sleep(ms=ms)
+            parent.set_result(tensor)
+            parent.wait()
+    folders = [str(tmp_path / name) for name in ("before", "after")]
+    assert main(["trace", "plot", *folders, str(tmp_path / "both.html")]) == 0
+    page = (tmp_path / "both.html").read_text()
+    for folder, time in zip(folders, ("4 ms", "2 ms"), strict=True):
+        assert f"<!-- {folder} -->" in page
+        assert f"{folder}: 1 step, {time}" in page
+    assert page.count("<!-- sim:0, default stream -->") == 2
+
+
+def test_no_trace_cannot_be_drawn(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no trace"):
+        trace.plot({}, tmp_path / "x.png")
 
 
 def test_trace_of_the_host_has_no_device_work(tmp_path: Path) -> None:

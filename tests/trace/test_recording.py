@@ -184,7 +184,7 @@ def test_command_that_reads_traces_records_none(tmp_path: Path) -> None:
         done = subprocess.run(
             command, env=os.environ | {"CUDAFUTURE_TRACE": str(tmp_path)}, capture_output=True, check=True
         )
-        assert done.stdout.startswith(b"1 steps")
+        assert done.stdout.startswith(b"1 step, ")
     assert len(list(tmp_path.iterdir())) == 1
 
 

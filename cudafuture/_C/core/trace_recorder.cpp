@@ -70,9 +70,13 @@ void put_head(TraceRecord& record, std::string_view text) noexcept {
   std::memcpy(record.text, text.data(), record.length);
 }
 
-// The end of a long text: a path says more there.
+// The end of a long text: a path says more there. It begins with a name, where it has a separator.
 void put_tail(TraceRecord& record, std::string_view text) noexcept {
-  put_head(record, text.size() > kTextSize ? text.substr(text.size() - kTextSize) : text);
+  if (text.size() > kTextSize) {
+    text.remove_prefix(text.size() - kTextSize);
+    if (const std::size_t name = text.find('/'); name != std::string_view::npos) text.remove_prefix(name + 1);
+  }
+  put_head(record, text);
 }
 
 }  // namespace
