@@ -103,10 +103,14 @@ class RemoteState:
         self._reads.append(may_read.then_async(partial(self._read, following)))
         return updated
 
-    def finish(self) -> None:
-        """Wait until all is written; discard the tensors read ahead."""
+    def wait(self) -> None:
+        """Wait until all is written, and read ahead."""
         wait_all(self._written)
         wait_all(self._reads)
+
+    def finish(self) -> None:
+        """Wait until all is written; discard the tensors read ahead."""
+        self.wait()
         self._reads.clear()
 
     def _read(self, bucket: Bucket, may_read: CUDAFuture[Any]) -> CUDAFuture[Tensor]:
