@@ -95,6 +95,7 @@ def _sim_by_marker(request: pytest.FixtureRequest) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """Fail a test that left a race or a broken device behind."""
+    __tracebackhide__ = True
     if _seed not in item.stash:
         return (yield)
     from cudafuture.testing import sim
@@ -125,6 +126,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 def _expect_clean(sim: ModuleType) -> None:
     """Wait for the devices; raise the error of failed device work, and a RaceError for races."""
+    __tracebackhide__ = True
     sim.finish()
     if found := sim.races():
         raise sim.RaceError(found)

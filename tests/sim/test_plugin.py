@@ -70,6 +70,32 @@ def test_races():
     assert "in race" in out
 
 
+def test_report_shows_no_frames_of_the_library(run: Run) -> None:
+    out = run("""
+from cudafuture.testing import torchrun
+
+@pytest.mark.sim
+def test_races():
+    race()
+
+@pytest.mark.sim
+def test_block():
+    with sim_module.detect_races():
+        race()
+
+@pytest.mark.sim(schedule="lazy")
+def test_synchronize():
+    sim_module.fail("the device is on fire")
+    sim_module.synchronize()
+
+def test_script():
+    torchrun("missing.py", 1)
+""")
+    assert "4 failed" in out
+    assert out.count(">       ") == 3, "the line of the test, in each report but that of a whole test"
+    assert re.findall(r"^\S*(?:plugin|contextlib|launch|_report|_accelerator)\.py:\d+", out, re.MULTILINE) == []
+
+
 def test_failed_device_work_fails_passed_test(run: Run) -> None:
     out = run("""
 @pytest.mark.sim(schedule="lazy")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cudafuture.testing import _sim as _native
@@ -83,8 +82,21 @@ def races() -> list[Report]:
     ]
 
 
-@contextlib.contextmanager
-def detect_races() -> Iterator[None]:
+class _Detection(contextlib.ContextDecorator):
+    """Block of `detect_races`. A generator would add the frame of contextlib to each report of a test."""
+
+    def __enter__(self) -> None:
+        if not settings().detect:
+            raise RuntimeError("the simulated accelerator does not detect races: call sim.enable(detect=True)")
+        races()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        __tracebackhide__ = True
+        if kind is None and (found := races()):
+            raise RaceError(found)
+
+
+def detect_races() -> contextlib.AbstractContextManager[None]:
     """Raise RaceError at the end of the block if a race was found in it. Earlier reports are dropped.
 
     >>> sim.enable()
@@ -96,12 +108,7 @@ def detect_races() -> Iterator[None]:
         ...
     cudafuture.testing.sim.RaceError: race: aten::sum on the default stream of sim:0 reads 16 bytes ...
     """
-    if not settings().detect:
-        raise RuntimeError("the simulated accelerator does not detect races: call sim.enable(detect=True)")
-    races()
-    yield
-    if found := races():
-        raise RaceError(found)
+    return _Detection()
 
 
 def _site(parts: tuple[str, str] | None) -> Site | None:
