@@ -14,8 +14,8 @@ variable                                 default   what it sets
                                                    and messages that the ranks issue. ``origin``: repr and
                                                    logs show the line that made a future. ``ownership``: fail
                                                    operations whose tensors the program changes too early
-``CUDAFUTURE_DEBUG_DIR``                 (see       folder of the sockets that ``python -m cudafuture ps`` asks.
-                                         right)    Default: ``cudafuture`` in ``XDG_RUNTIME_DIR``, or
+``CUDAFUTURE_DEBUG_DIR``                 see text  folder of the sockets that ``python -m cudafuture ps`` asks.
+                                                   Default: ``cudafuture`` in ``XDG_RUNTIME_DIR``, or
                                                    ``/tmp/cudafuture-UID``. ``off``: no socket
 ``CUDAFUTURE_TRACE``                     (none)    folder in which each process records a trace, from the import of
                                                    the library to its end; see ``cudafuture.trace``

@@ -1,6 +1,6 @@
 """Base of the dataclasses that ``statistics()`` methods return, which are read in a shell and as metrics.
 
-:func:`cudafuture.metrics` gives the same numbers as text for Prometheus.
+:func:`cudafuture.openmetrics.metrics` gives the same numbers as text for Prometheus.
 """
 
 from __future__ import annotations

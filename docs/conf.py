@@ -21,7 +21,10 @@ author = "The cudafuture authors"
 copyright = "2026, The cudafuture authors"
 release = importlib.metadata.version("cudafuture")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    *("myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"),
+    *("sphinx_copybutton", "sphinx_design"),
+]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 
@@ -42,8 +45,11 @@ nitpick_ignore_regex = [
     (r"py:class", r"(\w+\.)*_\w+(\.\w+)*"),  # private names
     (r"py:class", r"HostExecutor|TorchFuture|Work"),  # names of the stub
     (r"py:class", r"BufferLoan|cudafuture\.combine\.AsCompleted"),  # classes without an entry
+    (r"py:class", r"dict\[str"),  # the first part of dict[str, A | None], which Sphinx divides
     (r"py:(class|exc)", r".* .*"),  # words in place of a type, such as "any exception"
 ]
+
+copybutton_exclude = ".linenos, .gp, .go"  # copies what a person types, without prompts and output
 
 html_theme = "furo"
 html_title = f"cudafuture {release}"

@@ -118,7 +118,7 @@ def _draw_timeline(axes: Any, trace: Trace, title: str) -> None:
     names: list[str] = []
     for rank in trace.ranks:
         row = len(names)
-        names.append(rank.title)
+        names.append(rank.title if len(trace.ranks) > 1 else "thread of the steps")
         spans = [((step.begin - origin) / 1e6, (step.end - step.begin) / 1e6) for step in steps_of(rank, trace)]
         edges = {"edgecolors": "white", "linewidth": 0.8}  # between steps that touch
         axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=_COLOURS["computing"], **edges)
