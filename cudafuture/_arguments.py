@@ -14,6 +14,7 @@ import torch
 
 __all__ = [
     "expect_bool",
+    "expect_callable",
     "expect_device",
     "expect_dtype",
     "expect_int",
@@ -21,8 +22,10 @@ __all__ = [
     "expect_number",
     "expect_str",
     "expect_tensor",
+    "expect_timeout",
     "explain_call",
     "listed",
+    "parse_device",
     "shown",
 ]
 
@@ -66,6 +69,21 @@ def expect_bool(name: str, value: Any) -> None:
         raise TypeError(f"{name} is True or False, not {shown(value)}")
 
 
+def expect_timeout(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError unless a value is None or a number of seconds of at least 0."""
+    text = f"{name} is None (no limit) or a number of seconds"
+    if value is not None and (isinstance(value, (str, bytes)) or not hasattr(value, "__float__")):
+        raise TypeError(f"{text}, not {shown(value)}")
+    if value is not None and not value >= 0:
+        raise ValueError(f"{text} of at least 0, not {shown(value)}")
+
+
+def expect_callable(name: str, value: Any, call: str) -> None:
+    """Raise TypeError unless a value is callable; `call` shows how it is called, such as ``loss(output, target)``."""
+    if not callable(value):
+        raise TypeError(f"{name} is a callable, which is called as {call}, not {shown(value)}")
+
+
 def expect_tensor(name: str, value: Any) -> None:
     """Raise TypeError unless a value is a tensor."""
     if not isinstance(value, torch.Tensor):
@@ -105,19 +123,28 @@ def listed(name: str, values: Any, content: str) -> list[Any]:
     return list(values)
 
 
+def parse_device(name: str, value: Any) -> torch.device:
+    """Return the device that a value names; this process may not have it.
+
+    Raises:
+        TypeError, ValueError: the value is not a device.
+    """
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as e:
+        if "accelerator" in str(e):  # of an int, where torch has no accelerator
+            raise ValueError(f"{name}={value!r} is not usable in this process; use 'cpu'. {e}") from e
+        kind = ValueError if isinstance(value, (str, int)) else TypeError
+        raise kind(f"{name} is a torch.device, a str such as 'cuda:0' or an int, not {shown(value)}") from e
+
+
 def expect_device(name: str, value: Any) -> torch.device:
     """Return a device on which tensors can be created.
 
     Raises:
         TypeError, ValueError: the value is not a device, or this process cannot use the device.
     """
-    try:
-        device = torch.device(value)
-    except (RuntimeError, TypeError) as e:
-        if "accelerator" in str(e):  # of an int, where torch has no accelerator
-            raise ValueError(f"{name}={value!r} is not usable in this process; use 'cpu'. {e}") from e
-        kind = ValueError if isinstance(value, (str, int)) else TypeError
-        raise kind(f"{name} is a torch.device, a str such as 'cuda:0' or an int, not {shown(value)}") from e
+    device = parse_device(name, value)
     if device.type != "cpu" and device not in _usable:
         try:
             torch.empty(0, dtype=torch.uint8, device=device)

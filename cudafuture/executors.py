@@ -26,6 +26,7 @@ import threading
 from concurrent.futures import Executor
 
 from cudafuture import _C
+from cudafuture._arguments import expect_str
 from cudafuture._C import HostExecutor
 from cudafuture._submit_pool import SubmitPool
 from cudafuture.config import config
@@ -54,6 +55,7 @@ def serial(name: str) -> HostExecutor:
     >>> CUDAFuture.completed(2).then(lambda f: f.value() + 1, executor=log).wait()
     3
     """
+    expect_str("name", name)
     return _C.serial_executor(name)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree
 
 from cudafuture import _C
+from cudafuture._arguments import parse_device
 from cudafuture._C import CUDAFuture
 from cudafuture._transfer import Transfer
 from cudafuture.config import config
@@ -118,13 +119,18 @@ def copy(
     An error during the copy, such as too little memory, fails the future.
 
     Raises:
-        TypeError, ValueError, RuntimeError: the device does not exist, a source has no data (meta), or `out` or
-            `stream` does not fit.
+        TypeError, ValueError, RuntimeError: `value` is a future, the device does not exist, a source has no data
+            (meta), or `out` or `stream` does not fit.
 
     >>> copy({"x": torch.ones(2)}, "cpu").wait()
     {'x': tensor([1., 1.])}
     """
-    return Transfer(value, torch.device(device), priority, out, stream, pack).start()
+    if isinstance(value, CUDAFuture):
+        raise TypeError(
+            "value is a CUDAFuture: wait for it, or copy its value when it is done, with "
+            "future.then_async(lambda done: copy(done.value(), device))"
+        )
+    return Transfer(value, parse_device("device", device), priority, out, stream, pack).start()
 
 
 def packed_nbytes(value: object) -> int:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from cudafuture import _C
+from cudafuture._arguments import listed, parse_device
 
 __all__ = ["current_streams", "has_context", "own_stream", "pool_stream", "use_streams"]
 
@@ -33,7 +34,11 @@ def pool_stream(device: torch.device | str | int, priority: int = 0) -> torch.St
         ...
     ValueError: no streams on cpu: name an accelerator that is present; the host has no streams
     """
-    return _C.pool_stream(device, priority)
+    try:
+        return _C.pool_stream(device, priority)
+    except (RuntimeError, TypeError):
+        parse_device("device", device)
+        raise
 
 
 def own_stream(device: torch.device | str | int, priority: int = 0) -> torch.Stream:
@@ -56,7 +61,11 @@ def own_stream(device: torch.device | str | int, priority: int = 0) -> torch.Str
         ...
     ValueError: no streams on cpu: name an accelerator that is present; the host has no streams
     """
-    stream = _C.acquire_stream(device, priority)
+    try:
+        stream = _C.acquire_stream(device, priority)
+    except (RuntimeError, TypeError):
+        parse_device("device", device)
+        raise
     weakref.finalize(stream, _C.release_stream, stream.device, stream.stream_id, priority).atexit = False
     return stream
 
@@ -67,7 +76,11 @@ def current_streams(devices: Iterable[torch.device | str | int]) -> list[torch.S
     >>> current_streams(["cpu"])
     []
     """
-    return _C.current_streams(devices)
+    try:
+        return _C.current_streams(devices)
+    except TypeError:
+        listed("devices", devices, "devices")
+        raise
 
 
 def has_context(device: torch.device | str | int) -> bool:
@@ -84,7 +97,11 @@ def has_context(device: torch.device | str | int) -> bool:
         ...
     ValueError: no streams on cpu: name an accelerator that is present; the host has no streams
     """
-    return _C.has_context(device)
+    try:
+        return _C.has_context(device)
+    except (RuntimeError, TypeError):
+        parse_device("device", device)
+        raise
 
 
 def use_streams(*streams: torch.Stream) -> AbstractContextManager[None]:

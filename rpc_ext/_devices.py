@@ -30,10 +30,19 @@ def as_json(maps: DeviceMaps | Literal["auto"] | None) -> Any:
         return maps
     if not isinstance(maps, Mapping):
         raise TypeError(f"device_maps is 'auto', None, or a dict of dicts by worker, not {maps!r}")
-    return {
-        worker: {str(torch.device(here)): str(torch.device(there)) for here, there in of.items()}
-        for worker, of in maps.items()
-    }
+    for worker, of in maps.items():
+        if not isinstance(of, Mapping):
+            raise TypeError(f"device_maps[{worker!r}] is a mapping, {{device here: device there}}, not {of!r}")
+    return {worker: {_name(here): _name(there) for here, there in of.items()} for worker, of in maps.items()}
+
+
+def _name(device: Any) -> str:
+    try:
+        return str(torch.device(device))
+    except (RuntimeError, TypeError) as e:
+        raise ValueError(
+            f"each device of device_maps is a torch.device, or a str such as 'cuda:0', not {device!r}"
+        ) from e
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ __all__ = [
     "REFUSED",
     "TIMEOUT",
     "RemoteFailure",
+    "add_note",
     "describe",
     "of_answer",
     "of_engine",
@@ -193,10 +194,15 @@ def of_answer(error: BaseException, call: str, worker: str) -> BaseException:
     what = f"the answer of worker '{worker}' to {call} cannot be read here"
     if not isinstance(error, Exception):
         return RemoteError(f"{what}: {error!r}", worker=worker)
-    noted: Any = error
-    with contextlib.suppress(Exception):
-        noted.__notes__ = [*_notes(error), what]
+    add_note(error, what)
     return error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, unless its class forbids that."""
+    noted: Any = error  # Python 3.10 has no add_note
+    with contextlib.suppress(Exception):
+        noted.__notes__ = [*_notes(error), note]
 
 
 def of_engine(kind: int, message: str, call: str, worker: str, timeout: float) -> Exception:

@@ -58,6 +58,8 @@ class RpcOptions:
     receive_memory: int
 
     def __post_init__(self) -> None:
+        for what in ("rank", "world_size", "receive_memory"):
+            _expect_int(what, getattr(self, what))
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank is {self.rank}, but must be from 0 to world_size - 1 = {self.world_size - 1}")
         if not isinstance(self.name, str):
@@ -72,8 +74,13 @@ class RpcOptions:
                 raise TypeError(f"{what} is an int from 1 to 2**63 - 1, not {value!r}")
             if not 1 <= value < 1 << 63:
                 raise ValueError(f"{what} is an int from 1 to 2**63 - 1, not {value}")
-        if operator.index(self.receive_memory) < 0:
+        if self.receive_memory < 0:
             raise ValueError(f"receive_memory is a number of bytes, or 0 for no pool, not {self.receive_memory}")
+        if not isinstance(self.init_method, str) or "://" not in self.init_method:
+            kind = ValueError if isinstance(self.init_method, str) else TypeError
+            raise kind(
+                f"init_method is a URL, such as 'tcp://HOST:PORT', 'file:///PATH' or 'env://', not {self.init_method!r}"
+            )
         if self.transports is not None and not (self.transports and {*self.transports} <= _TRANSPORTS):
             raise ValueError(f"transports={self.transports!r}: pass one or more of {', '.join(sorted(_TRANSPORTS))}")
         if self.seal not in ("descriptions", "contents"):
@@ -85,6 +92,13 @@ class RpcOptions:
         return self.secret is not None and self.seal == "contents"
 
 
+def _expect_int(what: str, value: Any) -> None:
+    try:
+        operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is an int, not {value!r}") from None
+
+
 def from_environment(what: str, given: int | None, variable: str) -> int:
     """Return the argument, or the number in an environment variable of torchrun if the argument is None."""
     if given is not None:
@@ -92,7 +106,12 @@ def from_environment(what: str, given: int | None, variable: str) -> int:
     text = os.environ.get(variable)
     if text is None:
         raise ValueError(f"init_rpc() needs {what}: pass it, or start the program with torchrun, which sets {variable}")
-    return int(text)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"{variable}={text!r} is not a number: set it to the {what}, or pass {what} to init_rpc()"
+        ) from None
 
 
 def limit(timeout: float, what: str = "a timeout") -> float:

@@ -60,6 +60,8 @@ def async_execution(fn: F) -> F:
     >>> later(3).wait()
     3
     """
+    if not callable(fn) and not isinstance(fn, (staticmethod, classmethod)):
+        raise TypeError(f"async_execution decorates a function, not {fn!r}")
     target: Any = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
     target._rpc_ext_async_execution = True
     return fn

@@ -11,12 +11,13 @@ from torch._C._distributed_rpc import WorkerInfo
 from typing_extensions import Unpack
 
 from cudafuture import CUDAFuture, collect_all
-from cudafuture.errors import CallsFailedError, InvalidStateError
+from cudafuture.errors import CallsFailedError, InvalidStateError, TensorError
 from cudafuture.ownership import owns, tensors_in
 from rpc_ext import _C, _batching
 from rpc_ext._call import RemoteCall
 from rpc_ext._codec import DirectCall, Encoded, PayloadKind, encode
 from rpc_ext._destination import Destination
+from rpc_ext._failure import add_note
 from rpc_ext._serve import expect_free_thread
 from rpc_ext.session import current
 
@@ -83,7 +84,8 @@ def rpc_async(
             ``torch.distributed.rpc.rpc_async`` there.
         ValueError: there is no such worker.
         TensorError: a tensor cannot be sent, or its device has no target there.
-        TypeError: `fn` is not callable, or is a torch.jit.ScriptFunction: use ``torch.distributed.rpc.rpc_async``.
+        TypeError: `fn` is not callable, or is a torch.jit.ScriptFunction: use ``torch.distributed.rpc.rpc_async``;
+            `args` is no list or tuple, or `kwargs` no mapping.
         TimeoutError: there was no room within `timeout`.
         Exception: the error of an argument that cannot be pickled.
 
@@ -97,11 +99,11 @@ def rpc_async(
     expect_callable("rpc_async", fn)
     destination = session.destination(to)
     seconds = session.timeout(timeout)
-    args = tuple(args)
+    args, kwargs = call_arguments(args, kwargs)
     batch = _batching.open_to(destination)
     how: Encoded | DirectCall | None = None if batch is None else batch.direct(fn, args, kwargs)
     if how is None:
-        how = encode(PayloadKind.CALL, (session.rank, fn, args, kwargs or {}), destination.devices)
+        how = _encoded(session.rank, fn, args, kwargs, destination)
     size = how.size
     # Made before it has room: a call with wrong arguments takes no room, and the wait counts for its timeout.
     call = RemoteCall(session.agent, destination, name_of(fn), size, seconds, priority)
@@ -228,7 +230,10 @@ def map_call(
     >>> map_call(["me", "me"], divmod, [(7, 0), (7, 2)]).exception().results
     {'me[1]': (3, 1)}
     """
-    pairs = list(zip(listed(workers), args_per_worker, strict=True))
+    every, each_args = listed(workers), list(args_per_worker)
+    if len(every) != len(each_args):
+        raise ValueError(f"workers has {len(every)} elements, and args_per_worker {len(each_args)}: pass one for each")
+    pairs = list(zip(every, each_args, strict=True))
     session = current()
     expect_callable("map_call", fn)
     session.timeout(timeout)  # raises here what each call would raise
@@ -264,6 +269,21 @@ def listed(workers: Iterable[Worker]) -> list[Worker]:
     return list(workers)
 
 
+def _encoded(rank: int, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], to: Destination) -> Encoded:
+    """Pickle a call; a note on the error says what can be pickled."""
+    try:
+        return encode(PayloadKind.CALL, (rank, fn, args, kwargs), to.devices)
+    except TensorError:
+        raise
+    except Exception as e:
+        add_note(
+            e,
+            f"the function or an argument of the call of {name_of(fn)} on worker '{to.name}' cannot be pickled: pass a "
+            "function at the top level of a module that the worker can import, and values that pickle",
+        )
+        raise
+
+
 def _admit(call: RemoteCall, destination: Destination, size: int, non_blocking: bool) -> None:
     """Take room for a call, and wait for it if necessary."""
     if not destination.try_admit(size):
@@ -272,6 +292,25 @@ def _admit(call: RemoteCall, destination: Destination, size: int, non_blocking: 
             raise destination.would_block()
         with expect_free_thread("a call that has to wait for room"):
             destination.admit(size, call.timeout)
+
+
+def call_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call as a tuple and a dict.
+
+    Raises:
+        TypeError: `args` is a single value, such as a str or a tensor, or `kwargs` is no mapping.
+    """
+    if type(args) is not tuple:
+        if isinstance(args, (str, bytes, torch.Tensor)) or not isinstance(args, Iterable):
+            raise TypeError(
+                f"args is a tuple of arguments, not {type(args).__name__}: for a single one pass args=(value,)"
+            )
+        args = tuple(args)
+    if not kwargs:
+        return args, {}
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs is a mapping, {{name: value}}, not {type(kwargs).__name__}")
+    return args, dict(kwargs)
 
 
 def expect_callable(caller: str, fn: Any) -> None:

@@ -20,7 +20,7 @@ from rpc_ext._destination import Destination
 from rpc_ext._options import SHORTEST_TIMEOUT
 from rpc_ext._serve import async_execution, expect_free_thread, is_async
 from rpc_ext._timer import expire
-from rpc_ext.calls import Args, Kwargs, Worker, expect_callable, name_of, rpc_async, rpc_sync
+from rpc_ext.calls import Args, Kwargs, Worker, call_arguments, expect_callable, name_of, rpc_async, rpc_sync
 from rpc_ext.session import current
 
 __all__ = ["RRef", "remote"]
@@ -328,7 +328,7 @@ def remote(
     session = current()
     expect_callable("remote", fn)
     destination = session.destination(to)
-    call = (session.rank, fn, tuple(args), kwargs or {})
+    call = (session.rank, fn, *call_arguments(args, kwargs))
     devices = DeviceMap(destination.name, destination.devices.native, {})  # nothing goes through the host
     encoded = encode(PayloadKind.CALL, call, devices)
     seconds = session.timeout(timeout)

@@ -95,7 +95,7 @@ class Session:
         Raises:
             ValueError: `timeout` is 0, negative or nan.
         """
-        return self.rpc_timeout if timeout is None else limit(timeout)
+        return self.rpc_timeout if timeout is None else limit(timeout, "timeout")
 
     def __enter__(self) -> Session:
         return self
@@ -308,11 +308,11 @@ def init_rpc(
         seal=seal,
         device_maps=as_json(device_maps),
         num_worker_threads=num_worker_threads,
-        rpc_timeout=limit(rpc_timeout),
+        rpc_timeout=limit(rpc_timeout, "rpc_timeout"),
         init_method=init_method or "env://",
         max_in_flight=max_in_flight,
         max_bytes_in_flight=max_bytes_in_flight,
-        start_timeout=limit(start_timeout) or LONGEST_TIMEOUT,
+        start_timeout=limit(start_timeout, "start_timeout") or LONGEST_TIMEOUT,
         transports=config.rpc_transports if transports is None else transports,
         receive_memory=receive_memory,
     )
@@ -362,7 +362,7 @@ def shutdown(graceful: bool = True, *, timeout: float = 300.0) -> None:
     >>> shutdown()
     """
     global _session
-    patience = limit(timeout) or LONGEST_TIMEOUT
+    patience = limit(timeout, "timeout") or LONGEST_TIMEOUT
     if is_serving():  # the shutdown would wait for the reply to this call, which would wait for the shutdown
         raise InvalidStateError("RPC cannot be shut down by a function that it runs for a worker")
     session = _begun()

@@ -14,6 +14,7 @@ import os
 from typing import Any
 
 from cudafuture import _C, _frames
+from cudafuture._arguments import expect_bool, expect_int, expect_str, shown
 from cudafuture.config import config
 from cudafuture.debug._job import JobReport, look_at
 from cudafuture.debug._processes import ProcessReport, ask
@@ -49,6 +50,7 @@ def record_origins(record: bool = True) -> None:
     future 'read', ...s old, made at ... in ...() (no known operation)
     >>> record_origins(False)
     """
+    expect_bool("record", record)
     _C.keep_sites(record)
 
 
@@ -75,7 +77,10 @@ def register(
     >>> print(pending(future))
     upload to bucket 'checkpoints' (1 MiB), ...s old...
     """
-    _C.register(future, place, -1 if number is None else number, -1 if nbytes is None else nbytes)
+    if place is not None and not isinstance(place, _C.OperationPlace):
+        raise TypeError(f"place is what OperationPlace.find() returns, not {shown(place)}")
+    number = -1 if number is None else expect_int("number", number)
+    _C.register(future, place, number, -1 if nbytes is None else expect_int("nbytes", nbytes))
 
 
 def name_process(*, rank: int | None = None, world_size: int | None = None, worker: str | None = None) -> None:
@@ -87,8 +92,10 @@ def name_process(*, rank: int | None = None, world_size: int | None = None, work
     >>> name_process(worker="")
     """
     if rank is not None:
-        _C.set_rank(rank, -1 if world_size is None else world_size)
+        size = -1 if world_size is None else expect_int("world_size", world_size)
+        _C.set_rank(expect_int("rank", rank), size)
     if worker is not None:
+        expect_str("worker", worker)
         _C.set_worker(worker)
 
 

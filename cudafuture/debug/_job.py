@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from cudafuture._arguments import listed
 from cudafuture._progress import GroupProgress
 from cudafuture.debug._processes import PATIENCE, ProcessReport, ask, progress_of
 from cudafuture.debug._trees import PendingFuture, ThreadReport, cycles
@@ -305,7 +306,7 @@ def look_at(processes: Iterable[int], folder: Path | None = None, patience: floa
     >>> look_at([0])
     <JobReport of 1 processes>
     """
-    numbers = list(dict.fromkeys(processes))
+    numbers = list(dict.fromkeys(listed("processes", processes, "process numbers")))
     first = _ask_all(numbers, folder, patience)
     if not first.verdicts():
         return first

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cudafuture._arguments import expect_int
 from cudafuture._progress import ProcessProgress, is_alive, read_progress
 from cudafuture.config import config, debug_dir
 from cudafuture.debug._trees import Pending, trees_of
@@ -76,6 +77,7 @@ def ask(process: int, folder: Path | None = None, patience: float = PATIENCE) ->
     >>> ask(0).problem
     'there is no process 0'
     """
+    process = expect_int("process", process)
     end = time.monotonic() + patience
     found = Path(folder or _folder_of(process) or os.devnull)
     progress = progress_of(process, found)

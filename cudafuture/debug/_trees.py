@@ -288,5 +288,6 @@ def pending(*futures: _C.CUDAFuture[Any]) -> Pending:
     """
     for future in futures:
         if not isinstance(future, _C.CUDAFuture):
-            raise TypeError(f"pending() takes CUDAFutures, not {type(future).__name__}")
+            remedy = "; it takes them one by one: pending(*futures)" if isinstance(future, (list, tuple, set)) else ""
+            raise TypeError(f"pending() takes CUDAFutures, not {type(future).__name__}{remedy}")
     return trees_of(json.loads(_C.pending(list(futures))), bool(futures))

@@ -20,6 +20,7 @@ class BackendOptions:
 
     Raises:
         TypeError: a choice is neither a name nor an options object.
+        ValueError: torch has no such type of devices.
 
     >>> BackendOptions(cpu="gloo")
     BackendOptions(cpu='gloo', cuda='gloo')
@@ -29,6 +30,12 @@ class BackendOptions:
         for device, choice in devices.items():
             if not isinstance(name_of(choice), str):
                 raise TypeError(f"{device} is the name of a backend, or its options, not {choice!r}")
+            try:
+                torch.device(device)
+            except RuntimeError:
+                raise ValueError(
+                    f"{device}={choice!r}: torch has no devices of the type {device!r}; name one, such as cpu='gloo'"
+                ) from None
         self.choices: dict[str, Any] = {**_default_choices(), **devices}
         """For each type of devices, the name of a backend or its options."""
 

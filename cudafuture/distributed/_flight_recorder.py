@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from cudafuture import _C
+from cudafuture._path import path_text
 from cudafuture.distributed._group import Group, GroupFacts, Issuer, groups
 from cudafuture.distributed._operations import DistributedOperation
 
@@ -70,6 +71,7 @@ def dump_flight_recorder(prefix: str | os.PathLike[str]) -> Path:
 
     Raises:
         ValueError: ``init_process_group`` has not been called.
+        TypeError: `prefix` is not a path.
 
     >>> import tempfile
     >>> from cudafuture.distributed import all_reduce
@@ -78,6 +80,7 @@ def dump_flight_recorder(prefix: str | os.PathLike[str]) -> Path:
     >>> dump_flight_recorder(tempfile.mkdtemp() + "/rank_").name
     'rank_0'
     """
+    prefix = path_text(prefix, "prefix")
     if not dist.is_initialized():
         raise ValueError("torch.distributed has no default process group: call init_process_group() first")
     graph = json.loads(_C.pending([]))

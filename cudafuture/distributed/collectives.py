@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import has_torch_function_unary
 
+from cudafuture._arguments import shown
 from cudafuture._C import CUDAFuture
 from cudafuture.distributed._issue import begin, nothing
 from cudafuture.distributed._operations import (
@@ -112,6 +113,8 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -
     >>> all_reduce(torch.ones(2)).wait()
     tensor([1., 1.])
     """
+    if op is not _SUM:
+        _expect_op(op)
     issued = begin(ALL_REDUCE, group, (tensor,))
     if issued is None:
         return nothing()
@@ -140,12 +143,19 @@ def all_reduce_coalesced(tensors: _Tensors, op: Any = dist.ReduceOp.SUM, group: 
     >>> all_reduce_coalesced([torch.ones(1), torch.zeros(2)]).wait()
     [tensor([1.]), tensor([0., 0.])]
     """
+    _expect_op(op)
     if isinstance(tensors, Tensor):
         tensors = [tensors]
     _check_same_dtype(tensors, "tensors")
     if any(t.is_complex() for t in tensors) and not dist.distributed_c10d.supports_complex(op):
         raise ValueError(f"all_reduce_coalesced does not support {op} on complex tensors")
     return _issue(ALL_REDUCE_COALESCED, group, (tensors,), op=op)
+
+
+def _expect_op(op: Any) -> None:
+    """Raise TypeError unless `op` is an operation of torch's reductions."""
+    if not isinstance(op, dist.ReduceOp):
+        raise TypeError(f"op is a torch.distributed.ReduceOp, such as ReduceOp.SUM, not {shown(op)}")
 
 
 def _check_same_dtype(tensors: Any, name: str) -> None:
@@ -177,6 +187,7 @@ def reduce(
     >>> reduce(torch.ones(2), dst=0).wait()
     tensor([1., 1.])
     """
+    _expect_op(op)
     return _issue(REDUCE, group, (tensor,), dst, group_dst, op=op)
 
 
@@ -278,6 +289,7 @@ def reduce_scatter(
     >>> reduce_scatter(torch.empty(2), [torch.ones(2)]).wait()
     tensor([1., 1.])
     """
+    _expect_op(op)
     return _issue(REDUCE_SCATTER, group, (output, input_list), op=op)
 
 
@@ -289,6 +301,7 @@ def reduce_scatter_tensor(
     >>> reduce_scatter_tensor(torch.empty(2), torch.ones(2)).wait()
     tensor([1., 1.])
     """
+    _expect_op(op)
     return _issue(REDUCE_SCATTER_TENSOR, group, (output, input), op=op)
 
 
@@ -329,6 +342,8 @@ def barrier(
 
     >>> barrier().wait()
     """
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout is a datetime.timedelta, such as timedelta(seconds=5), not {shown(timeout)}")
     on_device = None if device_ids is None else True
     more: Any = {} if timeout is None else {"timeout": timeout}
     return _issue(BARRIER, group, (), on_device=on_device, device_ids=device_ids, **more)

@@ -23,7 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cudafuture._arguments import shown
 from cudafuture._C import CUDAFuture
+from cudafuture.distributed._group import resolve
 from cudafuture.distributed._issue import begin_in_queue, nothing
 from cudafuture.distributed._monitored_barrier import Deadline
 from cudafuture.distributed._operations import (
@@ -83,6 +85,12 @@ def safely(weights_only: bool) -> dict[str, Any]:
     return {"weights_only": True}
 
 
+def _expect_list(name: str, value: Any) -> None:
+    """Raise TypeError unless the objects of the other ranks can be put into a value."""
+    if not isinstance(value, list):
+        raise TypeError(f"{name} is a list, which is filled, not {shown(value)}")
+
+
 def all_gather_object(
     object_list: list[Any], obj: Any, group: Any = None, weights_only: bool = False
 ) -> CUDAFuture[list[Any]]:
@@ -91,6 +99,12 @@ def all_gather_object(
     >>> all_gather_object([None], {"loss": 0.5}).wait()
     [{'loss': 0.5}]
     """
+    _expect_list("object_list", object_list)
+    process_group = resolve(group)
+    if process_group is not None and len(object_list) < process_group.size():
+        raise ValueError(
+            f"object_list has {len(object_list)} entries for {process_group.size()} ranks: pass [None] * world size"
+        )
     return _issue(ALL_GATHER_OBJECT, group, (object_list, obj), obj, **safely(weights_only))
 
 
@@ -109,6 +123,7 @@ def broadcast_object_list(
     >>> broadcast_object_list(["settings", 3], src=0).wait()
     ['settings', 3]
     """
+    _expect_list("object_list", object_list)
     options = safely(weights_only)
     return _issue(BROADCAST_OBJECT_LIST, group, (object_list,), object_list, src, group_src, device=device, **options)
 

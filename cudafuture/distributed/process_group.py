@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cudafuture import _C
+from cudafuture._arguments import listed
 from cudafuture._C import CUDAFuture
 from cudafuture.distributed import collectives, object_messages, objects, point_to_point
 from cudafuture.distributed._group import group_of, make_group, require_program, resolve
@@ -119,7 +120,7 @@ class ProcessGroup:
         [0]
         """
         mine = self.ranks()
-        members = list(range(len(mine))) if ranks is None else list(ranks)
+        members = list(range(len(mine))) if ranks is None else listed("ranks", ranks, "ranks")
         if any(not 0 <= r < len(mine) for r in members) or len(set(members)) != len(members):
             raise ValueError(
                 f"the group has the ranks 0 to {len(mine) - 1}, each of which may be given once, but new_group() was "
@@ -146,11 +147,15 @@ class ProcessGroup:
         >>> ProcessGroup().split([[0]]).ranks()
         [0]
         """
-        listed = [r for part in split_ranks for r in part]
-        if len(set(listed)) != len(listed):
+        given = [
+            r
+            for part in listed("split_ranks", split_ranks, "lists")
+            for r in listed("each of split_ranks", part, "ranks")
+        ]
+        if len(set(given)) != len(given):
             raise ValueError(f"split() puts every rank into one group at most, but was given {list(split_ranks)}")
         size = self.size()
-        if size >= 0 and any(not 0 <= r < size for r in listed):
+        if size >= 0 and any(not 0 <= r < size for r in given):
             raise ValueError(f"the group has the ranks 0 to {size - 1}, but split() was given {list(split_ranks)}")
         for part in split_ranks:
             if self.rank() in part:
@@ -358,10 +363,13 @@ def new_group(
     """
     more: dict[str, Any] = {} if sort_ranks else {"sort_ranks": False}
     require_program("new_group()")
+    members = None if ranks is None else listed("ranks", ranks, "ranks")
+    if members == []:
+        raise ValueError("ranks is empty: pass at least one rank, or None for all")
     if use_local_synchronization:
         pg_options = options_without_split(backend, pg_options)
     group = dist.new_group(
-        None if ranks is None else list(ranks),
+        members,
         timeout,
         backend,
         pg_options,

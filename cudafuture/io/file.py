@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -16,6 +17,7 @@ from cudafuture import _C
 from cudafuture._arguments import expect_int, expect_tensor, listed
 from cudafuture._C import CUDAFuture
 from cudafuture._path import path_text
+from cudafuture.errors import StorageError
 from cudafuture.future import submit
 from cudafuture.io.engine import Engine, engine_or_default
 from cudafuture.ownership import ENABLED, checked
@@ -73,6 +75,8 @@ class File:
         self._path = path_text(path)
         self._mode = mode
         self._engine = engine_or_default(engine)
+        if mode == "r" and Path(self._path).is_dir():  # the kernel opens a folder to read, and refuses the first read
+            raise StorageError(f"cannot open {self._path}: it is a folder", errno=errno.EISDIR, path=self._path)
         self._native = _C.open_file(self._path, mode, None if direct == "auto" else direct)
         if direct == "auto" and not self.is_direct:
             self._log_no_direct()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cudafuture import _C
+from cudafuture._arguments import expect_int, listed, parse_device, shown
 from cudafuture.pipeline._step import Route
 from cudafuture.pipeline.schedule import Schedule
 from cudafuture.pipeline.skip import Skippable, inspect_skip_layout, verify_skippables
@@ -32,7 +33,8 @@ def divide(
         reserved: names that no layer may have, in addition to those of nn.Module's attributes.
 
     Raises:
-        TypeError: `stages` are not layers, or an nn.Sequential that does more than call its layers.
+        TypeError: `stages` are not layers, or an nn.Sequential that does more than call its layers; the balance is not
+            a list of ints.
         ValueError: the balance does not fit, or a layer has a reserved name.
     """
     if isinstance(stages, nn.Sequential):
@@ -41,8 +43,11 @@ def divide(
             raise ValueError("an nn.Sequential needs a balance: the number of layers in each stage")
         layers = layers_of(stages)
     else:
+        if not hasattr(stages, "__iter__"):
+            raise TypeError(f"stages are an nn.Sequential with layers, or a list of modules, not {shown(stages)}")
         layers = [(str(i), layer) for i, layer in enumerate(stages)]
         balance = [1] * len(layers) if balance is None else balance
+    balance = [expect_int("each of balance", count) for count in listed("balance", balance, "numbers of layers")]
     if not layers or not all(isinstance(layer, nn.Module) for _, layer in layers):
         raise TypeError("stages are an nn.Sequential with layers, or a list of modules")
     taken = {*reserved, *dir(nn.Module)}
@@ -50,7 +55,7 @@ def divide(
         if name in taken:
             raise ValueError(f"a layer is named {name!r}, like an attribute of the pipeline: give it another name")
     if sum(balance) != len(layers) or min(balance) < 1:
-        raise ValueError(f"balance={list(balance)} does not divide {len(layers)} layers, at least one for each stage")
+        raise ValueError(f"balance={balance} does not divide {len(layers)} layers, at least one for each stage")
     parts, at = [], 0
     for count in balance:
         part = nn.Sequential()
@@ -92,7 +97,10 @@ def refuse_shared(parts: Sequence[nn.Module]) -> None:
 def places_of(devices: Sequence[torch.device | str | int] | None, stages: int) -> list[torch.device]:
     """Return the devices of the rows; by default all accelerators, or the host for each stage."""
     if devices is not None:
-        places = [torch.device(device) for device in devices]
+        given = listed("devices", devices, "devices")
+        if not given:
+            raise ValueError("devices is empty: name one for each row of the table, or pass None")
+        places = [parse_device("each of devices", device) for device in given]
         return [at if at.type == "cpu" else _C.with_index(at) for at in places]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -120,7 +128,9 @@ def route_of(parts: Sequence[nn.Sequential]) -> Route:
 
 
 def table_of(schedule: str | Schedule, stages: int, microbatches: int, devices: int) -> Schedule:
-    """Return the table of a pipeline; raise ValueError unless it fits."""
+    """Return the table of a pipeline; raise TypeError or ValueError unless it fits."""
+    if not isinstance(schedule, (str, Schedule)):
+        raise TypeError(f"schedule is a name such as '1f1b', or a Schedule, not {shown(schedule)}")
     table = Schedule.build(schedule, stages, microbatches, devices) if isinstance(schedule, str) else schedule
     table.check()
     for what, has, wanted in (

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cudafuture._arguments import expect_int, parse_device, shown
 from cudafuture.pipeline._minibatch import TensorOrTensors, map_tensors
 from cudafuture.pipeline.skip import SkipTracker, use_skip_tracker
 
@@ -153,6 +154,7 @@ def balance_by_size(
     """
     where = _device(device)
     _check_number(partitions, module)
+    expect_int("chunks", chunks, 1)
     rows = _tensors_of(input)[0].size(0)
     few = min(rows, 2)  # not one: a BatchNorm has no variance for it
     sample = map_tensors(input, lambda tensor: tensor[:few])
@@ -232,12 +234,14 @@ def _backward(outputs: TensorOrTensors) -> None:
 
 def _check_number(partitions: int, module: nn.Sequential) -> None:
     """Raise before the measurement, which is slow."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module is an nn.Sequential, not {shown(module)}")
     balance_cost([0] * len(module), partitions)
 
 
 def _device(device: _Device | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        return parse_device("device", device)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.device_count() else None
     return accelerator or torch.device("cpu")
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from cudafuture import _C
+from cudafuture._arguments import expect_callable, expect_timeout
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.pipeline._division import divide, layers_of, places_of, refuse_shared, route_of, table_of
@@ -96,6 +97,9 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         _expect_choices(checkpoint, loss_reduction, microbatches)
+        if loss is not None:
+            expect_callable("loss", loss, "loss(output, target)")
+        expect_callable("link", link, "link()")
         layers, parts = divide(stages, balance, _RESERVED)
         if deferred_batch_norm:
             parts = [convert_deferred_batch_norm(part, microbatches) for part in parts]
@@ -161,6 +165,7 @@ class Pipeline(nn.Module):
         >>> outputs.shape
         torch.Size([4, 1])
         """
+        expect_timeout("timeout", timeout)
         if is_checkpointing() or is_recomputing():
             raise RuntimeError("a pipeline cannot run inside a stage that is recomputed")
         if not torch.is_grad_enabled():

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 
 from cudafuture import _C, openmetrics
+from cudafuture._arguments import expect_callable, listed, parse_device
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.pipeline._worker_thread import Deadlines, WorkerTask, WorkerThread, is_inside, table
@@ -87,7 +88,7 @@ class Workers:
         self._deadlines = Deadlines(self._workers)
         self._pid = os.getpid()
         try:
-            for given in devices:
+            for given in listed("devices", devices, "devices"):
                 device = _device_of(given)
                 if device not in self._workers:
                     self._workers[device] = worker = WorkerThread(device, queue, name, self._deadlines)
@@ -142,7 +143,7 @@ class Workers:
         Raises:
             InvalidStateError: the workers were closed, or belong to the process that this one was forked from.
             CUDAFutureError: the thread died.
-            TypeError: `priority` is not an int.
+            TypeError: `compute` is not callable; `priority` is not an int.
             ValueError: the device has no worker; `stream` is on another device; `timeout` is not positive.
 
         The future fails with TimeoutError, whose text has the table of all tasks, when `timeout` has passed.
@@ -152,6 +153,7 @@ class Workers:
         42
         42
         """
+        expect_callable("compute", compute, "compute()")
         worker = self._workers.get(device) or self._find(device)
         worker.wake()  # now, because waking a core takes longer than creating the task
         if worker.is_accelerator:
@@ -307,7 +309,7 @@ class Workers:
 
 
 def _device_of(given: DeviceLike | str | int) -> DeviceLike:
-    return normalize_device(torch.device(given) if isinstance(given, (str, int)) else given)
+    return normalize_device(parse_device("device", given) if isinstance(given, (str, int)) else given)
 
 
 @atexit.register

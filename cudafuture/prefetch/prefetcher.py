@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from cudafuture import _C, openmetrics
+from cudafuture._arguments import parse_device, shown
 from cudafuture._C import CUDAFuture
 from cudafuture._modes import Modes
 from cudafuture.prefetch._errors import second_loop
@@ -86,7 +87,12 @@ def prefetch(
     {'x': tensor([1., 1.]), 'id': 7}
     """
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__aiter__"):
-        raise TypeError(f"prefetch() takes an iterable, not {type(iterable).__name__}")
+        remedy = ""
+        if hasattr(iterable, "__getitem__"):
+            remedy = ": pass a DataLoader of it"
+        elif callable(iterable) and not isinstance(iterable, torch.nn.Module):
+            remedy = ": call it, and pass the iterable that it returns"
+        raise TypeError(f"prefetch() takes an iterable, not {type(iterable).__name__}{remedy}")
     options = PrefetchOptions(depth, bytes, priority, pin, transform, pack, futures, across_epochs)
     target = _device_of(device)
     return Prefetcher(iterable, None if target.type == "cpu" else Sender(target, options), options)
@@ -192,6 +198,7 @@ class Prefetcher:
 
         Raises:
             TypeError: the iterable has no load_state_dict().
+            ValueError: `across_epochs` is a callable, and `state` has no epoch.
 
         >>> prefetch([1, 2], "cpu").load_state_dict({})
         Traceback (most recent call last):
@@ -200,6 +207,11 @@ class Prefetcher:
         """
         if not hasattr(self._iterable, "load_state_dict"):
             raise TypeError(f"{type(self._iterable).__name__} has no load_state_dict(), so it cannot be resumed")
+        has_epoch = isinstance(state, dict) and {"epoch", "iterable"} <= {*state}
+        if callable(self._options.across_epochs) and not has_epoch:
+            raise ValueError(
+                f"state is {{'epoch': number, 'iterable': state}}, as state_dict() returns it, not {shown(state)}"
+            )
         self._stop()
         if callable(self._options.across_epochs):
             self._number, state = state["epoch"], state["iterable"]
@@ -390,7 +402,7 @@ def _device_of(device: torch.device | str | int | None) -> torch.device:
     """Return the device with its index; for None, the current accelerator, or the host if there is none."""
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    at = torch.device(device)
+    at = parse_device("device", device)
     return at if at.type == "cpu" else _C.with_index(at)
 
 

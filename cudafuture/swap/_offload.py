@@ -101,7 +101,13 @@ def offload(
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     given = listed("params", params, "parameters or groups")
-    if not given or not isinstance(given[0], dict):
+    if not given:
+        raise ValueError("params is empty: pass at least one parameter")
+    if isinstance(given[0], tuple):
+        raise TypeError(
+            "params is a list of parameters or groups, not of names and parameters: pass model.parameters()"
+        )
+    if not isinstance(given[0], dict):
         given = [{"params": given}]
     groups = [dict(group) for group in given]
     for group in groups:

@@ -8,12 +8,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import Any, Literal, NoReturn
 
 import torch
 
 from cudafuture import openmetrics
-from cudafuture._arguments import expect_number, expect_tensor
+from cudafuture._arguments import expect_number
 from cudafuture._modes import outside_inference
 from cudafuture.errors import InvalidStateError, SwapError
 from cudafuture.store import Store
@@ -28,6 +29,10 @@ from cudafuture.swap._update import Update
 from cudafuture.swap.statistics import SwapCounters, SwapStatistics
 
 __all__ = ["OffloadedOptimizer"]
+
+
+def _refuse_step(_optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
+    raise InvalidStateError("offload() has taken this optimizer's parameters: call step() of what offload() returned")
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -81,6 +86,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     self.set_state(parameter, state)
             optimizer.state.clear()
             optimizer.param_groups = []  # two optimizers must not update the same parameters
+            vars(optimizer)["step"] = MethodType(_refuse_step, optimizer)  # after `update` has copied it
             for parameter, group in self._parameters():
                 self._make_state(parameter, group)
         except BaseException:
@@ -272,6 +278,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             SwapError: the gradient cannot be read.
             RuntimeError: a step has already applied the gradient.
+            KeyError: the optimizer does not have this parameter.
 
         >>> from cudafuture.swap import offload
         >>> weight = torch.nn.Parameter(torch.ones(3))
@@ -280,7 +287,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         >>> optimizer.gradient_of(weight)
         tensor([1., 1., 1.])
         """
-        expect_tensor("parameter", parameter)
+        self._index.group_of(self.param_groups, parameter)
         with self._lock, outside_inference(), torch.no_grad():
             return self._swap.gradient_of(parameter)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 
+from cudafuture._arguments import expect_number
 from cudafuture.io.engine import BackendName, Engine
 
 __all__ = ["FaultyEngine"]
@@ -68,6 +69,7 @@ class FaultyEngine(Engine):
             "late": late,
         }
         for name, rate in rates.items():
+            expect_number(name, rate)
             if not 0 <= rate <= 1:
                 raise ValueError(f"{name}={rate} is not between 0 and 1")
         super().__init__(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cudafuture._arguments import expect_int
 from cudafuture.debug import look_at
 
 __all__ = ["Finished", "torchrun"]
@@ -47,6 +48,8 @@ def torchrun(
         check: True (default): a returncode other than 0 is an error.
 
     Raises:
+        FileNotFoundError: there is no such script.
+        ValueError: `n` is less than 1.
         RuntimeError: the script failed, and `check` was set; the message has its output.
         TimeoutError: it did not end in time; the message has its output and stacks. None of its processes remains.
 
@@ -57,6 +60,10 @@ def torchrun(
     ...     torchrun(script.name, 1).stdout
     '1\n'
     """
+    __tracebackhide__ = True
+    expect_int("n", n, 1)
+    if not Path(script).is_file():
+        raise FileNotFoundError(f"there is no script {script}")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), str(script)]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **os.environ, **(env or {})}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

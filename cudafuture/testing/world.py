@@ -16,6 +16,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, ClassVar, TypeVar
 
+from cudafuture._arguments import expect_int, expect_number
 from cudafuture.debug import look_at
 from cudafuture.testing._worker_job import Outcome, WorkerJob, code_of_file
 from cudafuture.testing._worker_pool import Worker, WorkerPool, dump_stacks
@@ -56,8 +57,11 @@ class World:
     """
 
     def __init__(self, n: int, backend: str = "gloo", timeout: float = 60.0, *, pool: WorkerPool | None = None) -> None:
-        if n < 1:
+        if expect_int("n", n) < 1:
             raise ValueError(f"a world has 1 rank or more, not {n}")
+        expect_number("timeout", timeout)
+        if not timeout > 0:
+            raise ValueError(f"timeout is a positive number of seconds, not {timeout}")
         self.size, self.backend, self.timeout = n, backend, timeout
         self._pool = pool if pool is not None else WorkerPool()
 
@@ -85,6 +89,7 @@ class World:
         ...     world.run(lambda factor: factor * torch.distributed.get_rank(), 10)
         [0, 10]
         """
+        __tracebackhide__ = True
         call = _pickled(function, args, kwargs)
         workers = [self._pool.take(rank) for rank in range(self.size)]
         folder = Path(tempfile.mkdtemp(prefix="cudafuture-world-"))
@@ -205,6 +210,7 @@ class _Run:
         return all(left)
 
     def values(self) -> list[Any]:
+        __tracebackhide__ = True
         if not self._order:
             return [pickle.loads(self._outcomes[rank].value or b"") for rank in range(len(self._workers))]
         first = self._outcomes.get(self._order[0])

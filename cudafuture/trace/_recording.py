@@ -16,6 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cudafuture import _C
+from cudafuture._arguments import expect_str
 from cudafuture._path import path_text
 from cudafuture.config import config
 from cudafuture.errors import InvalidStateError
@@ -42,7 +43,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         InvalidStateError: a trace is being recorded, or this is a forked child.
         OSError: the file cannot be made.
-        ValueError: the path is not UTF-8.
+        TypeError, ValueError: `path` is not a path; it is empty, or not UTF-8.
 
     >>> import tempfile
     >>> from cudafuture import submit, trace
@@ -53,11 +54,12 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     >>> [future.maker for future in trace.load(folder).ranks[0].futures if future.maker]
     ['submit']
     """
-    _start(Path(path))
+    where = Path(path_text(path))
+    _start(where)
     try:
         yield
     finally:
-        _stop(Path(path))
+        _stop(where)
 
 
 def _start(path: Path) -> None:
@@ -119,6 +121,7 @@ def span(name: str) -> Iterator[None]:
     >>> with trace.span("forward"):
     ...     pass
     """
+    expect_str("name", name)
     name = name.encode(errors="replace").decode()  # of lone surrogates
     _C.trace_span(True, name)
     try:

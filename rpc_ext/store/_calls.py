@@ -69,7 +69,7 @@ def find_service(name: object) -> RequestHandler:
     with _lock:
         found = _services.get(name) if isinstance(name, str) else None
     if found is None:
-        raise InvalidStateError(f"this worker serves no store called {name!r}")
+        raise InvalidStateError(f"this worker serves no store called {name!r}: call rpc_ext.serve_store() there first")
     return found
 
 

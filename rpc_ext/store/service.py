@@ -102,9 +102,14 @@ def serve_store(
     ...     remote.write("weight", torch.eye(3)).wait()
     36
     """
-    for what, value in (("memory", memory), ("clients", clients)):
+    given = {"memory": memory, "clients": clients}
+    if namespace_capacity is not None:
+        given["namespace_capacity"] = namespace_capacity
+    for what, value in given.items():
         if not isinstance(value, int):
             raise TypeError(f"{what} is an int, not {value!r}")
+    if namespace_capacity is not None and namespace_capacity < 1:
+        raise ValueError(f"namespace_capacity={namespace_capacity} is less than 1; pass None for no limit")
     if clients < 1 or memory // clients < 2 * wire.PART:
         raise ValueError(f"memory={memory} for {clients} clients: each needs at least {2 * wire.PART} bytes")
     limit(patience, "patience")

@@ -57,8 +57,8 @@ def hold(stream: torch.Stream | None = None) -> CudaHold:
     ...     torch.cuda.current_stream().query()
     False
     """
-    handle, device = stream_of(stream)
-    return CudaHold(library().fakecuda_hold(handle, device))
+    fake = library()
+    return CudaHold(fake.fakecuda_hold(*stream_of(stream)))
 
 
 def release() -> None:

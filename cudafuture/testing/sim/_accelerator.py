@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from cudafuture import _C
+from cudafuture._arguments import expect_int
 from cudafuture.statistics import StatisticsBase
 from cudafuture.testing import _sim as _native
 from cudafuture.testing.sim._prepare import prepare
@@ -101,7 +102,7 @@ def enable(
     tensor([2., 2.], device='sim:1')
     """
     global _settings
-    if not 1 <= devices <= _native.MAX_DEVICES:
+    if not 1 <= expect_int("devices", devices) <= _native.MAX_DEVICES:
         raise ValueError(f"devices={devices} cannot be simulated; pass 1 to {_native.MAX_DEVICES}")
     if schedule not in get_args(Schedule):
         raise ValueError(f"schedule={schedule!r} does not exist; use one of {', '.join(get_args(Schedule))}")
@@ -169,6 +170,7 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
     >>> sim.statistics().executed
     1
     """
+    __tracebackhide__ = True
     settings()
     _native.synchronize(None if device is None else index_of(device))
 
