@@ -10,7 +10,9 @@
 #   CUDA_VENV=...  where `make test-cuda` puts an environment with torch's CUDA build, 5 GB (.venv-cuda).
 #   K=...       the doctest cases that `make native-test` runs: those whose names contain it. SANITIZER= is thread (the
 #               default) or address.
-#   TORCHES=..., PYTHONS=...  the versions that `make matrix` tests (those of tools/matrix.sh).
+#   TORCHES=..., PYTHONS=...  the versions that `make matrix` tests and `make wheels` builds for (those of
+#               tools/matrix.sh).
+#   IMAGE=...   the image of the container in which `make wheels` builds (none: this machine).
 #   RELEASE=... the release whose section `make news` puts into CHANGELOG.md (none: the section is only printed).
 #   GPU_VENV=...  where `make gpu-kit` puts one with Python 3.12 and the torch of the machines with a GPU (.venv-gpu).
 
@@ -42,14 +44,13 @@ CPP := $(shell find cudafuture rpc_ext tests -name '*.h' -o -name '*.cpp')
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --max-worker-restart 0 --dist loadgroup
 
 .NOTPARALLEL:
-.PHONY: setup setup-test demo test test-native native-test test-cuda gpu-kit matrix soak lint bench docs news clean
+.PHONY: setup setup-test demo test test-native native-test test-cuda gpu-kit matrix wheels soak lint bench docs news clean
 setup: $(STATE)/built
 
 setup-test: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 
 demo: $(STATE)/built $(STATE)/has-demo
-	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_digits.py
-	$(PY) examples/train_gpt_nvme.py --short
+	$(PY) examples/demo.py
 
 # Tests of one process once more, with a simulated accelerator for the default device; the seed chooses its schedule.
 # The examples in the docs need the host, and tests/prefetch/test_schedules.py chooses its own schedules.
@@ -89,6 +90,10 @@ gpu-kit:
 matrix:
 	tools/matrix.sh$(if $(TORCHES), --torch "$(TORCHES)")$(if $(PYTHONS), --python "$(PYTHONS)")
 
+# A wheel for each torch and Python, in build/wheels/torch-2.N.
+wheels:
+	tools/wheels.sh$(if $(TORCHES), --torch "$(TORCHES)")$(if $(PYTHONS), --python "$(PYTHONS)")$(if $(IMAGE), --image $(IMAGE))
+
 # Tests that record traces themselves: a process has one recording at a time.
 RECORDING = tests/trace tests/package/test_docs.py tests/examples/test_train_digits.py
 
@@ -104,6 +109,7 @@ soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	$(MAKE) --no-print-directory test-cuda
 	$(MAKE) --no-print-directory gpu-kit
 	tools/gpu_rehearsal.sh $(GPU_VENV)
+	tools/wheels.sh
 	tools/matrix.sh
 
 lint: $(STATE)/built $(STATE)/has-lint $(STATE)/has-test $(STATE)/has-demo

@@ -1,12 +1,12 @@
 """One future type for every asynchronous operation in distributed PyTorch."""
 
-from cudafuture import _C
 from cudafuture import _native as _native  # first: raises a clear ImportError if the native module is missing
 from cudafuture import config as config
 from cudafuture import debug as debug
 from cudafuture import errors as errors
 from cudafuture import executors as executors
 from cudafuture._C import CUDAFuture, EventView
+from cudafuture._C import set_debug_socket as _set_debug_socket
 from cudafuture.combine import AsCompleted, as_completed, collect_all, collect_any, gather, wait, wait_all
 from cudafuture.errors import (
     AllFailedError,
@@ -53,7 +53,7 @@ __all__ = [
     "wait_all",
 ]
 
-_C.set_debug_socket(config.config.debug_dir, __version__)
+_set_debug_socket(config.config.debug_dir, __version__)
 _register_backend()
 if config.config.trace_dir:
     from cudafuture import trace as trace  # which records from now on

@@ -24,10 +24,10 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def build(checkout: Path, *, torch: str) -> None:
-    """Leave what a build leaves, as far as the guard looks at it."""
+    """Leave what a build leaves, as far as the guard looks at it; the native module cannot be loaded before torch."""
     package = checkout / "cudafuture"
     package.joinpath("_build_info.py").write_text(f'torch_version = "{torch}"\n')
-    package.joinpath("_C.py").write_text("")
+    package.joinpath("_C.py").write_text('raise ImportError("undefined symbol")\n')
 
 
 def error_of(checkout: Path, statement: str = "import cudafuture", *, after: Path | None = None) -> str:

@@ -116,7 +116,9 @@ def test_ci_runs_lint_and_readme_tests(checkout: Path, tmp_path: Path) -> None:
     record = tmp_path / "record"
     environment = os.environ | {"PATH": f"{recorder.parent}:{os.environ['PATH']}", "RECORD": str(record)}
     subprocess.run(["bash", checkout / ".ci" / "run"], env=environment, check=True)
-    assert record.read_text().split() == ["lint", "test", "test-cuda"]
+    *steps, python = record.read_text().split()
+    assert steps == ["lint", "test", "test-cuda", "wheels", "TORCHES=2.13"]
+    assert re.fullmatch(r"PYTHONS=3\.\d+", python)
     assert "make test " in (checkout / "README.md").read_text()
 
 
