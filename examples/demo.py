@@ -219,7 +219,7 @@ def disk(folder: Path) -> str:
         if done.returncode != 0:
             raise Failed(f"{' '.join(command)} returned {done.returncode}")
         results = json.loads(report.read_text())
-        titles = {f"{name}, on both ranks": traces / name for name in ("blocking", "overlapped")}
+        titles = {name: traces / name for name in ("blocking", "overlapped")}
         for ending in ("png", "html"):
             trace.plot(titles, folder / f"disk.{ending}")
     conclusion: str = results["conclusion"]
