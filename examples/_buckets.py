@@ -48,7 +48,6 @@ class Overlap:
     def __init__(self, buckets: Sequence[Bucket], disk: Disk | None = None, ahead: int = 3) -> None:
         self.buckets = buckets
         self.state = None if disk is None else RemoteState(disk.store, buckets, min(ahead, len(buckets)))
-        self.steps = 0
         self._next = 0  # the bucket to send next: every rank has to send them in the same order
         for bucket in buckets:
             for parameter in bucket.parameters:
@@ -62,12 +61,10 @@ class Overlap:
         self._next = 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
-        with trace.step(self.steps):
-            with trace.span("forward"):
-                value = loss()
-            with trace.span("backward"):
-                value.backward()
-        self.steps += 1
+        with trace.span("forward"):
+            value = loss()
+        with trace.span("backward"):
+            value.backward()
 
     def wait(self) -> None:
         """Wait for the updates, writes and reads in flight; the next step goes on from there."""

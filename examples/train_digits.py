@@ -110,8 +110,9 @@ def train(
     dist.barrier()
     start = time.perf_counter()
     with nullcontext() if traces is None else trace.record(traces):
-        for images, labels in track(batches, f"{name:20}", disable=dist.get_rank() != 0):
-            step(partial(loss_of, model, images, labels))
+        for number, (images, labels) in enumerate(track(batches, f"{name:20}", disable=dist.get_rank() != 0)):
+            with trace.step(number):
+                step(partial(loss_of, model, images, labels))
         if overlap:
             overlap.finish()
     return Run(name, model, buckets, len(batches), time.perf_counter() - start)

@@ -22,8 +22,9 @@ import os
 import resource
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,6 @@ from cudafuture import trace, wait_all
 from train_gpt_nvme import GPT, batches
 
 LARGEST_BATCH = 32
-BUSY = 0.9  # of all cores
 Batch = tuple[Tensor, Tensor]
 
 
@@ -71,18 +71,18 @@ class Loop:
     busy: list[float] = field(default_factory=list)
     """Part of all cores that this process used, one for each round."""
 
-    def run(self, some: Iterable[Batch]) -> None:
+    def run(self, some: Sequence[Batch]) -> None:
         """Train on batches, and note the time of a step."""
         dist.barrier()
         start, used = time.perf_counter(), processor_seconds()
-        steps = 0
-        for text, following in some:
-            self.step(partial(loss_of, self.model, text, following))
-            steps += 1
-        self.wait()
+        for number, (text, following) in enumerate(some):
+            with trace.step(number):
+                self.step(partial(loss_of, self.model, text, following))
+                if number == len(some) - 1:
+                    self.wait()
         dist.barrier()
         seconds = time.perf_counter() - start
-        self.seconds.append(seconds / steps)
+        self.seconds.append(seconds / len(some))
         self.busy.append((processor_seconds() - used) / seconds / len(os.sched_getaffinity(0)))
 
 
@@ -107,41 +107,40 @@ def make_loops(args: argparse.Namespace, disk: Disk) -> dict[str, Loop]:
 
     model, buckets = make("blocking")
     wait_all([write_first(disk.store, bucket) for bucket in buckets])
-    steps = iter(range(sys.maxsize))
-
-    def step(buckets: list[Bucket], loss: Callable[[], Tensor]) -> None:
-        with trace.step(next(steps)):
-            blocking_step(buckets, disk, loss)
-
-    blocking = Loop("blocking", model, buckets, partial(step, buckets), lambda: None)
+    blocking = Loop("blocking", model, buckets, partial(blocking_step, buckets, disk), lambda: None)
     model, buckets = make("overlapped")
     overlap = Overlap(buckets, disk, args.ahead)
     return {"blocking": blocking, "overlapped": Loop("overlapped", model, buckets, overlap.step, overlap.wait)}
 
 
-def choose_batch(args: argparse.Namespace, loop: Loop) -> int:
-    """Return the number of texts for which computing takes as long as reading and writing the state.
+def choose_batch(args: argparse.Namespace, loop: Loop) -> tuple[int, float, float]:
+    """Return the number of texts for which computing takes as long as the state's way to the disk and back.
 
-    A blocking step takes its time for the state, and its time for each text: two sizes tell both.
+    Beside it the seconds of computing and of the state in a step. A blocking step takes its time for the state, and its
+    time for each text: two sizes tell both.
     """
     seconds = []
     for size in (1, 4):
         for _ in range(2):  # the first one of a size allocates
             args.batch_size, args.steps = size, 1
-            loop.run(batches(args))
+            loop.run(list(batches(args)))
         seconds.append(loop.seconds[-1])
     loop.seconds.clear()
     loop.busy.clear()
-    each = max((seconds[1] - seconds[0]) / 3, 1e-4)
-    wanted = torch.tensor(max(1.0, min(LARGEST_BATCH, (seconds[0] - each) / each)))
-    dist.broadcast(wanted, 0)
-    return round(wanted.item())
+    told = torch.tensor([max((seconds[1] - seconds[0]) / 3, 1e-4), seconds[0]], dtype=torch.float64)
+    dist.broadcast(told, 0)
+    each, first = told.tolist()
+    state = max(first - each, 0.0)
+    size = round(max(1.0, min(LARGEST_BATCH, state / each)))
+    return size, size * each, state
 
 
 def train(args: argparse.Namespace, disk: Disk) -> dict[str, Any]:
     """Train by turns, and return the figures and the checks of this rank."""
     loops = make_loops(args, disk)
-    args.batch_size = args.batch_size or choose_batch(args, loops["blocking"])
+    parts = None
+    if args.batch_size is None:
+        args.batch_size, *parts = choose_batch(args, loops["blocking"])
     dist.barrier()
     loops = make_loops(args, disk)  # the measurement trained one of them
     args.steps = args.rounds * args.round_steps
@@ -152,13 +151,18 @@ def train(args: argparse.Namespace, disk: Disk) -> dict[str, Any]:
             loop.run(some)
     same_model = all(map(torch.equal, *(loop.model.parameters() for loop in loops.values())))
     same_state = all(map(torch.equal, *(read_states(disk.store, loop.buckets) for loop in loops.values())))
+    same = torch.tensor([same_model, same_state])
+    dist.all_reduce(same, dist.ReduceOp.MIN)  # on every rank
+    same_model, same_state = same.tolist()
     if args.trace:
         for name, loop in loops.items():
             with trace.record(args.trace / name):
                 loop.run(every[:2])
     sizes = sorted((2 * bucket.values.nbytes for bucket in loops["overlapped"].buckets), reverse=True)
     return {
+        "ranks": dist.get_world_size(),
         "batch": args.batch_size,
+        "parts": parts,
         "parameters": sum(p.numel() for p in loops["overlapped"].model.parameters()),
         "seconds": {name: loop.seconds[: args.rounds] for name, loop in loops.items()},
         "busy": statistics.median(loops["blocking"].busy),
@@ -169,27 +173,35 @@ def train(args: argparse.Namespace, disk: Disk) -> dict[str, Any]:
     }
 
 
-def conclusion(results: dict[str, Any], ranks: int) -> str:
+def conclusion(results: dict[str, Any]) -> str:
     """Return the sentences about time and memory."""
     blocking, overlapped = (results["seconds"][name] for name in ("blocking", "overlapped"))
     ratios = [ours / theirs for ours, theirs in zip(overlapped, blocking, strict=True)]
-    ratio, spread = statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds"
     told = (
         f"a step takes {statistics.median(blocking) * 1e3:,.0f} ms with blocking calls, "
-        f"{statistics.median(overlapped) * 1e3:,.0f} ms overlapped: {ratio:.2f} of the time ({spread})"
+        f"{statistics.median(overlapped) * 1e3:,.0f} ms overlapped: {statistics.median(ratios):.2f} of the time "
+        f"({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds)"
     )
-    if ratio >= 1:
-        busy = results["busy"] * ranks
-        told += ", so no gain on this machine: " + (
-            f"blocking calls leave its cores {1 - busy:.0%} idle, and overlap needs idle cores"
-            if busy > BUSY
-            else "its disk takes much longer than computing, or much less"
-        )
+    if statistics.median(ratios) >= 1:
+        told += f", so no gain on this machine: its cores were {results['busy'] * results['ranks']:.0%} busy"
+        if results["parts"]:
+            computing, state = results["parts"]
+            told += (
+                f" with blocking calls, where computing took {computing * 1e3:,.0f} ms of a step, and the state "
+                f"{state * 1e3:,.0f} ms; overlap hides waits for the disk, and needs idle cores"
+            )
     saved = 1 - results["most_bytes"] / results["state_bytes"]
     return (
-        f"{told}; of {results['state_bytes'] / MIB:.0f} MiB of Adam's state a rank has at most "
-        f"{results['most_bytes'] / MIB:.0f} MiB in memory: {saved:.0%} saved"
+        f"{told}; each rank reads at most {results['most_bytes'] / MIB:.0f} of the {results['state_bytes'] / MIB:.0f} "
+        f"MiB of its state ahead, and {saved:.0%} of it is not in the memory of the training"
     )
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Return True if a folder is in memory, as /tmp is on some systems."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    above = [mount for mount in mounts if folder.resolve().is_relative_to(mount[1])]
+    return bool(above) and max(above, key=lambda mount: len(mount[1]))[2] in ("ramfs", "tmpfs")
 
 
 def arguments() -> argparse.Namespace:
@@ -220,9 +232,11 @@ def main() -> int:
     with next_workers_disk(args.folder) as disk:
         results = train(args, disk)
         dist.barrier()
-    results["conclusion"] = conclusion(results, dist.get_world_size())
+    results["conclusion"] = conclusion(results)
     if dist.get_rank() == 0:
-        print(f"{results['parameters']:,} parameters, batches of {results['batch']} texts on each of 2 ranks")
+        print(f"{results['parameters']:,} parameters, batches of {results['batch']} texts on each rank")
+        if is_in_memory(args.folder or Path(tempfile.gettempdir())):
+            print("the folder is in memory, and not on a disk: name one with --folder")
         print(results["conclusion"])
         for check, passed in results["checks"].items():
             print(f"{'passed' if passed else 'FAILED'}  {check}")

@@ -176,14 +176,15 @@ void WorkList::abort() {
 }
 
 // A failure is the caller's to see, on the Work.
-void follow_for_trace(const WorkPtr& work) noexcept {
+void follow_for_trace(const WorkPtr& work) {
   if (dynamic_cast<FutureWork*>(work.get()) == nullptr || is_python_ending()) return;
   const py::gil_scoped_acquire inside;
   try {
     const py::object future = py::module_::import("cudafuture.distributed._backend").attr("trace")(py::cast(work));
     if (!future.is_none()) api::mark_seen(future.ptr());
-  } catch (py::error_already_set& e) {  // the operation goes on without a place in the trace
-    e.discard_as_unraisable("cudafuture");
+  } catch (py::error_already_set& e) {
+    if (!e.matches(PyExc_Exception)) throw;
+    e.discard_as_unraisable("cudafuture");  // the operation goes on without a place in the trace
   }
 }
 

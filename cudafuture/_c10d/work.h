@@ -134,8 +134,8 @@ class WorkList final : public c10d::Work {
 };
 
 // Makes the future of a FutureWork, of which a trace then has the operation whether or not a thread waits for it. Other
-// Works stay as they are.
-[[gnu::cold, gnu::noinline]] void follow_for_trace(const WorkPtr& work) noexcept;
+// Works stay as they are. Throws only what a handler of a signal has raised, such as KeyboardInterrupt.
+[[gnu::cold, gnu::noinline]] void follow_for_trace(const WorkPtr& work);
 
 void bind_work(pybind11::module_& m);
 

@@ -211,22 +211,37 @@ def kind_of(future: TracedFuture | None) -> str:
     return _KIND_OF_PLACE.get(future.place["kind"], "other")
 
 
-def cause_of(wait: Slice) -> tuple[TracedFuture | None, str]:
-    """Return the operation that held up a wait, and its kind; None: no operation is known."""
+class WaitPart(NamedTuple):
+    """Part of a wait, and what held it up; None: no operation is known."""
+
+    begin: int
+    end: int
+    cause: TracedFuture | None
+    kind: str
+
+
+def parts_of(wait: Slice) -> list[WaitPart]:
+    """Return the parts of a wait: a wait for a device is one for an operation up to the end of its device work."""
     future = wait.future
     if future is None:
-        return None, "other"
+        return [WaitPart(wait.begin, wait.end, None, "other")]
     last = last_operation(future)
-    if not _waits_for_device(wait):
-        return last, kind_of(last)
-    if last is not None and last.device_end is not None and last.device_end > wait.begin:
-        return last, kind_of(last)  # the operation's own device work
-    return future, "device"
+    if future.done is None or future.done > wait.begin:
+        return [WaitPart(wait.begin, wait.end, last, kind_of(last))]
+    at = wait.begin  # only device work is left
+    parts = []
+    if last is not None and last.device_end is not None and last.device_end > at:
+        at = min(last.device_end, wait.end)
+        parts.append(WaitPart(wait.begin, at, last, kind_of(last)))
+    if at < wait.end or not parts:
+        parts.append(WaitPart(at, wait.end, future, "device"))
+    return parts
 
 
-def _waits_for_device(wait: Slice) -> bool:
-    """Return True if only device work was left when a wait began."""
-    return wait.future is not None and wait.future.done is not None and wait.future.done <= wait.begin
+def cause_of(wait: Slice) -> tuple[TracedFuture | None, str]:
+    """Return what held up the longest part of a wait, and its kind; None: no operation is known."""
+    longest = max(parts_of(wait), key=lambda part: part.end - part.begin)
+    return longest.cause, longest.kind
 
 
 def last_operation(future: TracedFuture) -> TracedFuture | None:
@@ -322,11 +337,11 @@ def outer_waits(rank: RankTrace) -> list[Slice]:
 def _step(rank: RankTrace, step: Slice, waits: list[Slice], operations: list[TracedFuture], origin: int) -> StepReport:
     exposed = dict.fromkeys(KINDS, 0)
     waited: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-    for wait in waits:
-        begin, end = max(wait.begin, step.begin), min(wait.end, step.end)
-        kind = cause_of(wait)[1]
-        exposed[kind] += end - begin
-        waited[kind].append((begin, end))
+    for part in (part for wait in waits for part in parts_of(wait)):
+        begin, end = max(part.begin, step.begin), min(part.end, step.end)
+        if begin < end:
+            exposed[part.kind] += end - begin
+            waited[part.kind].append((begin, end))
     time = step.end - step.begin
     computing = time - sum(exposed.values())
     return StepReport(
@@ -398,11 +413,9 @@ def _critical_path(step: Slice, waits: list[Slice]) -> list[PathPart]:
         if wait.begin >= path.at or path.at <= step.begin:
             continue
         path.add("computing", "computing", min(wait.end, path.at))
-        cause, kind = cause_of(wait)
-        if _waits_for_device(wait) and cause is not None:
-            if cause.device_end is not None:
-                path.add("queued", "other", max(min(cause.device_end, path.at), wait.begin))
-            path.add(cause.title, kind, wait.begin)
+        if wait.future is not None and wait.future.done is not None and wait.future.done <= wait.begin:
+            for part in reversed(parts_of(wait)):
+                path.add(part.cause.title if part.cause else "wait", part.kind, part.begin)
         elif wait.future is not None:
             path.descend(wait.future, wait.begin)
         path.add(wait.future.title if wait.future else "wait", "other", wait.begin)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cudafuture.trace._analysis import KINDS, TraceAnalysis, analyse, cause_of, kind_of, outer_waits, steps_of
+from cudafuture.trace._analysis import KINDS, TraceAnalysis, analyse, kind_of, outer_waits, parts_of, steps_of
 from cudafuture.trace._model import DeviceWork, RankTrace, Trace, load, stream_names
 
 __all__ = ["plot"]
@@ -125,8 +125,9 @@ def _draw_timeline(axes: Any, trace: Trace, title: str) -> None:
         threads = {step.thread for step in steps_of(rank, trace)}
         waits = [one for one in outer_waits(rank) if one.thread in threads]
         longest = sorted(waits, key=lambda one: one.begin - one.end)[:_MOST_SLICES]
+        parts = [part for wait in longest for part in parts_of(wait)]
         for kind in KINDS:
-            bars = [((w.begin - origin) / 1e6, (w.end - w.begin) / 1e6) for w in longest if cause_of(w)[1] == kind]
+            bars = [((p.begin - origin) / 1e6, (p.end - p.begin) / 1e6) for p in parts if p.kind == kind]
             axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLOURS[kind])
         for kind in _flight_kinds(rank):
             row = len(names)
@@ -151,8 +152,9 @@ def _draw_timeline(axes: Any, trace: Trace, title: str) -> None:
 
 
 def _draw_bars(axes: Any, found: Mapping[str, TraceAnalysis]) -> None:
-    every = [(title, step) for title, analysis in found.items() for step in analysis.steps]
-    titles, steps = [title for title, _ in every[:_MOST_BARS]], [step for _, step in every[:_MOST_BARS]]
+    most = max(1, _MOST_BARS // len(found))  # of each trace
+    shown = [(title, step) for title, analysis in found.items() for step in analysis.steps[:most]]
+    titles, steps = [title for title, _ in shown], [step for _, step in shown]
     below = [0.0] * len(steps)
     for kind in ("computing", *KINDS):
         heights = [(step.computing if kind == "computing" else step.waits[kind]) * 1e3 for step in steps]
@@ -167,7 +169,8 @@ def _draw_bars(axes: Any, found: Mapping[str, TraceAnalysis]) -> None:
     ]
     axes.set_xticks(range(len(steps)), names, rotation=90 if len(steps) > 12 else 0, fontsize=8)
     axes.set_ylabel("ms")
-    more = f", the first {_MOST_BARS} of {len(every)}" if len(every) > len(steps) else ""
+    number = max(len(analysis.steps) for analysis in found.values())
+    more = f", the first {most} of {number}" if number > most else ""
     axes.set_title(f"parts of each step{more}", loc="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

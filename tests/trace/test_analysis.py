@@ -324,6 +324,15 @@ def test_picture_is_written(tmp_path: Path, ending: str) -> None:
         assert b"exposed io: 5 ms" in data
 
 
+def test_each_of_several_traces_has_bars(tmp_path: Path) -> None:
+    steps = [step(10 * number, 10 * number + 5, number) for number in range(50)]
+    one = Trace([rank_of([], steps)])
+    trace.plot({"before": one, "after": one}, tmp_path / "x.svg")
+    drawn = (tmp_path / "x.svg").read_text()
+    assert "the first 20 of 50" in drawn
+    assert (drawn.count("<!-- before -->"), drawn.count("<!-- after -->")) == (21, 21)
+
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 

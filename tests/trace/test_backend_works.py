@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -101,6 +103,35 @@ def test_wait_for_a_work_is_a_wait_for_its_future(world: World, tmp_path: Path) 
     (reduced,) = named(rank, "all_reduce")
     waits = [part for part in rank.slices if part.kind == "wait" and part.future is reduced]
     assert ["test_backend_works.py" in wait.text for wait in waits] == [True]
+
+
+def test_interrupts_are_not_lost(world: World, tmp_path: Path) -> None:
+    """A handler of a signal may run while the library makes the future of a Work."""
+
+    def run() -> tuple[int, int]:
+        raised = seen = 0
+
+        def interrupt(*_: object) -> None:
+            nonlocal raised
+            raised += 1
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGUSR1, interrupt)
+        group = dist.new_group([dist.get_rank()], backend="cudafuture", use_local_synchronization=True)
+        with trace.record(tmp_path):
+            for number in range(100):
+                sender = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGUSR1))
+                try:
+                    sender.start()
+                    while raised == number:
+                        dist.all_reduce(torch.ones(1), group=group, async_op=True)
+                except KeyboardInterrupt:
+                    seen += 1
+                sender.join()
+        signal.signal(signal.SIGUSR1, before)
+        return raised, seen
+
+    assert world.run(run) == [(100, 100)] * 2
 
 
 def test_failure_that_the_work_raises_is_not_logged_as_unseen(world: World, tmp_path: Path) -> None:

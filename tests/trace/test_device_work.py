@@ -137,6 +137,25 @@ def test_pictures_of_several_traces_have_their_titles_and_streams(tmp_path: Path
     assert page.count("<!-- sim:0, default stream -->") == 2
 
 
+@pytest.mark.sim
+@pytest.mark.usefixtures("speeds")
+def test_device_work_of_a_callback_is_no_communication(tmp_path: Path) -> None:
+    """Of the wait for an all_reduce of 5 ms and a callback of 3 ms, 5 ms are exposed communication."""
+    tensor = torch.ones(1, device="sim:0")
+    sim.synchronize()
+    with trace.record(tmp_path), trace.step(0):
+        reduced: CUDAFuture[torch.Tensor] = CUDAFuture(name="all_reduce")
+        debug.register(reduced, debug.OperationPlace.find("group", "dp"), number=0, nbytes=4)
+        sim.sleep(ms=5)
+        reduced.set_result(tensor)
+        reduced.then(follow).wait()
+    (step,) = trace.analyse(tmp_path).steps
+    assert step.waits["communication"] == pytest.approx(5e-3)
+    assert step.waits["device"] == pytest.approx(3e-3)
+    path = [(part.kind, round(part.end - part.begin, 6)) for part in step.critical_path]
+    assert [part for part in path if part[1]] == [("communication", 5e-3), ("device", 3e-3)]
+
+
 def test_no_trace_cannot_be_drawn(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no trace"):
         trace.plot({}, tmp_path / "x.png")

@@ -119,14 +119,17 @@ int line_in(PyFrameObject* frame, [[maybe_unused]] PyCodeObject* code) {
 // Returns the function below a functools.partial, which submit() makes of a function and its arguments; any other
 // object as it is. Without the interpreter.
 PyObject* without_arguments(PyObject* function) {
-  for (;;) {
+  for (int depth = 0; depth < 8; ++depth) {  // one may be below itself
     const PyTypeObject* const type = Py_TYPE(function);
     const PyMemberDef* const first = type->tp_members;
     if (std::string_view(type->tp_name) != "functools.partial" || first == nullptr || first->name == nullptr ||
         std::string_view(first->name) != "func")
       return function;
-    function = *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(function) + first->offset);
+    PyObject* const below = *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(function) + first->offset);
+    if (below == nullptr) return function;
+    function = below;
   }
+  return function;
 }
 
 }  // namespace
