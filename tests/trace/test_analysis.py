@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -197,10 +198,17 @@ def test_comparison_has_ratios() -> None:
 @pytest.mark.sim
 def test_program_in_virtual_time_has_exact_times(tmp_path: Path) -> None:
     place = debug.OperationPlace.find("store", "/virtual")
+    registered = threading.Event()
+
+    def read_slowly() -> None:
+        registered.wait()  # an operation that has ended is not registered
+        sim.spend(ms=5)
+
     with trace.record(tmp_path), trace.step(0):
         sim.spend(ms=1)
-        read = submit(sim.spend, ms=5)
+        read = submit(read_slowly)
         debug.register(read, place)
+        registered.set()
         sim.spend(ms=2)
         read.wait()
         sim.spend(ms=4)
