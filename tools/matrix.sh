@@ -102,21 +102,7 @@ if [ -z "$dry" ]; then
 fi
 # Variables that a caller's own run of the tests sets would reach these: `make soak` asks for the long form.
 unset CUDAFUTURE_SOAK PYTHONPATH PYTHONHOME VIRTUAL_ENV
-export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
-CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
-export CMAKE_BUILD_PARALLEL_LEVEL
-
-# interpreter MINOR: print the path of a Python of that version that can make an environment and build a module.
-interpreter() {
-  asked="import ensurepip, os, sys, sysconfig, venv
-os.path.exists(os.path.join(sysconfig.get_path('include'), 'Python.h')) or sys.exit(1)
-'%d.%d' % sys.version_info[:2] == '$1' or sys.exit(1)
-print(sys.executable)"
-  for candidate in "$(command -v "python$1")" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
-    if [ -x "$candidate" ] && "$candidate" -c "$asked" 2>/dev/null; then return 0; fi
-  done
-  return 1
-}
+. "$repository/tools/pythons.sh"
 
 # step NAME SECONDS COMMAND...: run one step of a combination into its log; set `reason` where the step fails.
 step() {

@@ -131,7 +131,7 @@ def test_both_loops_train_the_same(tmp_path: Path) -> None:
 def test_one_wrong_number_on_another_rank_is_noticed(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(ONE_WRONG_BIT)
-    code, printed, results = train(tmp_path, "--batch-size", "1", script=script)
+    code, printed, results = train(tmp_path, "--rounds", "1", "--batch-size", "1", script=script)
     assert code != 0
     assert results["checks"]["same parameters as with blocking calls"] is False
     assert "FAILED  same parameters as with blocking calls" in printed

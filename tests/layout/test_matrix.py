@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from layout.tree import ROOT
+from support.programs import make_programs
 
 SCRIPT = ROOT / "tools" / "matrix.sh"
 # It answers the script's question for an interpreter, and makes an environment by copying itself.
@@ -36,16 +36,8 @@ class Matrix:
     def __init__(
         self, folder: Path, *options: str, pythons: str = "3.10 3.11 3.12 3.13", fails: str = "nothing"
     ) -> None:
-        programs = folder / "bin"
-        programs.mkdir()
-        for version in pythons.split():
-            python = programs / f"python{version}"
-            python.write_text(PYTHON)
-            python.chmod(0o755)
-        for name in ("awk", "cp", "dirname", "env", "grep", "mkdir", "nproc", "rm", "sed", "sh", "tail", "timeout"):
-            program = shutil.which(name)
-            assert program is not None, f"{name} is missing"
-            (programs / name).symlink_to(program)
+        names = ("awk", "cp", "dirname", "env", "grep", "mkdir", "nproc", "rm", "sed", "sh", "tail", "timeout")
+        programs = make_programs(folder, names, pythons, PYTHON)
         record = folder / "record"
         record.touch()
         environment = {"PATH": str(programs), "HOME": str(folder), "RECORD": str(record), "FAILS": fails}

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from support.programs import make_programs
 from support.soak import SOAK
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
@@ -249,16 +250,8 @@ def test_help_names_every_option() -> None:
     ],
 )
 def test_failure_is_reason_and_status(tmp_path: Path, fails: str, pythons: str, result: str) -> None:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for version in pythons.split():
-        python = programs / f"python{version}"
-        python.write_text(PYTHON)
-        python.chmod(0o755)
-    for name in ("awk", "cp", "cut", "dirname", "grep", "mkdir", "nproc", "rm", "sed", "sh", "tail", "tr"):
-        program = shutil.which(name)
-        assert program is not None, f"{name} is missing"
-        (programs / name).symlink_to(program)
+    names = ("awk", "cp", "cut", "dirname", "grep", "mkdir", "nproc", "rm", "sed", "sh", "tail", "tr")
+    programs = make_programs(tmp_path, names, pythons, PYTHON)
     environment = {"PATH": str(programs), "HOME": str(tmp_path), "FAILS": fails}
     command = [str(SCRIPT), "--torch", "2.13", "--python", "3.11", str(tmp_path / "wheels")]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -33,6 +33,15 @@ def follow(future: CUDAFuture[torch.Tensor]) -> torch.Tensor:
     return future.value()
 
 
+def all_reduce(tensor: torch.Tensor) -> CUDAFuture[torch.Tensor]:
+    """Enqueue a collective of 5 ms, whose future is then done, as that of NCCL is."""
+    reduced: CUDAFuture[torch.Tensor] = CUDAFuture(name="all_reduce")
+    debug.register(reduced, debug.OperationPlace.find("group", "dp"), number=0, nbytes=4)
+    sim.sleep(ms=5)
+    reduced.set_result(tensor)
+    return reduced
+
+
 @pytest.fixture
 def speeds() -> None:
     sim.set_speeds(sim.Speeds(compute=1e12, copy=1e12, launch=0))
@@ -99,11 +108,7 @@ def test_operation_lasts_until_the_device_has_ended_it(tmp_path: Path) -> None:
     tensor = torch.ones(1, device="sim:0")
     sim.synchronize()
     with trace.record(tmp_path), trace.step(0):
-        reduced: CUDAFuture[torch.Tensor] = CUDAFuture(name="all_reduce")
-        debug.register(reduced, debug.OperationPlace.find("group", "dp"), number=0, nbytes=4)
-        sim.sleep(ms=5)
-        reduced.set_result(tensor)  # as NCCL does: the collective is enqueued
-        child = reduced.then(lambda f: f.value())
+        child = all_reduce(tensor).then(lambda f: f.value())
         sim.spend(ms=2)
         child.wait()
         child.then(follow).wait()
@@ -144,11 +149,7 @@ def test_device_work_of_a_callback_is_no_communication(tmp_path: Path) -> None:
     tensor = torch.ones(1, device="sim:0")
     sim.synchronize()
     with trace.record(tmp_path), trace.step(0):
-        reduced: CUDAFuture[torch.Tensor] = CUDAFuture(name="all_reduce")
-        debug.register(reduced, debug.OperationPlace.find("group", "dp"), number=0, nbytes=4)
-        sim.sleep(ms=5)
-        reduced.set_result(tensor)
-        reduced.then(follow).wait()
+        all_reduce(tensor).then(follow).wait()
     (step,) = trace.analyse(tmp_path).steps
     assert step.waits["communication"] == pytest.approx(5e-3)
     assert step.waits["device"] == pytest.approx(3e-3)
