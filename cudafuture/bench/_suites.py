@@ -118,3 +118,4 @@ def _until_interrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        interrupted.clear()  # another suite of this process may be measured later

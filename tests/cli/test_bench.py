@@ -118,6 +118,7 @@ def test_ctrl_c_ends_run_where_the_row_keeps_it(suites: Path, capsys: Captured) 
     assert run("interrupted", "--json", report) == 130
     assert verdicts_in(report) == {"keeps": "ok"}  # by the name under which the suite has it
     assert "keeps" in capsys.readouterr().out
+    assert [row.name for row in bench.load("interrupted").measure(["never"], 1)] == ["never"]  # the process continues
 
 
 def test_report_follows_link(suites: Path) -> None:
