@@ -94,7 +94,7 @@ class batch:  # a context manager
         self._thread: int | None = None  # the thread whose calls it takes
         self.functions: list[bytes] = []  # the table, pickled
         self._places: dict[Any, int] = {}  # indexes in the table
-        self._lock = threading.Lock()  # guards what follows; a leaf
+        self._lock = threading.Lock()  # guards what follows; only the timer's lock is taken under it
         self._calls: list[_Waiting] = []
         self._bytes = 0
         self._in_flight: _BatchMessage | None = None
@@ -175,6 +175,7 @@ class batch:  # a context manager
         with self._lock:
             self._wanted = True
         self._send_messages()
+        self._end_if_over()
 
     def look(self, now: float) -> float | None:
         """Send the calls that have waited long enough, and fail the expired calls. Called by the timer thread."""
@@ -202,6 +203,14 @@ class batch:  # a context manager
         with self._lock:
             self._in_flight = None
         self._send_messages()
+        self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        """Leave the timer after the last reply, which would keep the session's agent until the calls' timeout."""
+        with self._lock:
+            if self._thread is None and self._due < math.inf and not self._pending_calls():
+                self._due = math.inf
+                _timer.cancel(self)
 
     def _send_messages(self) -> None:
         """Send messages until one is in flight. A message that fails at once calls this again, hence the loop."""

@@ -21,14 +21,15 @@ class Creation:
 
     Args:
         rref: torch's reference.
+        owner: name of the worker that makes the value.
         call: name of the function.
-        tell: takes the reference and the error of a failed message.
+        tell: takes the reference and the error of a failed message; raises nothing.
     """
 
-    __slots__ = ("_call", "_is_watched", "_pause", "_rref", "_tell")
+    __slots__ = ("_call", "_is_watched", "_owner", "_pause", "_rref", "_tell")
 
-    def __init__(self, rref: Any, call: str, tell: Callable[[Any, Exception], None]) -> None:
-        self._rref, self._call, self._tell = rref, call, tell
+    def __init__(self, rref: Any, owner: str, call: str, tell: Callable[[Any, Exception], None]) -> None:
+        self._rref, self._owner, self._call, self._tell = rref, owner, call, tell
         self._is_watched, self._pause = False, _FIRST_PAUSE
 
     def watch(self) -> None:
@@ -47,5 +48,5 @@ class Creation:
         try:
             created.value()
         except RuntimeError as e:
-            self._tell(rref, _failure.of_torch(e, self._call, rref.owner_name()))
+            self._tell(rref, _failure.of_torch(e, self._call, self._owner))
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture import CUDAFuture, executors, gather
-from cudafuture.errors import InvalidStateError
+from cudafuture.errors import InvalidStateError, WorkerLostError
 from rpc_ext import _C, _batching, _engine, _failure
 from rpc_ext._codec import DeviceMap, Encoded, PayloadKind, encode
 from rpc_ext._creation import Creation
@@ -247,10 +248,12 @@ def _received(rref: Any, left: float) -> RRef[Any]:
     return RRef._of(rref, time.perf_counter() + left)
 
 
-def _tell_owner(rref: Any, error: Exception) -> None:
+def _tell_owner(owner: Destination, rref: Any, error: Exception) -> None:
     """Fail the requests for a value at its owner, which has not taken the message of ``remote``."""
-    with contextlib.suppress(InvalidStateError, BlockingIOError):  # RPC has ended here, or has no room
-        told = rpc_async(rref.owner_name(), _fail, (_Asked(RRef._of(rref)), error), non_blocking=True)
+    if owner.is_closed:
+        return  # RPC has ended here
+    with contextlib.suppress(InvalidStateError, BlockingIOError, WorkerLostError):  # or ends now; or there is no room
+        told = rpc_async(owner.name, _fail, (_Asked(RRef._of(rref)), error), non_blocking=True)
         told.add_done_callback(CUDAFuture.exception, executor=executors.inline)
 
 
@@ -334,7 +337,8 @@ def remote(
     seconds = session.timeout(timeout)
     due = time.perf_counter() + seconds if seconds else math.inf
     rref = _kept_there(destination, name_of(fn), encoded)
-    return RRef._of(rref, due, Creation(rref, name_of(fn), _tell_owner))
+    tell = functools.partial(_tell_owner, destination)
+    return RRef._of(rref, due, Creation(rref, destination.name, name_of(fn), tell))
 
 
 def _kept_there(destination: Destination, name: str, encoded: Encoded) -> Any:

@@ -6,6 +6,7 @@
 #include <future>
 #include <thread>
 
+#include "api/thread.h"
 #include "sendable.h"
 
 namespace rpc_ext {
@@ -93,10 +94,68 @@ Agent::Agent(const std::vector<std::string>& names, int rank, py::object exchang
 c10::intrusive_ptr<rpc::JitFuture> Agent::send(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
                                                float timeout_seconds, const rpc::DeviceMap& device_map) {
   sent_.fetch_add(1, std::memory_order_relaxed);
+  return message->type() == rpc::MessageType::RREF_USER_DELETE
+             ? send_elsewhere(to, std::move(message), timeout_seconds)
+             : send_now(to, std::move(message), timeout_seconds, device_map);
+}
+
+c10::intrusive_ptr<rpc::JitFuture> Agent::send_now(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
+                                                   float timeout_seconds, const rpc::DeviceMap& device_map) {
   make_sendable(message->tensors());
   if (pipes_ && pipes_->with_contents()) expect_on_host(message->tensors());
   const Sending sending(to.id_);
   return TensorPipeAgent::send(to, std::move(message), timeout_seconds, device_map);
+}
+
+c10::intrusive_ptr<rpc::JitFuture> Agent::send_elsewhere(const rpc::WorkerInfo& to,
+                                                         c10::intrusive_ptr<rpc::Message> message,
+                                                         float timeout_seconds) {
+  auto acknowledged = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
+  std::unique_lock lock(deletions_mutex_);
+  deletions_.push_back({to, std::move(message), timeout_seconds, acknowledged});
+  const bool is_first = deletions_.size() == 1;
+  lock.unlock();
+  if (is_first) cudafuture::api::call_elsewhere([self = shared_from_this()] { self->send_deletions(); });
+  return acknowledged;
+}
+
+void Agent::send_deletions() {
+  std::unique_lock lock(deletions_mutex_);
+  while (!deletions_.empty()) {
+    Deletion first = deletions_.front();
+    lock.unlock();
+    send_deletion(std::move(first));
+    lock.lock();
+    deletions_.pop_front();  // only now: until it is sent it counts as in flight
+  }
+}
+
+void Agent::send_deletion(Deletion deletion) {
+  const auto acknowledged = deletion.acknowledged;
+  try {
+    send_now(deletion.to, std::move(deletion.message), deletion.timeout_seconds, {})
+        ->addCallback([acknowledged](rpc::JitFuture& reply) {
+          if (reply.hasError()) {
+            acknowledged->setError(reply.exception_ptr());
+          } else {
+            acknowledged->markCompleted(reply.constValue(), std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>());
+          }
+        });
+  } catch (const std::exception&) {  // RPC has ended here
+    try {
+      acknowledged->setError(std::current_exception());
+    } catch (const std::exception&) {
+      // torch's callback has raised the error again, which ends the use of the reference at the latest.
+    }
+  }
+}
+
+std::unordered_map<std::string, std::string> Agent::getMetrics() {
+  auto metrics = TensorPipeAgent::getMetrics();
+  const std::lock_guard lock(deletions_mutex_);
+  std::string& in_flight = metrics["agent.client_active_calls"];
+  in_flight = std::to_string(std::stoul(in_flight) + deletions_.size());
+  return metrics;
 }
 
 void Agent::pipeWrite(const std::shared_ptr<tensorpipe::Pipe>& pipe, const c10::intrusive_ptr<rpc::Message>& message,

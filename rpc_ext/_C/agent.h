@@ -5,8 +5,10 @@
 
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "callback.h"
@@ -31,7 +33,7 @@ class CallListener {
 };
 
 // torch's TensorPipe agent. With a key it seals every message that it sends, and takes none without a seal.
-class Agent final : public rpc::TensorPipeAgent {
+class Agent final : public rpc::TensorPipeAgent, public std::enable_shared_from_this<Agent> {
  public:
   // The key that seals the messages of a session. Without a key they are not sealed.
   struct Secret {
@@ -47,8 +49,16 @@ class Agent final : public rpc::TensorPipeAgent {
                                      const std::vector<c10::Device>& devices, const Secret& secret, py::object serve,
                                      py::object tell);
 
+  // Sends a message; returns a future of its reply.
+  //
+  // Messages that end a worker's use of an RRef are sent by another thread. torch sends them under a lock that threads
+  // of Python take with the GIL, when they drop an RRef. TensorPipe runs the callbacks of other messages in any thread
+  // that sends, and a callback that drops a tensor may wait for the GIL.
   c10::intrusive_ptr<rpc::JitFuture> send(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
                                           float timeout_seconds, const rpc::DeviceMap& device_map) override;
+
+  // torch's numbers. Calls in flight include the messages that are yet to be sent.
+  std::unordered_map<std::string, std::string> getMetrics() override;
 
   // Sends a payload of ours. Called with or without the GIL, which is released meanwhile: torch takes locks under which
   // other threads wait for the GIL.
@@ -80,10 +90,26 @@ class Agent final : public rpc::TensorPipeAgent {
         const std::vector<c10::Device>& devices, std::shared_ptr<SealedPipes> pipes, std::shared_ptr<Refusals> refusals,
         py::object serve);
 
+  struct Deletion {
+    rpc::WorkerInfo to;
+    c10::intrusive_ptr<rpc::Message> message;
+    float timeout_seconds;
+    c10::intrusive_ptr<rpc::JitFuture> acknowledged;
+  };
+
+  c10::intrusive_ptr<rpc::JitFuture> send_now(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
+                                              float timeout_seconds, const rpc::DeviceMap& device_map);
+  c10::intrusive_ptr<rpc::JitFuture> send_elsewhere(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
+                                                    float timeout_seconds);
+  void send_deletions();
+  void send_deletion(Deletion deletion);
+
   const std::shared_ptr<SealedPipes> pipes_;  // null: messages are not sealed
   const std::shared_ptr<Refusals> refusals_;
   const pid_t process_;
   std::atomic<std::uint64_t> sent_{0};
+  std::mutex deletions_mutex_;      // guards what follows
+  std::deque<Deletion> deletions_;  // the first one is being sent
 };
 
 }  // namespace rpc_ext

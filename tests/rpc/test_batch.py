@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.distributed import rpc as torch_rpc
 import rpc_ext
 from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, wait_all
 from cudafuture.testing import World
-from rpc_ext import _batching, async_execution, batch, remote, rpc_async, rpc_sync
+from rpc_ext import _batching, _timer, async_execution, batch, remote, rpc_async, rpc_sync
 from support.patience import PATIENCE
 from support.rpc_callees import (
     ME,
@@ -472,6 +474,20 @@ def test_from_several_threads_at_once(worker: rpc_ext.Session) -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_batch_is_dropped_after_last_reply(worker: rpc_ext.Session, gate: Gate) -> None:
+    """Else the timer would keep it, and the session's agent with its threads, until the timeout of the calls."""
+    with batch(ME) as calls:
+        future = rpc_async(ME, waits, (gate, 3), timeout=100 * PATIENCE)
+    later: CUDAFuture[None] = CUDAFuture()
+    _timer.expire(later, 0.1, "the timer has looked at the batch, whose call has no reply yet")
+    assert isinstance(later.exception(timeout=PATIENCE), TimeoutError)
+    gate.open()
+    assert future.wait(timeout=PATIENCE) == 3
+    dropped = weakref.ref(calls)
+    del calls
+    wait_for(lambda: gc.collect() >= 0 and dropped() is None)
 
 
 # ---- between workers

@@ -17,8 +17,10 @@ from torch.distributed import rpc as torch_rpc
 
 import rpc_ext
 from cudafuture import CUDAFuture, InvalidStateError, executors, wait_all
+from cudafuture.errors import WorkerLostError
 from cudafuture.testing import World
 from rpc_ext import RRef, async_execution, batch, remote, rpc_async, rpc_sync
+from rpc_ext._creation import Creation
 from support.parity import answers
 from support.patience import PATIENCE
 from support.rpc_callees import (
@@ -48,6 +50,7 @@ from support.rpc_callees import (
     waits,
     working,
 )
+from support.soak import soak_count
 
 pytestmark = [pytest.mark.world, pytest.mark.xdist_group("rpc-rref")]
 
@@ -431,6 +434,29 @@ def test_reference_outlives_session_with_error(tmp_path: Path) -> None:
     assert repr(rrefs[0]) == "<RRef of a session that has ended>"
 
 
+class OfEndedSession:
+    """torch's reference whose message has failed, and which names no worker since its session has ended."""
+
+    def _get_future(self) -> OfEndedSession:
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def value(self) -> Any:
+        raise RuntimeError("pipe closed (this error originated at tensorpipe/core/pipe_impl.cc:356)")
+
+    def owner_name(self) -> str:
+        raise RuntimeError("Current RPC agent is not set!")
+
+
+def test_creation_that_fails_after_session_is_looked_at_once() -> None:
+    told: list[Exception] = []
+    creation = Creation(OfEndedSession(), "owner", "fn", lambda _, error: told.append(error))
+    assert creation.look(0) is None
+    assert [(type(error), "worker 'owner'" in str(error)) for error in told] == [(WorkerLostError, True)]
+
+
 @answers("test_my_parameter_server")
 def test_one_worker_thread_is_enough(tmp_path: Path) -> None:
     with alone(tmp_path / "rendezvous", num_worker_threads=1):
@@ -486,8 +512,9 @@ def with_others(file: str, secret: str | None) -> None:
         assert torch.equal(made.to_here(), value + 1)
         with pytest.raises(RuntimeError, match="owner"):
             made.local_value()
-        # passed on, also before its owner has confirmed it
-        for _ in range(10):
+        # Passed on, also before its owner has confirmed it. A use may end in a thread of the agent while this thread,
+        # which has the GIL, drops a reference: neither waits for the other.
+        for _ in range(soak_count(100)):
             assert torch.equal(rpc_sync(two, add_of, (remote(one, add, (value, 1)), 1)), value + 2)
             assert torch.equal(remote(two, sum_of, (remote(one, same, (value,)), RRef(value))).to_here(), 2 * value)
             assert rpc_sync(two, is_confirmed, (remote(one, same, (1,)),)) is True
