@@ -14,6 +14,7 @@
 #               tools/matrix.sh).
 #   IMAGE=...   the image of the container in which `make wheels` builds (none: this machine).
 #   RELEASE=... the release whose section `make news` puts into CHANGELOG.md (none: the section is only printed).
+#   ONLINE=1    let `make docs` link to the docs of Python and torch, whose indexes it downloads, and to other versions.
 #   GPU_VENV=...  where `make gpu-kit` puts one with Python 3.12 and the torch of the machines with a GPU (.venv-gpu).
 
 PYTHON ?= python3
@@ -95,7 +96,7 @@ wheels:
 	tools/wheels.sh$(if $(TORCHES), --torch "$(TORCHES)")$(if $(PYTHONS), --python "$(PYTHONS)")$(if $(IMAGE), --image $(IMAGE))
 
 # Tests that record traces themselves: a process has one recording at a time.
-RECORDING = tests/trace tests/package/test_docs.py tests/examples/test_train_digits.py
+RECORDING = tests/trace tests/package/test_docs.py tests/examples/test_train_digits.py tests/examples/test_demo.py
 
 soak: export CUDAFUTURE_SOAK = 1
 soak: JOBS = auto
@@ -126,7 +127,7 @@ bench: $(STATE)/built $(STATE)/has-demo
 	for suite in $(SUITES); do $(PY) -m cudafuture bench $$suite --check --json build/$$suite.json || exit 1; done
 
 docs: $(STATE)/built $(STATE)/has-docs
-	$(PY) -m sphinx -W --keep-going -b html docs build/docs
+	$(PY) -m sphinx -W --keep-going $(if $(ONLINE),-t online )-b html docs build/docs
 
 news: $(STATE)/has-news
 	$(PY) -m towncrier build $(if $(RELEASE),--yes --version $(RELEASE),--draft --version unreleased)
