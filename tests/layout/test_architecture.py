@@ -11,17 +11,16 @@ from layout.test_python_layers import CUDAFUTURE, RPC_EXT
 from layout.tree import PACKAGE, ROOT, source_files
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-DRAWING = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)[0]
+TABLE = PAGE.partition("## Rooms")[2].partition("|---|---|\n")[2].partition("\n\n")[0]
 NAMED = sorted(set(re.findall(r"`([\w./]+\.(?:py|cpp|h))`", PAGE)))
 PLACES = re.findall(r"`([A-Z]\w*::\w+|[A-Za-z_]\w*(?:\.\w+)?)`(?: and `[\w:]+`)* in `([\w./]+\.(?:py|cpp|h))`", PAGE)
 
 THREAD = re.compile(r'"((?:cudafuture|rpc_ext)-[a-z]+)')
 
 
-def drawn_rooms() -> list[set[str]]:
-    """Return the rooms of each line of the drawing, from the bottom up."""
-    lines = [line for line in DRAWING.splitlines() if re.match(r"\w", line)]
-    return [set(re.match(r"[\w.]+(?: {3}[\w.]+)*", line)[0].split()) for line in reversed(lines)]  # type: ignore[index]
+def rooms_on_page() -> list[set[str]]:
+    """Return the rooms of each row of the page's first table, from the bottom up."""
+    return [{*re.findall(r"`([\w.]+)`", row.split("|")[1])} for row in reversed(TABLE.splitlines())]
 
 
 def public_rooms() -> list[set[str]]:
@@ -37,8 +36,8 @@ def file_of(name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
-def test_drawing_shows_the_layers() -> None:
-    assert drawn_rooms() == public_rooms()
+def test_page_shows_the_layers() -> None:
+    assert rooms_on_page() == public_rooms()
 
 
 @pytest.mark.parametrize("name", NAMED)
