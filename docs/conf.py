@@ -27,6 +27,7 @@ extensions = [
 ]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
+templates_path = ["_templates"]
 
 default_role = "code"  # single backticks in docstrings
 napoleon_numpy_docstring = False
@@ -53,6 +54,15 @@ copybutton_exclude = ".linenos, .gp, .go"  # copies what a person types, without
 
 html_theme = "furo"
 html_title = f"cudafuture {release}"
+
+if tags.has("online"):  # noqa: F821, Sphinx defines `tags`
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+    }
+    sidebar = ("brand", "search", "scroll-start", "navigation", "versions", "scroll-end")
+    html_sidebars = {"**": [f"sidebar/{part}.html" for part in sidebar]}
 
 STUB = Path(__file__).parents[1] / "cudafuture" / "_C.pyi"
 

@@ -12,6 +12,7 @@ import io
 import os
 import pkgutil
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from support.soak import SOAK
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+REFERENCE = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md"))]
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_PYTHON = {"sh", "text", "{toctree}", "{eval-rst}"}
@@ -168,6 +170,29 @@ def test_error_tree_page_is_complete(name: str) -> None:
     assert ("|   " in row) == (bases[0] != "CUDAFutureError")
 
 
+def texts_in(picture: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text(encoding="utf-8"))
+
+
+def test_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "tools" / "draw_pictures.py", tmp_path], check=True)
+    kept = {picture.name: texts_in(picture) for picture in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert {picture.name: texts_in(picture) for picture in tmp_path.iterdir()} == kept
+    assert all(kept.values())
+    linked = {name for page in PAGES for name in re.findall(r"\]\((?:docs/)?pictures/(.*)\)", page.read_text("utf-8"))}
+    assert linked == {picture.name for picture in (ROOT / "docs" / "pictures").iterdir()}
+
+
+def test_index_of_versions_has_the_newest_first(tmp_path: Path) -> None:
+    for name in ("0.2.0", "0.10.0", "0.10.1rc1", "wheels", "0.9.2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").touch()
+    subprocess.run([sys.executable, ROOT / "tools" / "docs_index.py", tmp_path], check=True, stdout=subprocess.DEVNULL)
+    links = re.findall('href="(.*)/index.html"', (tmp_path / "index.html").read_text(encoding="utf-8"))
+    assert links == ["0.10.1rc1", "0.10.0", "0.9.2", "0.2.0"]
+    assert "url=0.10.0/" in (tmp_path / "latest.html").read_text(encoding="utf-8")
+
+
 def test_wrong_code_is_found() -> None:
     assert "Expected:\n    3\nGot:\n    2" in run_page("```python\n>>> 1 + 1\n3\n```\n", "page", {})
     assert "NameError" in run_page("```python\nx = 1\n```\n\n```python\n>>> x\n1\n>>> y\n1\n```\n", "page", {})
@@ -252,14 +277,14 @@ def test_every_public_function_has_example(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reference_has_every_public_name(name: str) -> None:
-    reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    reference = "\n".join(REFERENCE)
     module, _, short = name.rpartition(".")
     block = rf"automodule:: {re.escape(module)}\n   :members:"
     whole = re.search(rf"{block}$", reference, re.MULTILINE)
     listed = re.search(rf"{block} .*\b{short}\b", reference) or re.search(rf"::.*[ .]{short}\b", reference)
     thing = EVERYTHING[name]
     is_value = not isinstance(thing, type) and not is_function(thing)  # its module's docstring describes it
-    assert whole or listed or is_value, f"{name} is missing in docs/reference.md"
+    assert whole or listed or is_value, f"{name} is missing in docs/reference"
 
 
 def test_class_has_example() -> None:
