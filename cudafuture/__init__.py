@@ -23,7 +23,7 @@ from cudafuture.prefetch import Prefetcher, prefetch
 from cudafuture.streams import current_streams, has_context, own_stream, pool_stream, use_streams
 from cudafuture_c10d import register as _register_backend
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "AllFailedError",
     "CUDAFuture",

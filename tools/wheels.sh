@@ -14,7 +14,7 @@
 #   KEEP=1                 keep the environment and the build of each combination
 #
 # A build has its own environment with one release of torch: its CPU build if pip's index has one, otherwise PyPI's
-# (5 GB). The wheel is made from the sdist. Its version has a label, such as 0.1.0+torch213. auditwheel chooses the
+# (5 GB). The wheel is made from the sdist. Its version has a label, such as 0.2.0+torch213. auditwheel chooses the
 # platform tag; the libraries of torch stay outside. A second environment then installs the wheel, and runs
 # tools/wheel_check.py and `cudafuture doctor`. The log of each combination stays in FOLDER.
 #
