@@ -79,9 +79,15 @@ def expect_timeout(name: str, value: Any) -> None:
 
 
 def expect_callable(name: str, value: Any, call: str) -> None:
-    """Raise TypeError unless a value is callable; `call` shows how it is called, such as ``loss(output, target)``."""
+    """Raise TypeError unless a value can be called as `call` shows, such as ``loss(output, target)``."""
     if not callable(value):
         raise TypeError(f"{name} is a callable, which is called as {call}, not {shown(value)}")
+    if inspect.iscoroutinefunction(value):
+        raise TypeError(
+            f"{name}={shown(value)}: {call} would only make a coroutine, which nothing runs; pass a function"
+        )
+    if isinstance(value, type) and issubclass(value, torch.nn.Module):
+        raise TypeError(f"{name}={value.__name__} is a class: pass an object of it, such as {value.__name__}()")
 
 
 def expect_tensor(name: str, value: Any) -> None:

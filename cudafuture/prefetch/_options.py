@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cudafuture._arguments import expect_callable
+
 __all__ = ["PrefetchOptions"]
 
 
@@ -30,8 +32,8 @@ class PrefetchOptions:
         for name in ("pack", "futures"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"{name}={getattr(self, name)!r}: pass True or False")
-        if self.transform is not None and not callable(self.transform):
-            raise TypeError(f"transform={self.transform!r}: pass a callable or None")
+        if self.transform is not None:
+            expect_callable("transform", self.transform, "transform(batch)")
         if type(self.across_epochs) is not bool and not callable(self.across_epochs):
             raise TypeError(f"across_epochs={self.across_epochs!r}: pass True, False or a callable")
         if self.depth < 1:

@@ -283,4 +283,5 @@ def _disk_errors(dir: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as e:
-        raise StorageError(f"no store can be opened in {dir}: {e.strerror}", errno=e.errno, path=dir) from e
+        reason = "it is a file; pass a folder" if Path(dir).is_file() else e.strerror
+        raise StorageError(f"no store can be opened in {dir}: {reason}", errno=e.errno, path=dir) from e

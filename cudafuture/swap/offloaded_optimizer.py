@@ -163,7 +163,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return False
         if gradient.is_sparse:
             raise RuntimeError(
-                f"the gradient of {name_of(self.param_groups, parameter)} is sparse, but its state is read as a whole"
+                f"the gradient of {name_of(self.param_groups, parameter)} is sparse, but its state is read as a whole: "
+                "make the layer with sparse=False, or leave its parameters out with params="
             )
         return not self._swap.state(parameter).has_applied(gradient)
 

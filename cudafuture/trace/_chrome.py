@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cudafuture._path import path_text
 from cudafuture.trace._model import RankTrace, Trace, TracedFuture, in_flight, load, stream_names
 
 __all__ = ["merge", "problems"]
@@ -41,7 +42,9 @@ def merge(
             the clock of the trace, by the time of day.
 
     Raises:
-        FileNotFoundError, ValueError: as `load` raises them; or a profile has no ``baseTimeNanoseconds``.
+        FileNotFoundError, ValueError: as `load` raises them; or a profile is not such a file, or has no
+            ``baseTimeNanoseconds``.
+        TypeError: `profiles` is one path.
 
     >>> import tempfile
     >>> from cudafuture import trace
@@ -52,13 +55,15 @@ def merge(
     >>> trace.problems(folder + "/trace.json")
     []
     """
+    if isinstance(profiles, (str, os.PathLike)):
+        raise TypeError(f"profiles={os.fspath(profiles)!r} is one path: pass a list of paths")
     trace = load(path)
     rows: list[Row] = []
     arrows = itertools.count(1)
     for index, rank in enumerate(trace.ranks):
         rows += _rank(rank, index, trace.begin, arrows)
     for profile in profiles:
-        rows += _profile(Path(profile), trace)
+        rows += _profile(profile, trace)
     errors = {rank.title: rank.clock_error for rank in trace.ranks}
     devices = {f"{rank.title}, {name}": e for rank in trace.ranks for name, e in rank.device_clock_error.items()}
     facts = {
@@ -155,12 +160,14 @@ def _counters(rank: RankTrace, row: Any) -> Iterator[Row]:
             yield row("C", f"{kind}: bytes in flight", time, 0, args={"bytes": nbytes})
 
 
-def _profile(path: Path, trace: Trace) -> list[Row]:
+def _profile(path: str | os.PathLike[str], trace: Trace) -> list[Row]:
     """Return the rows of a file of torch.profiler, on the clock of the trace."""
-    data = json.loads(path.read_text())
-    base = data.get("baseTimeNanoseconds") if isinstance(data, dict) else None
+    data = _read(path)
+    base = data.get("baseTimeNanoseconds")
     if base is None:
-        raise ValueError(f"{path} has no baseTimeNanoseconds: export it with torch.profiler's export_chrome_trace()")
+        raise ValueError(
+            f"{os.fspath(path)} has no baseTimeNanoseconds: export it with torch.profiler's export_chrome_trace()"
+        )
     process = data.get("distributedInfo", {}).get("rank")
     rank = next((one for one in trace.ranks if process is not None and one.rank == process), trace.ranks[0])
     header = rank.file.header
@@ -174,12 +181,27 @@ def _profile(path: Path, trace: Trace) -> list[Row]:
     return rows
 
 
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a Chrome JSON file has."""
+    file = Path(path_text(path))
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{file} is not a Chrome JSON file: {e}") from e
+    if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
+        raise ValueError(f"{file} is not a Chrome JSON file: that is an object with a list 'traceEvents'")
+    return content
+
+
 def problems(path: str | os.PathLike[str]) -> list[str]:
     """Check a Chrome JSON file, and return what is wrong with it; an empty list: nothing.
 
     Two slices of a thread lie within one another or apart; each asynchronous begin has an end that is not before it;
     each arrow has a begin and an end, in the order of time; times are finite, durations not negative, and each
     counter's times do not go back.
+
+    Raises:
+        ValueError: it is not a Chrome JSON file.
 
     >>> import tempfile
     >>> from cudafuture import trace
@@ -189,7 +211,7 @@ def problems(path: str | os.PathLike[str]) -> list[str]:
     >>> trace.problems(folder + "/x.json")
     ["asynchronous slice 1 of 'io' has an end, and no begin"]
     """
-    rows = json.loads(Path(path).read_text())["traceEvents"]
+    rows = _read(path)["traceEvents"]
     found: list[str] = []
     slices: defaultdict[tuple[Any, Any], list[Row]] = defaultdict(list)
     pairs: defaultdict[tuple[Any, Any, Any], list[Row]] = defaultdict(list)

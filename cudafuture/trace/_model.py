@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cudafuture._path import path_text
 from cudafuture.trace._file import NONE, RecordedEvent, TraceFile, read_file, trace_files
 
 __all__ = [
@@ -251,7 +252,7 @@ def load(path: str | os.PathLike[str] | Trace) -> Trace:
     """
     if isinstance(path, Trace):
         return path
-    ranks = [_rank(file) for file in _files(Path(path))]
+    ranks = [_rank(file) for file in _files(Path(path_text(path)))]
     counts = Counter(one.rank for one in ranks)
     for one in ranks:
         one.shares_rank = counts[one.rank] > 1

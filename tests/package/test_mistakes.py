@@ -212,6 +212,11 @@ def begin_second_epoch() -> None:
         second.close()
 
 
+def give_to_worker(function: Callable[[], object]) -> object:
+    with pipeline_module.Workers(["cpu"]) as workers:
+        return workers.submit("cpu", function)
+
+
 def step_of(things: Things, *batch: Any, **options: Any) -> Any:
     """Return the loss of a step of a small pipeline."""
     arguments: Any = {"microbatches": 2, "loss": nn.functional.l1_loss, **options}
@@ -742,6 +747,62 @@ PIPELINES = [
         "call",
         TypeError,
         r"loss is a callable, which is called as loss\(output, target\), not 'mse'",
+    ),
+    Mistake(
+        "coroutine_function_as_transform",
+        lambda t: cf.prefetch([t.tensor], "cpu", transform=sleep_and_return),
+        "call",
+        TypeError,
+        r"transform=.*sleep_and_return.*transform\(batch\) would only make a coroutine.*pass a function",
+    ),
+    Mistake(
+        "coroutine_function_for_workers",
+        lambda t: give_to_worker(sleep_and_return),
+        "call",
+        TypeError,
+        r"compute=.*sleep_and_return.*compute\(\) would only make a coroutine.*pass a function",
+    ),
+    Mistake(
+        "class_of_a_loss",
+        lambda t: step_of(t, loss=nn.MSELoss),
+        "call",
+        TypeError,
+        r"loss=MSELoss is a class: pass an object of it, such as MSELoss\(\)",
+    ),
+    Mistake(
+        "trace_of_a_number",
+        lambda t: trace.load(5),
+        "call",
+        TypeError,
+        r"path is a str or an os.PathLike of one, not 5",
+    ),
+    Mistake(
+        "profile_in_place_of_profiles",
+        lambda t: trace.merge(t.folder, t.folder / "merged.json", profiles=t.folder / "text"),
+        "call",
+        TypeError,
+        r"profiles='.*/text' is one path: pass a list of paths",
+    ),
+    Mistake(
+        "text_in_place_of_a_chrome_file",
+        lambda t: trace.problems(t.folder / "text"),
+        "call",
+        ValueError,
+        r"/text is not a Chrome JSON file: ",
+    ),
+    Mistake(
+        "store_in_a_file",
+        lambda t: DiskStore(t.folder / "text"),
+        "call",
+        StorageError,
+        r"no store can be opened in .*/text: it is a file; pass a folder",
+    ),
+    Mistake(
+        "durable_store_in_a_file",
+        lambda t: DiskStore(t.folder / "text", durable=True),
+        "call",
+        StorageError,
+        r"no store can be opened in .*/text: it is a file; pass a folder",
     ),
     Mistake(
         "link_without_class",
