@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -187,4 +188,24 @@ def explain_call(
         return f"{name}() has no argument {', '.join(map(repr, unknown))}: {signature}"
     if missing := [p.name for p in own[len(given) - 1 :] if p.default is p.empty and p.name not in names]:
         return f"{name}() needs the argument {', '.join(map(repr, missing))}: {signature}"
+    by_position = {other: type(value).__name__ for other, value in zip(positional, given[1:], strict=False)}
+    if wrong := _wrong_type(str(error), by_position):
+        return f"{wrong[0]} of {name}() is {wrong[1]}, not {wrong[2]}: {signature}"
+    return None
+
+
+def _wrong_type(error: str, by_position: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Return the argument whose type is not that of the signature in nanobind's text, that type, and the given one.
+
+    Args:
+        by_position: the names of the types that were given by position; those that were given by name are in the text.
+    """
+    declared = dict(re.findall(r"(\w+): ([\w| ]*\w)", error.splitlines()[1]))
+    by_name = re.findall(r"(\w+): (\w+)", error.partition("kwargs = {")[2])
+    for argument, given in (*by_position.items(), *by_name):
+        types = (
+            declared.get(argument, "object").replace("float", "float | int").replace("int", "int | bool").split(" | ")
+        )
+        if "object" not in types and given.replace("NoneType", "None") not in types:
+            return argument, declared[argument].replace(" | ", " or "), given
     return None

@@ -287,6 +287,13 @@ FUTURES = [
     Mistake("then_calls_the_callback", lambda t: t.future.then(None), "call", TypeError, r"then\(\) takes a callable"),
     Mistake("then_without_callback", lambda t: t.future.then(), "call", TypeError, r"then\(\) needs the argument 'fn'"),
     Mistake(
+        "word_as_priority_of_callback",
+        lambda t: t.future.then(print, priority="high"),
+        "call",
+        TypeError,
+        r"priority of then\(\) is int or None, not str: then\(fn, priority=None",
+    ),
+    Mistake(
         "coroutine_function_as_callback",
         lambda t: t.future.then(sleep_and_return),
         "wait",
