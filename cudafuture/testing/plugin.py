@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
@@ -145,6 +146,8 @@ def _wanted(item: Any) -> dict[str, Any]:
     wanted = {} if marker is None else dict(marker.kwargs)
     if marker is not None and marker.args:
         raise pytest.UsageError("pytest.mark.sim takes keywords: @pytest.mark.sim(devices=2, schedule='lazy')")
+    if unknown := wanted.keys() - _arguments():
+        raise pytest.UsageError(f"pytest.mark.sim has no {', '.join(unknown)}, but {', '.join(_arguments())}")
     options = item.config.option
     if options.sim_schedule is not None:
         wanted["schedule"] = options.sim_schedule
@@ -155,6 +158,12 @@ def _wanted(item: Any) -> dict[str, Any]:
     if "schedule" not in wanted:
         wanted["schedule"] = _SCHEDULES[wanted["seed"] % 3] if options.sim_everywhere else "free"
     return wanted
+
+
+def _arguments() -> list[str]:
+    from cudafuture.testing import sim
+
+    return list(inspect.signature(sim.enable).parameters)
 
 
 def _default_device(config: pytest.Config) -> AbstractContextManager[Any]:

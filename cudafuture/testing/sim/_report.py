@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
+import sys
 from dataclasses import dataclass
 
 from cudafuture.testing import _sim as _native
 from cudafuture.testing.sim._accelerator import settings
 
 __all__ = ["RaceError", "Report", "Site", "detect_races", "races"]
+
+_logger = logging.getLogger("cudafuture.testing.sim")
 
 
 @dataclass(frozen=True)
@@ -90,14 +95,19 @@ class _Detection(contextlib.ContextDecorator):
             raise RuntimeError("the simulated accelerator does not detect races: call sim.enable(detect=True)")
         races()
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         __tracebackhide__ = True
-        if kind is None and (found := races()):
+        found = races()
+        if found and error is None:
             raise RaceError(found)
+        if found and error is not None:
+            _add_note(error, "\n\n".join(["The race detector reports, which may be the cause:", *map(str, found)]))
 
 
 def detect_races() -> contextlib.AbstractContextManager[None]:
     """Raise RaceError at the end of the block if a race was found in it. Earlier reports are dropped.
+
+    If the block raises something else, a wrong value for instance, the reports become a note of that exception.
 
     >>> sim.enable()
     >>> with sim.detect_races():
@@ -109,6 +119,21 @@ def detect_races() -> contextlib.AbstractContextManager[None]:
     cudafuture.testing.sim.RaceError: race: aten::sum on the default stream of sim:0 reads 16 bytes ...
     """
     return _Detection()
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        _logger.warning("%s", note)
+
+
+def _log_what_nobody_took() -> None:
+    if found := races():
+        _logger.warning("nobody asked for %d reports of the race detector; the first: %s", len(found), found[0])
+
+
+atexit.register(_log_what_nobody_took)
 
 
 def _site(parts: tuple[str, str] | None) -> Site | None:

@@ -74,7 +74,8 @@ bool Findings::is_known(const Conflict& conflict) {
   const auto known = std::find_if(found_.rbegin(), found_.rend(), same);
   if (known == found_.rend()) return is_full();
   const bool elsewhere = conflict.end <= known->conflict.begin || known->conflict.end <= conflict.begin;
-  if (elsewhere) known->bytes += conflict.end - conflict.begin;
+  const bool is_same_work = known->conflict.later.epoch == conflict.later.epoch;
+  if (elsewhere && is_same_work) known->bytes += conflict.end - conflict.begin;
   return true;
 }
 

@@ -1,4 +1,5 @@
-// Findings that have not been taken yet: one for each pair of places, however many bytes and tensors they share.
+// Findings that have not been taken yet: one for each pair of places, however many bytes and tensors they share. Its
+// bytes are those of the first later work that was found.
 // Sentences are made when a finding is taken, since the methods of a Site may not be called under the lock.
 //
 // Findings after the first kMostFindings are not kept: a loop that lacks one wait would find the same without end.
@@ -32,7 +33,7 @@ Report describe(Finding&& finding);
 
 class Findings {
  public:
-  bool is_known(const Conflict& conflict);  // if so its bytes are added
+  bool is_known(const Conflict& conflict);  // if so, and in the same work, its bytes are added
   void add(Conflict&& conflict, std::string earlier_agent, std::string later_agent);
   void add(Report&& report, int broken_device = -1);
   std::vector<Finding> take_errors_of(int device);
