@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["GroupProgress", "ProcessProgress", "is_alive", "not_issued_by", "progress_in", "read_progress"]
+__all__ = ["GroupProgress", "ProcessProgress", "is_alive", "not_issued_by", "progress_in", "read_progress", "start_of"]
 
 _HEADER = struct.Struct("=8s4i64s104x")  # as ProgressFile::Layout
 _GROUP = struct.Struct("=64s40s2i3q32s24x")  # as GroupRecord
@@ -92,6 +93,16 @@ def is_alive(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def start_of(process: int) -> float | None:
+    """Return the time at which a process started, in seconds since the epoch, to a hundredth; None: there is none."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
 
 
 def not_issued_by(folder: str, group: str, number: int) -> str:

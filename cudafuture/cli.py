@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cudafuture import bench, trace
+from cudafuture._progress import is_alive, start_of
 from cudafuture.config import config
 from cudafuture.debug import look_at
 from cudafuture.doctor import examine
@@ -80,9 +82,20 @@ def _ps(options: argparse.Namespace) -> int:
 
 
 def _processes_in(folder: Path) -> list[int]:
-    """Return the numbers of the processes that have files in a folder of sockets."""
+    """Return the numbers of the processes that have files in a folder of sockets.
+
+    A dead process that wrote its last progress before the first living one started is of an earlier job.
+    """
     files = [file for suffix in ("socket", "progress") for file in folder.glob(f"*.{suffix}")]
-    return sorted({int(file.stem) for file in files if file.stem.isascii() and file.stem.isdecimal()})
+    numbers = {int(file.stem) for file in files if file.stem.isascii() and file.stem.isdecimal()}
+    first = min((start for number in numbers if (start := start_of(number)) is not None), default=0.0)
+
+    def is_of_earlier_job(number: int) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return not is_alive(number) and (folder / f"{number}.progress").stat().st_mtime < first
+        return False
+
+    return sorted(number for number in numbers if not is_of_earlier_job(number))
 
 
 def _add_trace(commands: Any) -> None:

@@ -145,13 +145,15 @@ class JobReport:
     def _is_absent(self, report: ProcessReport, other: ProcessReport, facts: dict[str, Any]) -> bool:
         """Return True if a process is in the group of an operation, but has no progress there: it has issued nothing.
 
-        It is known for groups of all ranks only, whose numbers are those of the processes.
+        It is known for groups of all ranks only, whose numbers are those of the processes. A process whose rank another
+        one has in the group is of another job.
         """
         group = None if report.progress is None else report.progress.group(facts.get("group", ""))
         if group is None or other.rank is None or other.progress is None or "number" not in facts:
             return False
         is_of_all = group.size == other.progress.world_size and group.rank == report.rank
-        return is_of_all and 0 <= other.rank < group.size
+        present = {one.rank for one in self.reports if one.progress is not None and one.progress.group(group.id)}
+        return is_of_all and 0 <= other.rank < group.size and other.rank not in present
 
     @cached_property
     def _messages(self) -> dict[int, list[dict[str, Any]]]:

@@ -94,3 +94,12 @@ def test_wait_that_is_new_in_the_second_report_does_not_count() -> None:
     assert JobReport(again, first).verdicts() == []  # the same seconds: it is another wait
     later = report(0, facts("recv", peer=1), seconds=3.5), report(1, facts("recv", peer=0), seconds=3.5)
     assert JobReport(later, first).verdicts()[0].startswith("deadlock")
+
+
+def test_process_of_another_job_holds_up_nobody() -> None:
+    waiting, late = report(0, facts("all_reduce", 3), issued=4, ended=3), report(1, issued=3, ended=3)
+    others = [replace(report(rank, issued=None), process=200 + rank, problem="it is dead") for rank in (0, 1)]
+    (line,) = JobReport((waiting, late, *others)).verdicts()
+    assert line.startswith("rank 1 (process 101) holds up rank 0 (process 100)")
+    (line,) = JobReport((waiting, *others)).verdicts()  # rank 1 of this job has left no trace, or is that one
+    assert line.startswith("rank 1 (process 201) holds up rank 0 (process 100)")

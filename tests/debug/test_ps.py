@@ -70,6 +70,21 @@ def test_command_prints_processes_of_folder(tmp_path: Path, capsys: pytest.Captu
     assert main(["ps", "--job", str(tmp_path / "none")]) == 1
 
 
+def test_command_leaves_out_dead_processes_of_earlier_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = "debug.name_process(rank={}, world_size=8)\nsay('ready')\nhear()"
+    with child_of(tmp_path, script.format(3)) as earlier:
+        earlier.send(signal.SIGKILL)
+        earlier.process.wait()
+    progress = tmp_path / f"{earlier.process.pid}.progress"
+    with child_of(tmp_path, script.format(5)):
+        os.utime(progress, (1, 1))
+        assert main(["ps", "--job", str(tmp_path)]) == 0
+        assert "rank 3" not in capsys.readouterr().out
+        os.utime(progress)  # it died while the other one ran
+        assert main(["ps", "--job", str(tmp_path)]) == 1
+        assert re.search(r"rank 3 \(process \d+\): it is dead", capsys.readouterr().out)
+
+
 def test_many_futures_are_shown_in_groups(tmp_path: Path) -> None:
     script = """reads = [CUDAFuture(name=f"read {n}") for n in range(3000)]
 for one in reads: debug.register(one, nbytes=1024)
