@@ -21,7 +21,7 @@ from cudafuture.swap._parameter_state import MASTER, UNDO, Chunk, ParameterState
 from cudafuture.swap._state_layout import StateLayout, SwapOptions
 from cudafuture.swap._step_pipeline import StepPipeline
 from cudafuture.swap._unit import Unit
-from cudafuture.swap._update import Update
+from cudafuture.swap._update import Update, laid_out
 
 __all__ = ["Computation", "UndoLog"]
 
@@ -301,7 +301,7 @@ class Computation:
             leaf = state.pop(MASTER) if MASTER in state else elements.to(device, torch.float32)
         elif elements.device != device:
             leaf = elements.to(device)
-        leaf.grad = gradient.to(device, leaf.dtype)
+        leaf.grad = laid_out(gradient.to(device, leaf.dtype), leaf)
         (new,) = self._update(self.groups[chunk.state], [leaf], [state])
         leaf.grad = None
         if leaf is not elements:

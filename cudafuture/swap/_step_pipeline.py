@@ -307,7 +307,9 @@ class StepPipeline:
                 self.counters.bytes_written += sum(tensor.nbytes for tensor in new.values())
         if error is not None and self._error_of_write is None:
             culprit = next((chunk for chunk in chunks if chunk in failed), chunks[0])
-            self._error_of_write = self.error(culprit, "written", error)
+            self._error_of_write = self.error(
+                culprit, "written, and stays in memory until a step has written it", error
+            )
         write.unit.forget()
 
     def delete_later(self, state: ParameterState, keys: Iterable[str]) -> None:

@@ -203,7 +203,10 @@ class UnitBuffers:
             ValueError: the user has given fewer bytes than the unit needs; `name` is called for the message.
         """
         if self._given is not None and nbytes > self._given:
-            raise ValueError(f"buffer_bytes={self._given} is less than {name()} needs: {nbytes}")
+            raise ValueError(
+                f"buffer_bytes={self._given} is less than {name()} needs: {nbytes} bytes; a smaller chunk_bytes, or a "
+                "smaller prefetch, needs less"
+            )
         if self._given is None and self._units * nbytes > self.nbytes:
             self.nbytes, self._pool = self._units * nbytes, None
 

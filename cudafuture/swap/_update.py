@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Update"]
+__all__ = ["Update", "laid_out"]
 
 _ELEMENTWISE = (
     torch.optim.ASGD,
@@ -60,6 +60,9 @@ class Update:
         single = {"foreach": False} if "foreach" in group else {}
         optimizer = self._optimizer
         optimizer.param_groups = [{**group, "params": parameters, **single}]
+        if group.get("fused"):
+            for parameter, state in zip(parameters, states, strict=True):
+                state.update({name: laid_out(value, parameter) for name, value in state.items()})
         given = zip(parameters, states, strict=True)
         optimizer.state = defaultdict(dict, ((p, state) for p, state in given if state or self.is_elementwise))
         try:
@@ -102,6 +105,17 @@ class Update:
         except Exception:  # the optimizer is not for such parameters, or has its state already
             return None
         return tried, state
+
+
+def laid_out(value: Any, parameter: torch.Tensor) -> Any:
+    """Return a tensor of the parameter's shape with its strides; return other values unchanged.
+
+    Fused kernels take the elements of parameter, gradient and state in the order of memory. A store returns contiguous
+    tensors.
+    """
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
 def _like(parameter: torch.Tensor, state: dict[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -17,7 +18,7 @@ from cudafuture import openmetrics
 from cudafuture._arguments import expect_number
 from cudafuture._modes import outside_inference
 from cudafuture.errors import InvalidStateError, SwapError
-from cudafuture.store import Store
+from cudafuture.store import DiskStore, Store
 from cudafuture.swap._checkpoints import Checkpoints
 from cudafuture.swap._gradients import AppliedGradient, GradientMark
 from cudafuture.swap._namespace import OptimizerNamespace
@@ -30,9 +31,22 @@ from cudafuture.swap.statistics import SwapCounters, SwapStatistics
 
 __all__ = ["OffloadedOptimizer"]
 
+_logger = logging.getLogger("cudafuture.swap")
 
-def _refuse_step(_optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
-    raise InvalidStateError("offload() has taken this optimizer's parameters: call step() of what offload() returned")
+
+def _refuse(method: str) -> Callable[..., NoReturn]:
+    """Return a method for the optimizer that `offload` was given: two must not update the same parameters."""
+
+    def refuse(_optimizer: torch.optim.Optimizer, *_: object, **__: object) -> NoReturn:
+        raise InvalidStateError(
+            f"offload() has taken this optimizer's parameters: call {method}() of what offload() returned"
+        )
+
+    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler looks for it before it warns
+    return refuse
+
+
+_REFUSED = {name: _refuse(name) for name in ("step", "state_dict", "load_state_dict", "add_param_group")}
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -64,6 +78,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._order = UpdateOrder(options.prefetch)
         self._swapper: Swapper | None = None
         self._failed_update: SwapError | ValueError | None = None  # of this backward's updates
+        self._has_told = False  # that checkpoints in an ephemeral store end with it
         self._is_made = False  # torch's constructor adds the groups before there is a swapper
         given_state = dict(optimizer.state)
         super().__init__([dict(group) for group in groups], dict(optimizer.defaults))
@@ -85,8 +100,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 if state and parameter.numel():
                     self.set_state(parameter, state)
             optimizer.state.clear()
-            optimizer.param_groups = []  # two optimizers must not update the same parameters
-            vars(optimizer)["step"] = MethodType(_refuse_step, optimizer)  # after `update` has copied it
+            # Schedulers and scalers that have the given optimizer go on; the methods were copied by `update`.
+            optimizer.param_groups = self.param_groups
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler warns if no step precedes its own
+            vars(optimizer).update({name: MethodType(refuse, optimizer) for name, refuse in _REFUSED.items()})
             for parameter, group in self._parameters():
                 self._make_state(parameter, group)
         except BaseException:
@@ -164,7 +181,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if gradient.is_sparse:
             raise RuntimeError(
                 f"the gradient of {name_of(self.param_groups, parameter)} is sparse, but its state is read as a whole: "
-                "make the layer with sparse=False, or leave its parameters out with params="
+                "make the layer with sparse=False, or give its parameters to another optimizer"
             )
         return not self._swap.state(parameter).has_applied(gradient)
 
@@ -433,7 +450,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group in saved["param_groups"]:
             for parameter in group["params"]:
                 self.set_state(parameter, saved["state"].get(parameter, {}))
-        self.param_groups = saved["param_groups"]
+        self.param_groups[:] = saved["param_groups"]  # the optimizer that was given to offload() has the list, too
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the groups and the state of an optimizer of the same kind, offloaded or not.
@@ -462,7 +479,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         In a ``DiskStore`` a checkpoint links to the tensors without copying them, because later steps write new ones.
         Other stores copy. A checkpoint of the same name is replaced when the new one is complete. A checkpoint does not
-        contain the values of parameters, unless they have master weights.
+        contain the values of parameters, unless they have master weights. One in an ephemeral ``DiskStore``, which is
+        what `offload` makes of a path, ends with the store: a warning is logged.
 
         Raises:
             SwapError: state of an earlier step cannot be written.
@@ -479,6 +497,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ['epoch 1']
         >>> optimizer.load("epoch 1")
         """
+        store = self._namespace.store
+        if isinstance(store, DiskStore) and not store.durable and not self._has_told:
+            self._has_told = True
+            _logger.warning("checkpoints in %r end with it: give offload() a DiskStore(folder, durable=True)", store)
         with self._lock, outside_inference(), torch.no_grad():
             self._checkpoints.save(checkpoint, self.param_groups, self._swap)
 

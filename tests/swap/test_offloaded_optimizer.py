@@ -9,6 +9,8 @@ import mmap
 import pickle
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +170,7 @@ def test_buffers_of_one_parameter_are_enough(store: DiskStore) -> None:
         ValueError, match=r"buffer_bytes=1000 is less than parameter \d of group 0 needs: \d+"
     ) as caught:
         Pair(OPTIMIZERS["Adam"], store, buffer_bytes=1000)
-    least = int(str(caught.value).split()[-1])
+    least = int(str(caught.value).partition("needs: ")[2].split()[0])
     pair = Pair(OPTIMIZERS["Adam"], store, buffer_bytes=least)
     for _ in range(3):
         pair.step()
@@ -319,7 +321,65 @@ def test_refused_optimizer_keeps_its_state(store: DiskStore) -> None:
     assert optimizer.state[parameter]["step"] == 1
     offloaded = offload(optimizer, store, min_bytes=0)
     assert offloaded.state_of(parameter)["step"] == 1
-    assert optimizer.param_groups == []
+    for call in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(InvalidStateError, match=r"call \w+\(\) of what offload"):
+            call()
+
+
+def test_scheduler_of_the_given_optimizer_goes_on(store: DiskStore) -> None:
+    parameter = nn.Parameter(torch.ones(1000))
+    given = torch.optim.Adam([parameter], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(given, 1, 0.5)
+    offloaded = offload(given, store, min_bytes=0)
+    for step in range(3):
+        parameter.grad = torch.ones_like(parameter)
+        offloaded.step()
+        scheduler.step()
+        assert offloaded.param_groups[0]["lr"] == 0.5 ** (step + 1)
+        given.zero_grad()
+        assert parameter.grad is None
+    offloaded.load_state_dict(offloaded.state_dict())
+    scheduler.step()
+    assert offloaded.param_groups[0]["lr"] == 0.5**4
+
+
+def test_checkpoint_in_ephemeral_store_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parameter = nn.Parameter(torch.ones(1000))
+    optimizer = offload(torch.optim.Adam([parameter]), DiskStore(tmp_path / "ephemeral"))
+    optimizer.save("first")
+    optimizer.save("second")
+    assert [record.getMessage().partition(" in <")[0] for record in caplog.records] == ["checkpoints"]
+    caplog.clear()
+    with DiskStore(tmp_path / "durable", durable=True) as durable:
+        offload(torch.optim.Adam([parameter]), durable).save("first")
+    assert not caplog.records
+
+
+def channels_last() -> torch.Tensor:
+    return torch.randn(32, 16, 5, 5).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": 1 << 30}], ids=str)
+@pytest.mark.parametrize("make_values", [lambda: torch.randn(64, 96).t(), channels_last], ids=["t", "channels_last"])
+@pytest.mark.parametrize(
+    "make",
+    [partial(torch.optim.Adam), partial(torch.optim.AdamW, amsgrad=True), partial(torch.optim.SGD, momentum=0.9)],
+    ids=["adam", "amsgrad", "momentum"],
+)
+def test_fused_updates_of_other_layouts(
+    store: DiskStore, make: Any, make_values: Callable[[], torch.Tensor], options: dict[str, Any]
+) -> None:
+    plain, swapped = [nn.Parameter(make_values().clone()) for _ in range(2)]
+    swapped.data.copy_(plain.data)
+    optimizer = make([plain], lr=0.01, fused=True)
+    offloaded = offload(make([swapped], lr=0.01, fused=True), store, min_bytes=0, **options)
+    for _ in range(3):
+        plain.grad = torch.empty_like(plain).copy_(torch.randn(plain.shape))
+        swapped.grad = torch.empty_like(swapped).copy_(plain.grad)
+        optimizer.step()
+        offloaded.step()
+    assert plain.stride() == swapped.stride() != torch.empty(plain.shape).stride()
+    assert torch.equal(plain, swapped)
 
 
 class Preconditioned(torch.optim.Optimizer):
