@@ -125,7 +125,7 @@ def _lock_or_fail(dir: str, flags: int, kind: int) -> int:
         if is_own:
             message = f"{dir} is a durable store that this process has open: use that DiskStore, or close it first"
         else:
-            message = f"{dir} is a durable store that process {owner} has open"
+            message = f"{dir} is a durable store that process {owner} has open: end it, or use another folder"
         raise StorageError(message, errno=errno.EBUSY, path=dir) from None
     except BaseException:
         _close(lock)
@@ -283,5 +283,5 @@ def _disk_errors(dir: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as e:
-        reason = "it is a file; pass a folder" if Path(dir).is_file() else e.strerror
+        reason = "it is a file; pass a folder" if e.errno == errno.EEXIST else e.strerror
         raise StorageError(f"no store can be opened in {dir}: {reason}", errno=e.errno, path=dir) from e

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from typing_extensions import Self
 
-from cudafuture import _C, _xxhash, openmetrics
+from cudafuture import _C, _frames, _xxhash, openmetrics
 from cudafuture._arguments import expect_bool, expect_dtype, expect_int, expect_mapping, expect_str, listed, shown
 from cudafuture._C import CUDAFuture, Snapshot
 from cudafuture._path import path_text
@@ -106,6 +106,10 @@ class DiskStore:
         self._read_only = isinstance(home, DurableHome) and home.read_only
         opening = self._opened_to_read if self._read_only else "write"
         try:
+            if not durable and Path(self._dir, "journal").is_file():
+                _frames.warn(
+                    f"{self._dir} has a durable store, whose keys an ephemeral one does not have: pass durable=True"
+                )
             self._is_direct = is_direct(Path(home.path), engine, direct, self._read_only)
             self._native = _C.open_store(
                 engine._native,

@@ -175,3 +175,11 @@ def test_free_extents_are_reused(store: DiskStore) -> None:
 def test_quantized_tensor_is_refused(plain: DiskStore) -> None:
     with pytest.raises(TypeError, match="quantized"):
         plain.write("tensor", torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8))
+
+
+def test_ephemeral_store_beside_a_durable_one_warns(tmp_path: Path) -> None:
+    with DiskStore(tmp_path, durable=True) as store:
+        store.write("kept", torch.ones(2)).wait()
+    with pytest.warns(RuntimeWarning, match=r"has a durable store, .*: pass durable=True") as caught:
+        DiskStore(tmp_path).close()
+    assert caught[0].filename == __file__
