@@ -778,14 +778,14 @@ PIPELINES = [
     ),
     Mistake(
         "trace_of_a_number",
-        lambda t: trace.load(5),
+        lambda t: traces.load(5),
         "call",
         TypeError,
         r"path is a str or an os.PathLike of one, not 5",
     ),
     Mistake(
         "profile_in_place_of_profiles",
-        lambda t: trace.merge(t.folder, t.folder / "merged.json", profiles=t.folder / "text"),
+        lambda t: traces.merge(t.folder, t.folder / "merged.json", profiles=t.folder / "text"),
         "call",
         TypeError,
         r"profiles='.*/text' is one path: pass a list of paths",

@@ -129,8 +129,8 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 def _log_what_nobody_took() -> None:
-    if found := races():
-        _logger.warning("nobody asked for %d reports of the race detector; the first: %s", len(found), found[0])
+    if found := [report for report in races() if report.kind != "error"]:  # torch has raised the errors
+        _logger.warning("the program took none of %d reports of the race detector; the first: %s", len(found), found[0])
 
 
 atexit.register(_log_what_nobody_took)
