@@ -171,9 +171,9 @@ def explain_call(
         given: the arguments that were given by position, the object first.
         names: of the arguments that were given by name.
     """
-    if "incompatible function arguments" not in str(error):
-        return None
     name, owner = method.__name__, method.__objclass__  # type: ignore[attr-defined]
+    if not str(error).startswith(f"{name}(): incompatible function arguments. The following"):
+        return None  # a future may have failed with a TypeError, which its methods raise
     own = list(inspect.signature(method).parameters.values())[1:]
     positional = [p.name for p in own if p.kind is not p.KEYWORD_ONLY]
     signature = f"{name}({', '.join(map(str, own))})"
@@ -195,17 +195,20 @@ def explain_call(
 
 
 def _wrong_type(error: str, by_position: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the argument whose type is not that of the signature in nanobind's text, that type, and the given one.
+    """Return the one argument whose type is not that of the signature in nanobind's text, that type, and the given one.
+
+    Several may seem so, since nanobind also takes what converts itself: then return None.
 
     Args:
         by_position: the names of the types that were given by position; those that were given by name are in the text.
     """
     declared = dict(re.findall(r"(\w+): ([\w| ]*\w)", error.splitlines()[1]))
-    by_name = re.findall(r"(\w+): (\w+)", error.partition("kwargs = {")[2])
+    by_name = re.findall(r"(\w+): [\w.]*?(\w+)(?![\w.])", error.partition("kwargs = {")[2])
+    found = []
     for argument, given in (*by_position.items(), *by_name):
         types = (
             declared.get(argument, "object").replace("float", "float | int").replace("int", "int | bool").split(" | ")
         )
         if "object" not in types and given.replace("NoneType", "None") not in types:
-            return argument, declared[argument].replace(" | ", " or "), given
-    return None
+            found.append((argument, declared[argument].replace(" | ", " or "), given))
+    return found[0] if len(found) == 1 else None

@@ -7,13 +7,14 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cudafuture import bench, trace
-from cudafuture._progress import is_alive, start_of
+from cudafuture._progress import is_alive, read_progress, start_of
 from cudafuture.config import config
 from cudafuture.debug import look_at
 from cudafuture.doctor import examine
@@ -22,6 +23,8 @@ from cudafuture.statistics import text_of_bytes
 from cudafuture.store import DiskStore
 
 __all__ = ["main"]
+
+_JOB_START = 60.0  # seconds between the starts of the first and the last process of a job, at most
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,17 +85,22 @@ def _ps(options: argparse.Namespace) -> int:
 
 
 def _processes_in(folder: Path) -> list[int]:
-    """Return the numbers of the processes that have files in a folder of sockets.
+    """Return the numbers of the processes that have files in a folder of sockets, but for those of earlier jobs.
 
-    A dead process that wrote its last progress before the first living one started is of an earlier job.
+    A dead rank is of an earlier job if the last sign of it is a minute older than the first living process.
     """
     files = [file for suffix in ("socket", "progress") for file in folder.glob(f"*.{suffix}")]
     numbers = {int(file.stem) for file in files if file.stem.isascii() and file.stem.isdecimal()}
     first = min((start for number in numbers if (start := start_of(number)) is not None), default=0.0)
 
     def is_of_earlier_job(number: int) -> bool:
+        progress = read_progress(folder / f"{number}.progress")
+        if progress is None or progress.worker or is_alive(number) or (folder / f"{number}.socket").exists():
+            return False
         with contextlib.suppress(FileNotFoundError):
-            return not is_alive(number) and (folder / f"{number}.progress").stat().st_mtime < first
+            since_boot = max((group.issued_at for group in progress.groups), default=0) / 1e9
+            issued = time.time() - time.monotonic() + since_boot
+            return max(issued, (folder / f"{number}.progress").stat().st_mtime) + _JOB_START < first
         return False
 
     return sorted(number for number in numbers if not is_of_earlier_job(number))

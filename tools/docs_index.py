@@ -16,25 +16,26 @@ from packaging.version import InvalidVersion, Version
 HEAD = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>cudafuture</title>{}</head><body>\n'
 
 
-def versions_in(folder: Path) -> list[Version]:
-    """Return the versions whose docs are in a folder, the newest first; other folders have other names."""
+def versions_in(folder: Path) -> dict[Version, str]:
+    """Return the versions whose docs are in a folder, the newest first, each with the name of its folder."""
     found = []
     for page in folder.glob("*/index.html"):
         try:
-            found.append(Version(page.parent.name))
+            found.append((Version(page.parent.name), page.parent.name))
         except InvalidVersion:
             continue
-    return sorted(found, reverse=True)
+    return dict(sorted(found, reverse=True))
 
 
-def write_index(folder: Path) -> list[Version]:
+def write_index(folder: Path) -> dict[Version, str]:
     """Write both pages, and return the versions."""
     versions = versions_in(folder)
     if versions:
-        rows = "".join(f'<li><a href="{each}/index.html">{each}</a></li>\n' for each in versions)
+        rows = "".join(f'<li><a href="{name}/index.html">{each}</a></li>\n' for each, name in versions.items())
         page = f"{HEAD.format('')}<h1>Documentation of cudafuture</h1>\n<ul>\n{rows}</ul>\n</body></html>\n"
         (folder / "index.html").write_text(page, encoding="utf-8")
-        latest = next((each for each in versions if not each.is_prerelease), versions[0])
+        newest = [name for each, name in versions.items() if not each.is_prerelease] or list(versions.values())
+        latest = newest[0]
         refresh = f'<meta http-equiv="refresh" content="0; url={latest}/index.html">'
         link = f'<p><a href="{latest}/index.html">cudafuture {latest}</a></p>\n</body></html>\n'
         (folder / "latest.html").write_text(HEAD.format(refresh) + link, encoding="utf-8")

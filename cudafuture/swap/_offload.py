@@ -11,7 +11,7 @@ import torch
 from cudafuture._arguments import expect_tensor, listed, shown
 from cudafuture.store import Store
 from cudafuture.swap._state_layout import SwapOptions
-from cudafuture.swap.offloaded_optimizer import OffloadedOptimizer
+from cudafuture.swap.offloaded_optimizer import OffloadedOptimizer, is_taken
 
 __all__ = ["offload"]
 
@@ -76,6 +76,8 @@ def offload(
     """
     if isinstance(optimizer, OffloadedOptimizer):
         raise ValueError("the optimizer is offloaded already")
+    if is_taken(optimizer):
+        raise ValueError("offload() was given this optimizer before: use what it returned, or make a new optimizer")
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ValueError("params= is for a function that creates an optimizer; this optimizer has its parameters")

@@ -29,7 +29,7 @@ from cudafuture.swap._swapper import Swapper
 from cudafuture.swap._update import Update
 from cudafuture.swap.statistics import SwapCounters, SwapStatistics
 
-__all__ = ["OffloadedOptimizer"]
+__all__ = ["OffloadedOptimizer", "is_taken"]
 
 _logger = logging.getLogger("cudafuture.swap")
 
@@ -46,7 +46,15 @@ def _refuse(method: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-_REFUSED = {name: _refuse(name) for name in ("step", "state_dict", "load_state_dict", "add_param_group")}
+_REFUSED: dict[str, Callable[..., NoReturn]] = {
+    name: _refuse(name) for name in ("step", "state_dict", "load_state_dict", "add_param_group")
+}
+
+
+def is_taken(optimizer: object) -> bool:
+    """Return whether an `OffloadedOptimizer` was made of this optimizer."""
+    step = vars(optimizer).get("step") if isinstance(optimizer, torch.optim.Optimizer) else None
+    return isinstance(step, MethodType) and step.__func__ is _REFUSED["step"]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -100,7 +108,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 if state and parameter.numel():
                     self.set_state(parameter, state)
             optimizer.state.clear()
-            # Schedulers and scalers that have the given optimizer go on; the methods were copied by `update`.
+            # Schedulers that have the given optimizer go on; the methods were copied by `update`.
             optimizer.param_groups = self.param_groups
             optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler warns if no step precedes its own
             vars(optimizer).update({name: MethodType(refuse, optimizer) for name, refuse in _REFUSED.items()})

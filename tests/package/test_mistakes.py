@@ -217,6 +217,15 @@ def give_to_worker(function: Callable[[], object]) -> object:
         return workers.submit("cpu", function)
 
 
+def offload_twice(things: Things) -> None:
+    given = torch.optim.Adam([nn.Parameter(torch.ones(4))])
+    first = offload(given, things.folder / "first")
+    try:
+        offload(given, things.folder / "second")
+    finally:
+        first.close()
+
+
 def step_of(things: Things, *batch: Any, **options: Any) -> Any:
     """Return the loss of a step of a small pipeline."""
     arguments: Any = {"microbatches": 2, "loss": nn.functional.l1_loss, **options}
@@ -754,6 +763,13 @@ PIPELINES = [
         "call",
         TypeError,
         r"loss is a callable, which is called as loss\(output, target\), not 'mse'",
+    ),
+    Mistake(
+        "optimizer_offloaded_twice",
+        lambda t: offload_twice(t),
+        "call",
+        ValueError,
+        r"was given this optimizer before: use what it returned, or make a new optimizer",
     ),
     Mistake(
         "coroutine_function_as_transform",
@@ -1849,3 +1865,10 @@ def test_doctor_names_folder_that_cannot_be_used(things: Things) -> None:
     (found,) = [finding for finding in doctor.examine(things.folder / "nothing") if finding.name == "disk"]
     assert (found.state, found.found) == ("broken", f"no file can be made in {things.folder / 'nothing'}")
     assert found.advice == "name a folder that you may write: --folder"
+
+
+def test_error_of_a_future_is_raised_as_it_is() -> None:
+    error = TypeError("result(): incompatible function arguments. The following argument types are supported: none")
+    with pytest.raises(TypeError) as caught:
+        CUDAFuture.failed(error).result()
+    assert caught.value is error

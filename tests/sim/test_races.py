@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 import torch
 
@@ -304,3 +307,27 @@ def test_pool_stream_choice_hides_no_race() -> None:
         future.then(lambda done: None)
     child.value().sum()  # without a wait
     assert kinds() == ["race"]
+
+
+def race_and_fail() -> None:
+    fill(torch.Stream("sim")).sum()
+    raise ValueError("a wrong value")
+
+
+def test_races_are_a_note_of_another_error() -> None:
+    with pytest.raises(ValueError, match="a wrong value") as caught, sim.detect_races():
+        race_and_fail()
+    if sys.version_info >= (3, 11):
+        assert "\n\nrace: aten::sum" in caught.value.__notes__[0]
+    assert kinds() == ["race"]  # the program has caught the error
+    assert kinds() == []
+
+
+def test_bytes_are_those_of_one_operation() -> None:
+    side, buffers = torch.Stream("sim"), [torch.zeros(100, device="sim") for _ in range(2)]
+    side.wait_stream(current())
+    for round_ in range(6):
+        with side:
+            buffers[round_ % 2].fill_(1)
+        buffers[round_ % 2].sum()
+    assert {re.search(r"\d+ bytes", report.summary)[0] for report in reports()} == {"400 bytes"}  # type: ignore[index]

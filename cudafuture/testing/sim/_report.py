@@ -14,6 +14,8 @@ from cudafuture.testing.sim._accelerator import settings
 __all__ = ["RaceError", "Report", "Site", "detect_races", "races"]
 
 _logger = logging.getLogger("cudafuture.testing.sim")
+_noted: list[tuple[object, Report]] = []
+"""Reports that are notes of an exception, each with the settings of its accelerator."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ def races() -> list[Report]:
     >>> [report.kind for report in sim.races()]
     ['race']
     """
-    return [
+    kept = [report for accelerator, report in _noted if accelerator is settings()]
+    _noted.clear()
+    return kept + [
         Report(kind, summary, _site(earlier), _site(later)) for kind, summary, earlier, later in _native.take_reports()
     ]
 
@@ -101,6 +105,7 @@ class _Detection(contextlib.ContextDecorator):
         if found and error is None:
             raise RaceError(found)
         if found and error is not None:
+            _noted.extend((settings(), report) for report in found)  # the program may catch the error
             _add_note(error, "\n\n".join(["The race detector reports, which may be the cause:", *map(str, found)]))
 
 
@@ -129,7 +134,11 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 def _log_what_nobody_took() -> None:
-    if found := [report for report in races() if report.kind != "error"]:  # torch has raised the errors
+    _noted.clear()
+    found: list[Report] = []
+    with contextlib.suppress(RuntimeError):  # a forked child has no accelerator
+        found = [report for report in races() if report.kind != "error"]  # torch has raised the errors
+    if found:
         _logger.warning("the program took none of %d reports of the race detector; the first: %s", len(found), found[0])
 
 
