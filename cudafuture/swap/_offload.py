@@ -10,8 +10,9 @@ import torch
 
 from cudafuture._arguments import expect_tensor, listed, shown
 from cudafuture.store import Store
+from cudafuture.swap._given_optimizer import is_taken
 from cudafuture.swap._state_layout import SwapOptions
-from cudafuture.swap.offloaded_optimizer import OffloadedOptimizer, is_taken
+from cudafuture.swap.offloaded_optimizer import OffloadedOptimizer
 
 __all__ = ["offload"]
 

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from types import MethodType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -20,6 +19,7 @@ from cudafuture._modes import outside_inference
 from cudafuture.errors import InvalidStateError, SwapError
 from cudafuture.store import DiskStore, Store
 from cudafuture.swap._checkpoints import Checkpoints
+from cudafuture.swap._given_optimizer import take
 from cudafuture.swap._gradients import AppliedGradient, GradientMark
 from cudafuture.swap._namespace import OptimizerNamespace
 from cudafuture.swap._parameter_groups import GroupIndex, UpdateOrder, name_of, parameters_of
@@ -29,32 +29,9 @@ from cudafuture.swap._swapper import Swapper
 from cudafuture.swap._update import Update
 from cudafuture.swap.statistics import SwapCounters, SwapStatistics
 
-__all__ = ["OffloadedOptimizer", "is_taken"]
+__all__ = ["OffloadedOptimizer"]
 
 _logger = logging.getLogger("cudafuture.swap")
-
-
-def _refuse(method: str) -> Callable[..., NoReturn]:
-    """Return a method for the optimizer that `offload` was given: two must not update the same parameters."""
-
-    def refuse(_optimizer: torch.optim.Optimizer, *_: object, **__: object) -> NoReturn:
-        raise InvalidStateError(
-            f"offload() has taken this optimizer's parameters: call {method}() of what offload() returned"
-        )
-
-    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler looks for it before it warns
-    return refuse
-
-
-_REFUSED: dict[str, Callable[..., NoReturn]] = {
-    name: _refuse(name) for name in ("step", "state_dict", "load_state_dict", "add_param_group")
-}
-
-
-def is_taken(optimizer: object) -> bool:
-    """Return whether an `OffloadedOptimizer` was made of this optimizer."""
-    step = vars(optimizer).get("step") if isinstance(optimizer, torch.optim.Optimizer) else None
-    return isinstance(step, MethodType) and step.__func__ is _REFUSED["step"]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -108,10 +85,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 if state and parameter.numel():
                     self.set_state(parameter, state)
             optimizer.state.clear()
-            # Schedulers that have the given optimizer go on; the methods were copied by `update`.
-            optimizer.param_groups = self.param_groups
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler warns if no step precedes its own
-            vars(optimizer).update({name: MethodType(refuse, optimizer) for name, refuse in _REFUSED.items()})
+            take(optimizer, self.param_groups)  # after `update` has copied it
             for parameter, group in self._parameters():
                 self._make_state(parameter, group)
         except BaseException:
