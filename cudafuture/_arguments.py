@@ -202,7 +202,7 @@ def _wrong_type(error: str, by_position: Mapping[str, str]) -> tuple[str, str, s
     Args:
         by_position: the names of the types that were given by position; those that were given by name are in the text.
     """
-    declared = dict(re.findall(r"(\w+): ([\w| ]*\w)", error.splitlines()[1]))
+    declared = dict(re.findall(r"(\w+): ([\w| ]*\w)", "".join(error.splitlines()[1:2])))
     by_name = re.findall(r"(\w+): [\w.]*?(\w+)(?![\w.])", error.partition("kwargs = {")[2])
     found = []
     for argument, given in (*by_position.items(), *by_name):

@@ -99,6 +99,7 @@ def test_failures_keep_traceback_and_type(world: World) -> None:
 @pytest.mark.world(2)
 def test_other_ranks_fail_with_first(world: World) -> None:
     def wait_for_the_other() -> None:
+        dist.barrier()  # both have connected
         if dist.get_rank() == 1:
             raise OwnError
         dist.barrier()
