@@ -62,7 +62,14 @@ def machine() -> str:
 
 def import_from(folder: str) -> str:
     """Import the packages and their native modules, out of that folder and no other."""
-    for name in ("cudafuture", "cudafuture._C", "cudafuture._c10d", "cudafuture.testing._sim", "rpc_ext", "rpc_ext._C"):
+    for name in (
+        "cudafuture",
+        "cudafuture._C",
+        "cudafuture._c10d",
+        "cudafuture.testing.sim._C",
+        "rpc_ext",
+        "rpc_ext._C",
+    ):
         where = importlib.import_module(name).__file__ or "nowhere"
         if not Path(where).is_relative_to(folder):
             sys.exit(f"{name} comes from {where}, not from what was built in {folder}")

@@ -22,7 +22,7 @@ def check_contents(wheel: Path) -> None:
     foreign = [name for name in libraries if re.match(r"lib(torch|c10|shm|gomp|cu)", Path(name).name)]
     assert not foreign, f"{wheel.name} contains libraries of torch: {foreign}"
     modules = sorted(name.partition(".")[0] for name in libraries)
-    expected = ["cudafuture/_C", "cudafuture/_c10d", "cudafuture/testing/_sim", "rpc_ext/_C"]
+    expected = ["cudafuture/_C", "cudafuture/_c10d", "cudafuture/testing/sim/_C", "rpc_ext/_C"]
     assert modules == expected, f"{wheel.name} contains {modules}, not {expected}"
 
 

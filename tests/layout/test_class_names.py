@@ -18,19 +18,20 @@ from layout.tree import (
     ROOT,
     c10d_files,
     cpp_files,
-    fakecuda_files,
     interface_headers,
+    machine_files,
     python_files,
     read_all,
     rpc_files,
-    sim_files,
 )
 
 # C++ folders, and the Python folder that has their faces. The most specific one counts.
 FACES = {
     "cudafuture/_C/io": "cudafuture/io",
     "cudafuture/_C/store": "cudafuture/store",
-    "cudafuture/testing/_sim": "cudafuture/testing/sim",
+    "cudafuture/testing/fakecuda": "cudafuture/testing/fakecuda",
+    "cudafuture/testing/machine": "cudafuture/testing/machine",
+    "cudafuture/testing/sim": "cudafuture/testing/sim",
     "rpc_ext/_C": "rpc_ext",
     "rpc_ext/_C/store": "rpc_ext/store",
 }
@@ -120,7 +121,7 @@ def names_of_others(file: Path, text: str) -> list[str]:
 
 def test_each_class_has_its_own_name() -> None:
     python = python_files("cudafuture", "rpc_ext")
-    native = [*cpp_files(), *c10d_files(), *sim_files(), *fakecuda_files(), *rpc_files()]
+    native = [*cpp_files(), *c10d_files(), *machine_files(), *rpc_files()]
     native = [f for f in native if f not in interface_headers()]  # whose classes have the names of what they stand for
     found = {kind: [c for f in files for c in classes_of(f)] for kind, files in (("py", python), ("cpp", native))}
     assert len(found["py"]) > 200

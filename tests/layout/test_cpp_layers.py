@@ -1,8 +1,9 @@
 """Only ``bind/`` and ``api/`` include Python: nothing below them sees a Python header, not even through another one.
 
 There are four native modules, and none includes from another, but for the interface of the core's module in ``api/``,
-whose headers need no other of its headers. The simulated accelerator's ``runtime/`` does not even see torch. The
-libraries of fakecuda see no Python, and only ``operators/`` sees torch; they use that runtime's race detector. In the
+whose headers need no other of its headers. The simulated accelerator and the libraries of fakecuda stand on
+``testing/machine/``. That, the simulated accelerator's ``runtime/``, and all of fakecuda but its ``operators/`` do not
+even see torch. In the
 modules of ``rpc_ext`` and of the c10d backend each header with its source is a layer, and so are the folders of the
 seals and of remote stores.
 """
@@ -16,19 +17,17 @@ import pytest
 
 from layout.tree import (
     C10D,
-    FAKECUDA,
     NATIVE,
     ROOT,
     RPC_NATIVE,
-    SIM,
+    TESTING,
     c10d_files,
     cpp_files,
-    fakecuda_files,
     include_root,
     includes,
     interface_headers,
+    machine_files,
     rpc_files,
-    sim_files,
 )
 
 # The folders that a folder may include from, besides itself; in rpc_ext, the headers.
@@ -41,14 +40,18 @@ LAYERS = {
         "api": {"core", "io", "store", "bind"},
     },
     C10D: {"holder": set(), "work": {"holder"}, "backend": {"work"}, "module": {"backend", "work"}},
-    SIM: {"runtime": set(), "device": {"runtime"}, "ops": {"device", "runtime"}, "bind": {"ops", "device", "runtime"}},
-    FAKECUDA: {
+    TESTING: {
         "machine": set(),
-        "cudart": {"machine"},
-        "driver": {"cudart", "machine"},
-        "control": {"cudart", "machine"},
-        "operators": {"machine"},
-        "nccl": {"machine"},
+        "sim/runtime": {"machine"},
+        "sim/device": {"machine", "sim/runtime"},
+        "sim/ops": {"machine", "sim/device", "sim/runtime"},
+        "sim/bind": {"machine", "sim/device", "sim/ops", "sim/runtime"},
+        "fakecuda/devices": {"machine"},
+        "fakecuda/cudart": {"fakecuda/devices", "machine"},
+        "fakecuda/driver": {"fakecuda/cudart", "fakecuda/devices", "machine"},
+        "fakecuda/control": {"fakecuda/cudart", "fakecuda/devices", "machine"},
+        "fakecuda/operators": {"fakecuda/devices", "machine"},
+        "fakecuda/nccl": {"fakecuda/devices", "machine"},
     },
     RPC_NATIVE: {
         "sendable": set(),
@@ -118,6 +121,7 @@ PYTHON_HEADER = re.compile(
 )
 
 TORCH_HEADER = re.compile(r"(ATen|c10|caffe2|torch)/.*")
+KNOW_TORCH = {"sim/device", "sim/ops", "sim/bind", "fakecuda/operators"}
 
 
 def needs_no_python(file: Path) -> bool:
@@ -127,9 +131,9 @@ def needs_no_python(file: Path) -> bool:
     )
 
 
-FILES = [*cpp_files(), *c10d_files(), *sim_files(), *fakecuda_files(), *rpc_files()]
-CORE_AND_SIM = [*cpp_files("core", "io", "store"), *sim_files("runtime", "device", "ops")]
-BELOW_BIND = [*CORE_AND_SIM, *fakecuda_files(), *(f for f in rpc_files() if needs_no_python(f))]
+FILES = [*cpp_files(), *c10d_files(), *machine_files(), *rpc_files()]
+CORE_AND_SIM = [*cpp_files("core", "io", "store"), *machine_files("machine", "sim/runtime", "sim/device", "sim/ops")]
+BELOW_BIND = [*CORE_AND_SIM, *machine_files("fakecuda"), *(f for f in rpc_files() if needs_no_python(f))]
 
 # The files of ops/ that only register operators offer nothing to include, and neither does the one that makes a module.
 HAVE_HEADERS = [
@@ -173,16 +177,10 @@ def test_no_python_header_below_bind(file: Path) -> None:
         assert not PYTHON_HEADER.fullmatch(header), f"{header} is included by {by}; Python does not belong there"
 
 
-@pytest.mark.parametrize("file", sim_files("runtime"), ids=ids)
-def test_simulator_runtime_knows_no_torch(file: Path) -> None:
+@pytest.mark.parametrize("file", [f for f in machine_files() if folder(f) not in KNOW_TORCH], ids=ids)
+def test_machines_know_no_torch(file: Path) -> None:
     for header, by in foreign_headers(file).items():
-        assert not TORCH_HEADER.fullmatch(header), f"{header} is included by {by}; torch begins in device/"
-
-
-@pytest.mark.parametrize("file", [f for f in fakecuda_files() if f.parent.name != "operators"], ids=ids)
-def test_only_the_operators_of_fakecuda_know_torch(file: Path) -> None:
-    for header, by in foreign_headers(file).items():
-        assert not TORCH_HEADER.fullmatch(header), f"{header} is included by {by}; torch begins in operators/"
+        assert not TORCH_HEADER.fullmatch(header), f"{header} is included by {by}; only {KNOW_TORCH} know torch"
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
@@ -232,6 +230,6 @@ def test_every_source_has_its_header(file: Path) -> None:
 
 def test_sources_are_found() -> None:
     assert cpp_files()
-    assert sim_files("runtime")
+    assert {folder(f) for f in machine_files()} == LAYERS[TESTING].keys()
     assert {folder(f) for f in rpc_files()} == LAYERS[RPC_NATIVE].keys()
     assert {folder(f) for f in c10d_files()} == LAYERS[C10D].keys()

@@ -10,13 +10,12 @@ import pytest
 
 from layout.tree import (
     C10D,
-    FAKECUDA,
     NATIVE,
     PACKAGE,
     ROOT,
     RPC,
     RPC_NATIVE,
-    SIM,
+    TESTING,
     python_files,
     read_all,
     source_files,
@@ -76,7 +75,7 @@ def test_public_modules_have_docstring(file: Path) -> None:
     assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("folder", [NATIVE, C10D, SIM, FAKECUDA, RPC_NATIVE], ids=ids)
+@pytest.mark.parametrize("folder", [NATIVE, C10D, RPC_NATIVE], ids=ids)
 def test_cpp_folder_is_no_package(folder: Path) -> None:
     assert not list(folder.rglob("*.py"))
 
@@ -100,5 +99,5 @@ def test_wheel_has_packages_without_private_sources() -> None:
     assert packages is not None
     assert ast.literal_eval(packages[1]) == [PACKAGE.name, "cudafuture_c10d", RPC.name]
     assert excluded is not None
-    sources = {NATIVE, C10D, RPC_NATIVE, *(SIM / part for part in ("bind", "device", "ops"))}
+    sources = {NATIVE, C10D, RPC_NATIVE, *(TESTING / "sim" / part for part in ("bind", "device", "ops", "runtime"))}
     assert {f"{ids(folder)}/**" for folder in sources} < set(ast.literal_eval(excluded[1]))

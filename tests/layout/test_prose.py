@@ -15,10 +15,9 @@ from layout.tree import (
     c10d_files,
     cpp_files,
     cpp_test_files,
-    fakecuda_files,
+    machine_files,
     python_files,
     rpc_files,
-    sim_files,
 )
 
 FOLDERS = ("cudafuture", "cudafuture_c10d", "rpc_ext")
@@ -35,8 +34,7 @@ WITH_WORDS = [
     *cpp_files(),
     *c10d_files(),
     *rpc_files(),
-    *sim_files(),
-    *fakecuda_files(),
+    *machine_files(),
     *cpp_test_files(),
     *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("README.md")),
     *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))),

@@ -52,12 +52,15 @@ RPC_EXT = (
     ("store",),
     ("_bench",),
 )
-# An adapter may import the private modules of the rooms that it adapts, and a benchmark writes a trace file.
+# An adapter may import the private modules of the rooms that it adapts, a benchmark writes a trace file, and the
+# simulated accelerator and fakecuda share a machine.
 ADAPTED = {
     "cudafuture.bench": ("cudafuture.trace",),
     "cudafuture.compat.deepspeed": ("cudafuture.swap",),
     "cudafuture.compat.tensornvme": ("cudafuture.store", "cudafuture.io"),
     "cudafuture.compat.torchgpipe": ("cudafuture.pipeline",),
+    "cudafuture.testing.fakecuda": ("cudafuture.testing.machine",),
+    "cudafuture.testing.sim": ("cudafuture.testing.machine",),
 }
 PACKAGES = {"cudafuture": CUDAFUTURE, "rpc_ext": RPC_EXT}
 ENTRY_POINT = "cudafuture_c10d"  # torch imports it, and it imports cudafuture when a group is created
@@ -174,6 +177,14 @@ def test_private_modules_stay_in_their_folder(file: Path) -> None:
             if part.startswith("_") and folder not in PACKAGES:
                 is_inside = (importer + ".").startswith(folder + ".")
                 assert is_inside or folder in ADAPTED.get(importer, ()), f"{target} is private to {folder}"
+
+
+@pytest.mark.parametrize("face", ["sim", "fakecuda"])
+def test_simulated_machines_share_the_parts_below_them_alone(face: str) -> None:
+    allowed = (f"cudafuture.testing.{face}", "cudafuture.testing.machine")
+    for file in [f for f in FILES if f.is_relative_to(PACKAGE / "testing" / face)]:
+        for target in own_imports(file):
+            assert not target.startswith("cudafuture.testing") or target.startswith(allowed), f"{file} imports {target}"
 
 
 @pytest.mark.parametrize("file", [f for f in BELOW_THE_FRONT_DOOR if f.name == "__init__.py"], ids=ids)

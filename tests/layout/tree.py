@@ -11,12 +11,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "cudafuture"
 NATIVE = PACKAGE / "_C"
 C10D = PACKAGE / "_c10d"
-SIM = PACKAGE / "testing" / "_sim"
-FAKECUDA = PACKAGE / "testing" / "_fakecuda"
+TESTING = PACKAGE / "testing"
 RPC = ROOT / "rpc_ext"
 RPC_NATIVE = RPC / "_C"
 CPP_TESTS = ROOT / "tests" / "cpp"
 
+NATIVE_MODULES = {
+    "cudafuture._C",
+    "cudafuture._c10d",
+    "cudafuture._build_info",
+    "cudafuture.testing.sim._C",
+    "rpc_ext._C",
+}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
 
@@ -35,14 +41,9 @@ def interface_headers() -> list[Path]:
     return [f for f in cpp_files("api") if f.suffix == ".h" and f.stem != "implementation"]
 
 
-def sim_files(*folders: str) -> list[Path]:
-    """Return the C++ files in the named folders of cudafuture/testing/_sim, or in all of it."""
-    return _cpp_files(SIM, folders)
-
-
-def fakecuda_files() -> list[Path]:
-    """Return the C++ files of cudafuture/testing/_fakecuda."""
-    return _cpp_files(FAKECUDA, ())
+def machine_files(*folders: str) -> list[Path]:
+    """Return the C++ files in the named folders of cudafuture/testing, or in all of it."""
+    return _cpp_files(TESTING, folders)
 
 
 def rpc_files() -> list[Path]:
@@ -63,12 +64,12 @@ def c10d_files() -> list[Path]:
 def source_files() -> list[Path]:
     """Return the Python and C++ files of both packages."""
     python = python_files("cudafuture", "cudafuture_c10d", "rpc_ext")
-    return [*python, *cpp_files(), *c10d_files(), *sim_files(), *fakecuda_files(), *rpc_files()]
+    return [*python, *cpp_files(), *c10d_files(), *machine_files(), *rpc_files()]
 
 
 def include_root(file: Path) -> Path:
     """Return the folder that a C++ file's own headers are named from: each native module has one."""
-    return next((root for root in (C10D, SIM, FAKECUDA, RPC_NATIVE) if file.is_relative_to(root)), NATIVE)
+    return next((root for root in (C10D, TESTING, RPC_NATIVE) if file.is_relative_to(root)), NATIVE)
 
 
 def _cpp_files(root: Path, folders: tuple[str, ...]) -> list[Path]:
@@ -85,11 +86,7 @@ def module_name(file: Path) -> str:
 def is_module(name: str) -> bool:
     """Return whether a dotted name is a module of this checkout; the native one is, built or not."""
     path = ROOT.joinpath(*name.split("."))
-    return (
-        name in {"cudafuture._C", "cudafuture._c10d", "cudafuture._build_info", "rpc_ext._C"}
-        or path.with_suffix(".py").is_file()
-        or (path / "__init__.py").is_file()
-    )
+    return name in NATIVE_MODULES or path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def imports(file: Path, *, top_level_only: bool = False) -> set[str]:

@@ -37,7 +37,7 @@ from cudafuture.testing.fakecuda._controls import (
 from cudafuture.testing.fakecuda._environment import Schedule, environment
 from cudafuture.testing.fakecuda._library import is_active
 from cudafuture.testing.fakecuda._races import detect_races, races
-from cudafuture.testing.sim import RaceError, Report
+from cudafuture.testing.machine._reports import RaceError, Report
 
 __all__ = [
     "BuildError",

@@ -19,10 +19,8 @@ from pathlib import Path
 
 __all__ = ["BuildError", "Torch", "build", "installed_torch"]
 
-SOURCES = Path(__file__).resolve().parents[1] / "_fakecuda"
-SIMULATOR = Path(__file__).resolve().parents[1] / "_sim"
-RUNTIME_PARTS = ("machine", "cudart", "driver", "control")
-DETECTOR = ("runtime/shadow.cpp", "runtime/findings.cpp")  # of the simulated accelerator
+SOURCES = Path(__file__).resolve().parents[1]
+RUNTIME_PARTS = ("machine", "fakecuda/devices", "fakecuda/cudart", "fakecuda/driver", "fakecuda/control")
 RUNTIME = "libcudart.so.13"
 NCCL = "libnccl.so.2"
 
@@ -98,8 +96,8 @@ def build(cache: Path | None = None) -> Path:
 
 
 def _sources() -> Iterator[Path]:
-    for folder in (SOURCES, SIMULATOR / "runtime"):
-        yield from sorted(f for f in folder.rglob("*") if f.suffix in {".h", ".cpp"})
+    for folder in ("machine", "fakecuda"):
+        yield from sorted(f for f in (SOURCES / folder).rglob("*") if f.suffix in {".h", ".cpp"})
 
 
 def _fingerprint(torch: Torch, compiler: list[str]) -> str:
@@ -117,13 +115,15 @@ class _Build:
         self._torch = torch
         self._compiler = compiler
         self._folder = folder
-        self._flags = ["-std=c++20", "-O2", "-g1", "-fPIC", f"-I{SOURCES}", f"-I{SIMULATOR}"]
+        self._flags = ["-std=c++20", "-O2", "-g1", "-fPIC", f"-I{SOURCES}"]
         self._flags += [f"-I{torch.cuda / 'include'}", f"-I{torch.nccl / 'include'}"]
 
     def run(self) -> None:
         sys.stderr.write(f"fakecuda: building its libraries for torch {self._torch.version}, once\n")
         with ThreadPoolExecutor() as pool:
-            operators = pool.submit(self._compile, "operators", self._sources("operators"), self._torch_flags())
+            operators = pool.submit(
+                self._compile, "operators", self._sources("fakecuda/operators"), self._torch_flags()
+            )
             self._build_runtime()
             self._build_nccl()
             operators.result()
@@ -148,8 +148,7 @@ class _Build:
         return [file for part in parts for file in sorted((SOURCES / part).glob("*.cpp"))]
 
     def _build_runtime(self) -> None:
-        sources = [*self._sources(*RUNTIME_PARTS), *(SIMULATOR / file for file in DETECTOR)]
-        self._compile("runtime", sources, ["-Wall", "-Wextra"])
+        self._compile("runtime", self._sources(*RUNTIME_PARTS), ["-Wall", "-Wextra"])
         self._add_unsupported("runtime", self._torch.cuda / "lib" / RUNTIME, "cuda", "fakecuda_unsupported")
         exported = self._version_script(f"{RUNTIME} {{ global: cuda*; __cuda*; cu*; nvml*; fakecuda_*; local: *; }};")
         self._link(["runtime.o", "runtime_unsupported.o", exported, "-lpthread"], RUNTIME)
@@ -158,7 +157,7 @@ class _Build:
             self._link(["-Wl,--no-as-needed", f"./{RUNTIME}"], name)
 
     def _build_nccl(self) -> None:
-        self._compile("nccl", self._sources("nccl"), ["-Wall", "-Wextra"])
+        self._compile("nccl", self._sources("fakecuda/nccl"), ["-Wall", "-Wextra"])
         self._add_unsupported("nccl", self._torch.nccl / "lib" / NCCL, "nccl", "fakenccl_unsupported")
         exported = self._version_script("{ global: nccl*; fakenccl_*; local: *; };")
         self._link(["nccl.o", "nccl_unsupported.o", exported, f"./{RUNTIME}", "-lpthread"], NCCL)

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 
 from cudafuture.statistics import StatisticsBase
-from cudafuture.testing._hold import StreamHold, open_all
 from cudafuture.testing.fakecuda import _library
 from cudafuture.testing.fakecuda._library import library, stream_of
+from cudafuture.testing.machine._hold import StreamHold, open_all
 
 __all__ = [
     "CudaHold",

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
 
 from cudafuture.testing.fakecuda._library import library, text
-from cudafuture.testing.sim import RaceError, Report, Site
+from cudafuture.testing.machine._reports import Detection, Report, ReportQueue, Site
 
 __all__ = ["detect_races", "races"]
+
+
+def _take_new() -> list[Report]:
+    if not library().fakecuda_detects_races():
+        raise RuntimeError("this process does not detect races; run: python -m cudafuture.testing.fakecuda --races")
+    found: dict[object, Report] = {}
+    for report in (_report(each) for each in text("fakecuda_take_races").split("\x1d") if each):
+        found.setdefault((report.kind, report.earlier, report.later), report)  # a loop finds the same race often
+    return list(found.values())
+
+
+def _report(fields: str) -> Report:
+    kind, summary, *sites = fields.split("\x1e")
+    found: dict[str, Site] = {}
+    for site in filter(None, sites):
+        side, operation, stack = site.split("\x1f")
+        found[side] = Site.of(operation, stack)
+    return Report(kind, summary, found.get("earlier"), found.get("later"))
+
+
+_reports = ReportQueue(_take_new, library, logging.getLogger("cudafuture.testing.fakecuda"))
 
 
 def races() -> list[Report]:
@@ -25,17 +46,13 @@ def races() -> list[Report]:
     >>> [report.kind for report in fakecuda.races()]
     ['race']
     """
-    if not library().fakecuda_detects_races():
-        raise RuntimeError("this process does not detect races; run: python -m cudafuture.testing.fakecuda --races")
-    found: dict[object, Report] = {}
-    for report in (_report(each) for each in text("fakecuda_take_races").split("\x1d") if each):
-        found.setdefault((report.kind, report.earlier, report.later), report)  # a loop finds the same race often
-    return list(found.values())
+    return _reports.take()
 
 
-@contextlib.contextmanager
-def detect_races() -> Iterator[None]:
+def detect_races() -> contextlib.AbstractContextManager[None]:
     """Raise RaceError at the end of the block if a race was found in it. Earlier races are dropped.
+
+    If the block raises something else, the reports become a note of that exception.
 
     >>> with fakecuda.detect_races():
     ...     with torch.cuda.stream(torch.cuda.Stream()):
@@ -45,16 +62,4 @@ def detect_races() -> Iterator[None]:
         ...
     cudafuture.testing.sim.RaceError: race: aten::sum on the default stream of cuda:0 reads 16 bytes ...
     """
-    races()
-    yield
-    if found := races():
-        raise RaceError(found)
-
-
-def _report(fields: str) -> Report:
-    kind, summary, *sites = fields.split("\x1e")
-    found: dict[str, Site] = {}
-    for site in filter(None, sites):
-        side, operation, stack = site.split("\x1f")
-        found[side] = Site.of(operation, stack)
-    return Report(kind, summary, found.get("earlier"), found.get("later"))
+    return Detection(_reports)

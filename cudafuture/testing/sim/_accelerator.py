@@ -11,7 +11,7 @@ import torch
 from cudafuture import _C
 from cudafuture._arguments import expect_int
 from cudafuture.statistics import StatisticsBase
-from cudafuture.testing import _sim as _native
+from cudafuture.testing.sim import _C as _native
 from cudafuture.testing.sim._prepare import prepare
 from cudafuture.testing.sim._virtual_time import Speeds
 

@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from cudafuture.testing import _sim as _native
+from cudafuture.testing.sim import _C as _native
 
 _STATE = struct.Struct("<QQ")  # of a generator: its seed, and the number of values drawn
 _process = os.getpid()

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils import backend_registration
 
-from cudafuture.testing import _sim as _native
+from cudafuture.testing.sim import _C as _native
 
 __all__ = ["prepare"]
 

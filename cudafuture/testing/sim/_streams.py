@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from cudafuture.testing import _sim as _native
-from cudafuture.testing._hold import StreamHold, open_all
+from cudafuture.testing.machine._hold import StreamHold, open_all
+from cudafuture.testing.sim import _C as _native
 from cudafuture.testing.sim._accelerator import synchronize
 from cudafuture.testing.sim._virtual_time import name_of, seconds
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cudafuture.testing import _sim as _native
+from cudafuture.testing.sim import _C as _native
 
 __all__ = ["Speeds", "clock", "set_speeds", "spend"]
 

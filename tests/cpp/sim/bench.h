@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/accelerator.h"
+#include "sim/runtime/accelerator.h"
 
 namespace sim::test {
 

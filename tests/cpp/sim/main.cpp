@@ -4,7 +4,7 @@
 #include <doctest/doctest.h>
 
 #include "../watchdog.h"
-#include "runtime/accelerator.h"
+#include "sim/runtime/accelerator.h"
 
 int main(int argc, char** argv) {
   native_tests::watch();

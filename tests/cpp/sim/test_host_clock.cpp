@@ -3,7 +3,7 @@
 
 #include "../together.h"
 #include "bench.h"
-#include "runtime/host_clock.h"
+#include "sim/runtime/host_clock.h"
 
 using namespace sim;
 using namespace sim::test;

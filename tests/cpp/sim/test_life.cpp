@@ -11,7 +11,7 @@
 
 #include "../together.h"
 #include "bench.h"
-#include "runtime/guard.h"
+#include "sim/runtime/guard.h"
 
 using namespace sim;
 using namespace sim::test;

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "bench.h"
-#include "runtime/shadow.h"
+#include "machine/shadow.h"
 
 using namespace sim;
 using namespace sim::test;
@@ -127,7 +127,7 @@ TEST_CASE("forget_seen() keeps accesses that the clock has not seen") {
   agents.touch(1, 0, 100, kRead);
   agents.touch(2, 0, 100, kRead);
   VectorClock seen;
-  seen.see({1, 1});
+  seen.tick(1);
   agents.shadow.forget_seen(0, 50, seen);
   CHECK(agents.touch(3, 0, 50, kWrite).size() == 1);
   CHECK(agents.touch(3, 50, 100, kWrite).size() == 2);

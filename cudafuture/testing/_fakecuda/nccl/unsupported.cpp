@@ -1,9 +1,0 @@
-#include "nccl/unsupported.h"
-
-#include "nccl/error.h"
-#include "nccl/group.h"
-
-extern "C" int fakenccl_unsupported(const char* function) {
-  return fakenccl::note(fakenccl::fail(
-      ncclInvalidUsage, std::string(function) + " is not supported: fake devices run no device code of NCCL."));
-}

@@ -1,0 +1,54 @@
+#include "sim/device/here.h"
+
+#include <functional>
+#include <string_view>
+#include <utility>
+
+namespace sim {
+namespace {
+
+StackHook take_stack = nullptr;
+FormatHook format_stack = nullptr;
+bool (*may_call)() noexcept = nullptr;
+bool (*is_interrupt)(const std::exception& error) noexcept = nullptr;
+
+class HostSite final : public Site {
+ public:
+  HostSite(const char* operation, std::string owned, HostStack stack)
+      : literal_(operation), owned_(std::move(owned)), stack_(std::move(stack)) {}
+
+  std::string operation() const override { return literal_ != nullptr ? literal_ : owned_; }
+  std::string stack() const override {
+    return stack_.frames == nullptr || format_stack == nullptr ? std::string() : format_stack(stack_.frames.get());
+  }
+  std::uint64_t place() const noexcept override {
+    if (stack_.frames == nullptr) return Site::place();
+    const std::string_view name = literal_ != nullptr ? std::string_view(literal_) : owned_;
+    return stack_.place ^ std::hash<std::string_view>{}(name);
+  }
+
+ private:
+  const char* literal_;
+  std::string owned_;
+  HostStack stack_;
+};
+
+HostStack stack_now() { return take_stack == nullptr ? HostStack() : take_stack(); }
+
+}  // namespace
+
+SitePtr here(const char* operation) { return std::make_shared<HostSite>(operation, std::string(), stack_now()); }
+SitePtr here(std::string operation) { return std::make_shared<HostSite>(nullptr, std::move(operation), stack_now()); }
+
+void set_stack_hooks(StackHook take, FormatHook format) noexcept {
+  take_stack = take;
+  format_stack = format;
+}
+
+bool may_call_python() noexcept { return may_call == nullptr || may_call(); }
+void set_may_call_python(bool (*may)() noexcept) noexcept { may_call = may; }
+
+bool is_interruption(const std::exception& error) noexcept { return is_interrupt != nullptr && is_interrupt(error); }
+void set_is_interruption(bool (*is)(const std::exception& error) noexcept) noexcept { is_interrupt = is; }
+
+}  // namespace sim
