@@ -168,7 +168,9 @@ check() (
   fresh/bin/python -m pip uninstall --quiet --yes setuptools
   site='import sysconfig; print(sysconfig.get_path("purelib"))'
   environment/bin/python -c "$site" >"$(fresh/bin/python -c "$site")/environment.pth"
-  fresh/bin/python -m pip install --no-index --find-links repaired cudafuture
+  # Without the settings of this machine's pip, which may hold torch to other releases.
+  unset PIP_CONSTRAINT PIP_FIND_LINKS
+  PIP_CONFIG_FILE=/dev/null fresh/bin/python -m pip install --no-index --find-links repaired cudafuture
   fresh/bin/python "$repository/tools/wheel_check.py" "$wheel"
   timeout -k 10 300 fresh/bin/cudafuture doctor --folder "$work"
 )
