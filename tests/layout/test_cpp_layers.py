@@ -2,8 +2,8 @@
 
 There are four native modules, and none includes from another, but for the interface of the core's module in ``api/``,
 whose headers need no other of its headers. The simulated accelerator and the libraries of fakecuda stand on
-``testing/machine/``. That, the simulated accelerator's ``runtime/``, and all of fakecuda but its ``operators/`` do not
-even see torch. In the
+``testing/machine/``. Only its ``operators/``, those of fakecuda, and the simulated accelerator above its ``runtime/`` see
+torch. In the
 modules of ``rpc_ext`` and of the c10d backend each header with its source is a layer, and so are the folders of the
 seals and of remote stores.
 """
@@ -42,15 +42,16 @@ LAYERS = {
     C10D: {"holder": set(), "work": {"holder"}, "backend": {"work"}, "module": {"backend", "work"}},
     TESTING: {
         "machine": set(),
+        "machine/operators": {"machine"},
         "sim/runtime": {"machine"},
         "sim/device": {"machine", "sim/runtime"},
-        "sim/ops": {"machine", "sim/device", "sim/runtime"},
-        "sim/bind": {"machine", "sim/device", "sim/ops", "sim/runtime"},
+        "sim/ops": {"machine", "machine/operators", "sim/device", "sim/runtime"},
+        "sim/bind": {"machine", "machine/operators", "sim/device", "sim/ops", "sim/runtime"},
         "fakecuda/devices": {"machine"},
         "fakecuda/cudart": {"fakecuda/devices", "machine"},
         "fakecuda/driver": {"fakecuda/cudart", "fakecuda/devices", "machine"},
         "fakecuda/control": {"fakecuda/cudart", "fakecuda/devices", "machine"},
-        "fakecuda/operators": {"fakecuda/devices", "machine"},
+        "fakecuda/operators": {"fakecuda/devices", "machine", "machine/operators"},
         "fakecuda/nccl": {"fakecuda/devices", "machine"},
     },
     RPC_NATIVE: {
@@ -121,7 +122,7 @@ PYTHON_HEADER = re.compile(
 )
 
 TORCH_HEADER = re.compile(r"(ATen|c10|caffe2|torch)/.*")
-KNOW_TORCH = {"sim/device", "sim/ops", "sim/bind", "fakecuda/operators"}
+KNOW_TORCH = {"machine/operators", "sim/device", "sim/ops", "sim/bind", "fakecuda/operators"}
 
 
 def needs_no_python(file: Path) -> bool:

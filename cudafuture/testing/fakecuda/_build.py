@@ -20,6 +20,7 @@ from pathlib import Path
 __all__ = ["BuildError", "Torch", "build", "installed_torch"]
 
 SOURCES = Path(__file__).resolve().parents[1]
+OPERATOR_PARTS = ("machine/operators", "fakecuda/operators")
 RUNTIME_PARTS = ("machine", "fakecuda/devices", "fakecuda/cudart", "fakecuda/driver", "fakecuda/control")
 RUNTIME = "libcudart.so.13"
 NCCL = "libnccl.so.2"
@@ -121,9 +122,7 @@ class _Build:
     def run(self) -> None:
         sys.stderr.write(f"fakecuda: building its libraries for torch {self._torch.version}, once\n")
         with ThreadPoolExecutor() as pool:
-            operators = pool.submit(
-                self._compile, "operators", self._sources("fakecuda/operators"), self._torch_flags()
-            )
+            operators = pool.submit(self._compile, "operators", self._sources(*OPERATOR_PARTS), self._torch_flags())
             self._build_runtime()
             self._build_nccl()
             operators.result()

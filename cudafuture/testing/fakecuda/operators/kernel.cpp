@@ -1,28 +1,12 @@
 #include "fakecuda/operators/kernel.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/ThreadLocalState.h>
 
-#include "fakecuda/operators/values.h"
+#include "machine/operators/plain_state.h"
 
 namespace fakecuda {
-namespace {
 
-const at::ThreadLocalState& initial_state() {
-  static const auto* const state = new at::ThreadLocalState;
-  return *state;
-}
-
-bool is_written(const c10::Argument& argument) {
-  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-}
-
-}  // namespace
-
-void remember_thread_state() { initial_state(); }
-
-OperatorKernel::OperatorKernel(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments) : op_(op) {
-  const auto& formal = op.schema().arguments();
+OperatorKernel::OperatorKernel(const Facts& facts, const Values& arguments) : facts_(facts) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     const c10::IValue& argument = arguments[i];
     if (argument.isDevice()) {
@@ -30,7 +14,7 @@ OperatorKernel::OperatorKernel(const c10::OperatorHandle& op, const std::vector<
     } else if (argument.isGenerator()) {
       arguments_.push_back(c10::IValue());  // the host's own
     } else {
-      const bool writes = is_written(formal[i]);
+      const bool writes = facts.arguments[i].written;
       arguments_.push_back(map_tensors(argument, [&](const at::Tensor& t) { return to_placeholder(t, writes); }));
     }
   }
@@ -54,37 +38,34 @@ at::Tensor OperatorKernel::to_placeholder(const at::Tensor& tensor, bool writes)
   return placeholder;
 }
 
-void OperatorKernel::add_results(size_t index, const std::vector<at::Tensor>& results) {
-  std::vector<Place> places;
-  for (const at::Tensor& result : results) {
-    places.emplace_back(result);
+void OperatorKernel::write_new(const c10::IValue& made) {
+  std::vector<Place>& places = made_.emplace_back();
+  each_tensor(made, [&](const at::Tensor& tensor) {
+    places.emplace_back(tensor);
     accesses_.push_back(places.back().access(true));
-  }
-  results_.emplace_back(index, std::move(places));
+  });
 }
 
-std::vector<c10::IValue> OperatorKernel::run() const {
-  const at::ThreadLocalStateGuard state(initial_state());
-  // Nor do the modes of Python apply, such as torch's sanitizer, which TORCH_CUDA_SANITIZER enables before this library
-  // is loaded: it has seen the operator, and is not made for several threads.
-  const c10::impl::ExcludeDispatchKeyGuard no_python(c10::python_ks);
-  const at::NoGradGuard no_grad;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  std::vector<at::Tensor> views;
-  for (const Place& place : places_) views.push_back(place.view());
-  const auto to_view = [&](const at::Tensor& t) {
-    return t.is_meta() ? views.at(index_of_.at(t.unsafeGetTensorImpl())) : t;
-  };
-  torch::jit::Stack stack;
-  for (const c10::IValue& argument : arguments_) stack.push_back(map_tensors(argument, to_view));
-  op_.callBoxed(&stack);
-  for (const auto& [index, places] : results_) {
-    size_t next = 0;
-    each_tensor(stack.at(index), [&, &to = places](const at::Tensor& t) {
-      const at::Tensor result = to.at(next++).view();
-      if (t.numel() != 0) result.copy_(t);  // the host's batch_norm returns no statistics in eval mode
-    });
-  }
+Values OperatorKernel::run() const {
+  Values stack;
+  run_apart([&] {
+    std::vector<at::Tensor> views;
+    for (const Place& place : places_) views.push_back(place.view());
+    const auto to_view = [&](const at::Tensor& t) {
+      return t.is_meta() ? views.at(index_of_.at(t.unsafeGetTensorImpl())) : t;
+    };
+    for (const c10::IValue& argument : arguments_) stack.push_back(map_tensors(argument, to_view));
+    facts_.op.callBoxed(&stack);
+    auto places = made_.begin();
+    for (size_t i = 0; i < stack.size() && places != made_.end(); ++i) {
+      if (facts_.returned[i] >= 0) continue;
+      auto place = (places++)->begin();
+      each_tensor(stack[i], [&](const at::Tensor& t) {
+        const at::Tensor result = (place++)->view();
+        if (t.numel() != 0) result.copy_(t);  // the host's batch_norm returns no statistics in eval mode
+      });
+    }
+  });
   return stack;
 }
 

@@ -6,12 +6,11 @@
 #include <c10/cuda/CUDAException.h>
 
 #include <exception>
-#include <map>
 #include <memory>
 #include <optional>
 
 #include "fakecuda/operators/kernel.h"
-#include "fakecuda/operators/values.h"
+#include "machine/operators/inference.h"
 
 extern "C" int fakecuda_device_error();
 
@@ -27,7 +26,7 @@ void* current_stream(c10::Device device) {
 }
 
 // The device of the arguments; torch's own kernels refuse several devices, and tensors of the host that are no scalars.
-c10::Device device_of(const c10::OperatorHandle& op, const std::vector<IValue>& arguments) {
+c10::Device device_of(const c10::OperatorHandle& op, const Values& arguments) {
   std::optional<c10::Device> device;
   for (const IValue& argument : arguments) {
     each_tensor(argument, [&](const at::Tensor& t) {
@@ -48,80 +47,48 @@ c10::Device device_of(const c10::OperatorHandle& op, const std::vector<IValue>& 
   return *device;
 }
 
-// The results of an operator, inferred with torch's kernels for tensors without data ("meta").
-class Inference {
- public:
-  Inference(const c10::OperatorHandle& op, const std::vector<IValue>& arguments);
-
-  // True if the results are known without the data.
-  bool succeeded = false;
-  // Gives arguments that the operator has resized their new sizes.
-  void resize_arguments() const;
-  // Returns the results on the device: arguments where they are arguments, new tensors otherwise.
-  std::vector<IValue> allocate(c10::Device device, OperatorKernel& kernel) const;
-
- private:
-  at::Tensor to_meta(const at::Tensor& tensor);
-
-  Stack results_;
-  std::map<c10::TensorImpl*, at::Tensor> metas_;      // by the argument
-  std::map<c10::TensorImpl*, at::Tensor> arguments_;  // by the meta tensor
-};
-
-Inference::Inference(const c10::OperatorHandle& op, const std::vector<IValue>& arguments) {
-  for (const IValue& argument : arguments) {
-    if (argument.isDevice()) {
-      results_.push_back(c10::Device(at::kMeta));
-    } else if (argument.isGenerator()) {
-      results_.push_back(IValue());
-    } else {
-      results_.push_back(map_tensors(argument, [&](const at::Tensor& t) { return to_meta(t); }));
-    }
-  }
-  try {
-    op.callBoxed(&results_);
-    succeeded = true;
-  } catch (const c10::NotImplementedError&) {
-  } catch (const c10::Error&) {
-    throw;                           // the arguments are wrong
-  } catch (const std::exception&) {  // of a kernel in Python: the results depend on the data
+// Gives arguments that the operator has resized their new sizes.
+void resize_written(const Values& arguments, const Results& results) {
+  for (const Results::Resized& resized : results.resized) {
+    size_t position = 0;
+    each_tensor(arguments[resized.argument], [&](const at::Tensor& tensor) {
+      if (position++ == resized.position) tensor.resize_(resized.layout.sizes);
+    });
   }
 }
 
-at::Tensor Inference::to_meta(const at::Tensor& tensor) {
-  if (!tensor.is_cuda()) return tensor;
-  at::Tensor& meta = metas_[tensor.unsafeGetTensorImpl()];
-  if (meta.defined()) return meta;
-  meta = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
-  arguments_[meta.unsafeGetTensorImpl()] = tensor;
-  return meta;
+at::Tensor allocate(c10::Device device, const TensorLayout& layout) {
+  if (!layout.defined) return {};
+  return at::empty_strided(layout.sizes, layout.strides, at::TensorOptions().dtype(layout.dtype).device(device));
 }
 
-void Inference::resize_arguments() const {
-  for (const auto& [meta, argument] : arguments_) {
-    if (argument.sizes() != meta->sizes()) argument.resize_(meta->sizes());
-  }
+IValue allocate(c10::Device device, const Results::New& made) {
+  if (!made.is_list) return allocate(device, made.layouts.front());
+  c10::List<at::Tensor> list;
+  for (const TensorLayout& layout : made.layouts) list.push_back(allocate(device, layout));
+  return list;
 }
 
-std::vector<IValue> Inference::allocate(c10::Device device, OperatorKernel& kernel) const {
-  std::vector<IValue> returns;
-  for (size_t i = 0; i < results_.size(); ++i) {
-    std::vector<at::Tensor> made;
-    returns.push_back(map_tensors(results_[i], [&](const at::Tensor& meta) {
-      if (!meta.is_meta()) return meta;
-      const auto argument = arguments_.find(meta.unsafeGetTensorImpl());
-      if (argument != arguments_.end()) return argument->second;
-      return made.emplace_back(at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(device)));
-    }));
-    if (!made.empty()) kernel.add_results(i, made);
+// Returns the new tensors of the device that the kernel will write, one value for each return that is new.
+Values allocate(c10::Device device, const Results& results, OperatorKernel& kernel) {
+  Values made;
+  for (const Results::New& result : results.made) kernel.write_new(made.emplace_back(allocate(device, result)));
+  return made;
+}
+
+// Returns the returns of an operator: each is an argument, or is new.
+Values returns_of(const Facts& facts, const Values& arguments, Values&& made) {
+  Values returns;
+  size_t next = 0;
+  for (const int argument : facts.returned) {
+    returns.push_back(argument < 0 ? std::move(made[next++]) : arguments[static_cast<size_t>(argument)]);
   }
   return returns;
 }
 
 // Runs the kernel and waits for it, since only its results say what they are.
-std::vector<IValue> run_and_wait(const OperatorKernel& kernel, c10::Device device) {
-  std::vector<IValue> results;
+Values run_and_wait(const OperatorKernel& kernel, c10::Device device) {
+  Values results;
   std::exception_ptr error;
   fakecuda_launch(current_stream(device), kernel.name(), kernel.accesses(), [&] {
     try {
@@ -146,22 +113,14 @@ IValue to_argument(const IValue& argument, const IValue& result) {
   return argument;
 }
 
-// The results of a kernel that ran, on the device; where a result is an argument of the operator, that one.
-std::vector<IValue> to_device(const c10::OperatorHandle& op, const std::vector<IValue>& arguments,
-                              const std::vector<IValue>& results, c10::Device device) {
-  const auto& formal = op.schema().arguments();
-  std::vector<IValue> returns;
+// Returns the returns of a kernel that ran: arguments, resized as it resized them, and new tensors of the device.
+Values to_device(const Facts& facts, const Values& arguments, const Values& results, c10::Device device) {
+  Values returns;
   for (size_t i = 0; i < results.size(); ++i) {
-    const auto* const alias = op.schema().returns()[i].alias_info();
-    if (alias == nullptr) {
-      returns.push_back(map_tensors(results[i], [&](const at::Tensor& t) { return t.to(device); }));
-      continue;
-    }
-    for (size_t a = 0; a < arguments.size(); ++a) {
-      if (const auto* const other = formal[a].alias_info(); other != nullptr && *other == *alias) {
-        returns.push_back(to_argument(arguments[a], results[i]));
-      }
-    }
+    const int argument = facts.returned[i];
+    returns.push_back(argument < 0 ? map_tensors(
+                                         results[i], [&](const at::Tensor& t) { return t.to(device); })
+                                   : to_argument(arguments[static_cast<size_t>(argument)], results[i]));
   }
   return returns;
 }
@@ -172,19 +131,19 @@ std::vector<IValue> to_device(const c10::OperatorHandle& op, const std::vector<I
 void redirect(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   C10_CUDA_CHECK(static_cast<cudaError_t>(fakecuda_device_error()));
   const size_t first = stack->size() - op.schema().arguments().size();
-  const std::vector<IValue> arguments(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
+  const Values arguments(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
+  const Facts& facts = facts_of(op);
   const c10::Device device = device_of(op, arguments);
   const c10::DeviceGuard on_device(device);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const Inference inference(op, arguments);
-  std::vector<IValue> returns;
-  if (inference.succeeded) {
-    inference.resize_arguments();
-    auto kernel = std::make_shared<OperatorKernel>(op, arguments);
-    returns = inference.allocate(device, *kernel);
+  Values returns;
+  if (const auto results = infer(facts, arguments); results != nullptr) {
+    resize_written(arguments, *results);
+    auto kernel = std::make_shared<OperatorKernel>(facts, arguments);
+    returns = returns_of(facts, arguments, allocate(device, *results, *kernel));
     fakecuda_launch(current_stream(device), kernel->name(), kernel->accesses(), [kernel] { kernel->run(); });
   } else {
-    returns = to_device(op, arguments, run_and_wait(OperatorKernel(op, arguments), device), device);
+    returns = to_device(facts, arguments, run_and_wait(OperatorKernel(facts, arguments), device), device);
   }
   stack->resize(first);
   for (IValue& value : returns) stack->push_back(std::move(value));

@@ -67,7 +67,6 @@ struct NoWarnings : c10::WarningHandler {
 
 // Returns how many operators were redirected.
 int redirect_all() {
-  remember_thread_state();
   NoWarnings no_warnings;  // torch warns of each kernel that is replaced
   const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
   static auto* const library =

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "machine/operators/plain_state.h"
 #include "sim/bind/sleep.h"
 #include "sim/bind/stacks.h"
 #include "sim/device/autograd.h"
@@ -23,7 +24,6 @@
 #include "sim/device/hooks.h"
 #include "sim/device/host_clock.h"
 #include "sim/device/memory.h"
-#include "sim/device/run.h"
 #include "sim/ops/host_watch.h"
 #include "sim/runtime/guard.h"
 #include "sim/runtime/host_clock.h"

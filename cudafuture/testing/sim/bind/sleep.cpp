@@ -7,7 +7,7 @@
 
 #include <exception>
 
-#include "sim/device/here.h"
+#include "machine/operators/python_calls.h"
 #include "sim/runtime/accelerator.h"
 
 namespace sim {

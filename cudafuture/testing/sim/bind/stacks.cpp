@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "machine/operators/python_calls.h"
 #include "sim/device/here.h"
 
 namespace sim {

@@ -9,8 +9,6 @@ namespace {
 
 StackHook take_stack = nullptr;
 FormatHook format_stack = nullptr;
-bool (*may_call)() noexcept = nullptr;
-bool (*is_interrupt)(const std::exception& error) noexcept = nullptr;
 
 class HostSite final : public Site {
  public:
@@ -44,11 +42,5 @@ void set_stack_hooks(StackHook take, FormatHook format) noexcept {
   take_stack = take;
   format_stack = format;
 }
-
-bool may_call_python() noexcept { return may_call == nullptr || may_call(); }
-void set_may_call_python(bool (*may)() noexcept) noexcept { may_call = may; }
-
-bool is_interruption(const std::exception& error) noexcept { return is_interrupt != nullptr && is_interrupt(error); }
-void set_is_interruption(bool (*is)(const std::exception& error) noexcept) noexcept { is_interrupt = is; }
 
 }  // namespace sim

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <string>
 
@@ -23,14 +22,5 @@ struct HostStack {
 using StackHook = HostStack (*)();
 using FormatHook = std::string (*)(const void* stack);
 void set_stack_hooks(StackHook take, FormatHook format) noexcept;
-
-// True if this thread may run code of the embedding language, such as a meta kernel that is written in it. A thread
-// that the language does not know may not: it could wait for the lock of a thread that waits for it.
-bool may_call_python() noexcept;
-void set_may_call_python(bool (*may)() noexcept) noexcept;
-
-// True if the embedding language has interrupted the operation, as Ctrl-C does. Then no fallback may be tried.
-bool is_interruption(const std::exception& error) noexcept;
-void set_is_interruption(bool (*is)(const std::exception& error) noexcept) noexcept;
 
 }  // namespace sim

@@ -7,13 +7,13 @@
 #include <optional>
 #include <utility>
 
+#include "machine/operators/inference.h"
+#include "machine/operators/values.h"
 #include "sim/device/current.h"
 #include "sim/device/here.h"
 #include "sim/ops/immediate.h"
-#include "sim/ops/inference.h"
 #include "sim/ops/operator_task.h"
 #include "sim/ops/tensors.h"
-#include "sim/ops/values.h"
 
 namespace sim {
 namespace {

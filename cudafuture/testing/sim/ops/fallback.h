@@ -9,9 +9,9 @@
 
 #include <functional>
 
+#include "machine/operators/facts.h"
+#include "machine/operators/values.h"
 #include "sim/ops/access_list.h"
-#include "sim/ops/facts.h"
-#include "sim/ops/values.h"
 #include "sim/runtime/accelerator.h"
 
 namespace sim {

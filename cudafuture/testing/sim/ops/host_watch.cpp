@@ -10,11 +10,11 @@
 #include <string_view>
 #include <utility>
 
+#include "machine/operators/facts.h"
+#include "machine/operators/values.h"
 #include "sim/device/here.h"
 #include "sim/ops/access_list.h"
-#include "sim/ops/facts.h"
 #include "sim/ops/tensors.h"
-#include "sim/ops/values.h"
 
 namespace sim {
 namespace {

@@ -4,14 +4,14 @@
 
 #include <utility>
 
+#include "machine/operators/layout.h"
+#include "machine/operators/plain_state.h"
+#include "machine/operators/values.h"
 #include "sim/device/current.h"
-#include "sim/device/run.h"
 #include "sim/ops/copy.h"
 #include "sim/ops/fallback.h"
-#include "sim/ops/layout.h"
 #include "sim/ops/operator_task.h"
 #include "sim/ops/tensors.h"
-#include "sim/ops/values.h"
 
 namespace sim {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <c10/util/ArrayRef.h>
 
-#include "sim/ops/facts.h"
-#include "sim/ops/values.h"
+#include "machine/operators/facts.h"
+#include "machine/operators/values.h"
 
 namespace sim {
 

@@ -5,11 +5,11 @@
 
 #include <cstddef>
 
+#include "machine/operators/values.h"
 #include "sim/device/generator.h"
 #include "sim/ops/host_tensor.h"
 #include "sim/ops/host_watch.h"
 #include "sim/ops/randomness.h"
-#include "sim/ops/values.h"
 #include "sim/runtime/accelerator.h"
 
 namespace sim {

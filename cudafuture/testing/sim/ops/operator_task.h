@@ -8,10 +8,10 @@
 #include <optional>
 #include <vector>
 
+#include "machine/operators/facts.h"
+#include "machine/operators/values.h"
 #include "sim/ops/access_list.h"
 #include "sim/ops/alias.h"
-#include "sim/ops/facts.h"
-#include "sim/ops/values.h"
 
 namespace sim {
 

@@ -1,4 +1,4 @@
-#include "sim/device/run.h"
+#include "machine/operators/plain_state.h"
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -7,7 +7,7 @@
 
 #include <thread>
 
-namespace sim {
+namespace machine {
 namespace {
 
 // Returns the state of a new thread, in which nothing has been set.
@@ -30,4 +30,4 @@ void run_apart(const std::function<void()>& run) {
   run();
 }
 
-}  // namespace sim
+}  // namespace machine

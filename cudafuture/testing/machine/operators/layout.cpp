@@ -1,8 +1,8 @@
-#include "sim/ops/layout.h"
+#include "machine/operators/layout.h"
 
 #include <algorithm>
 
-namespace sim {
+namespace machine {
 namespace {
 
 // Strides for new memory. Those of an expanded tensor would make elements share it.
@@ -27,4 +27,4 @@ TensorLayout::TensorLayout(const at::Tensor& tensor) {
   strides = dense_strides(tensor);
 }
 
-}  // namespace sim
+}  // namespace machine

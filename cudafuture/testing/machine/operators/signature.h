@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <unordered_map>
 
-namespace sim {
+namespace machine {
 
 struct Facts;
 using Signature = c10::SmallVector<std::int64_t, 40>;
@@ -32,4 +32,4 @@ struct HashSignature {
 template <class T>
 using SignatureMap = std::unordered_map<Signature, T, HashSignature>;
 
-}  // namespace sim
+}  // namespace machine

@@ -3,9 +3,9 @@
 
 #include <functional>
 
-namespace sim {
+namespace machine {
 
 // Grad mode, autocast, dispatch modes and profilers of the thread are put aside while `run` runs.
 void run_apart(const std::function<void()>& run);
 
-}  // namespace sim
+}  // namespace machine

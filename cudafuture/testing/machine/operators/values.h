@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-namespace sim {
+namespace machine {
 
 using Values = std::vector<c10::IValue>;
 
@@ -65,4 +65,4 @@ c10::IValue map_tensors(const c10::IValue& value, F&& f) {
   return value;
 }
 
-}  // namespace sim
+}  // namespace machine

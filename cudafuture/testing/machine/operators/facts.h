@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "sim/ops/layout.h"
-#include "sim/ops/signature.h"
+#include "machine/operators/layout.h"
+#include "machine/operators/signature.h"
 
-namespace sim {
+namespace machine {
 
 struct Argument {
   bool written = false;    // out=, in place, or behind the schema's back
@@ -51,4 +51,4 @@ struct Facts {
 const Facts& facts_of(const c10::OperatorHandle& op);
 const Facts& facts_of(const char* name, const char* overload = "");
 
-}  // namespace sim
+}  // namespace machine

@@ -1,13 +1,13 @@
-#include "sim/ops/signature.h"
+#include "machine/operators/signature.h"
 
 #include <bit>
 #include <functional>
 #include <string_view>
 
-#include "sim/ops/facts.h"
-#include "sim/ops/values.h"
+#include "machine/operators/facts.h"
+#include "machine/operators/values.h"
 
-namespace sim {
+namespace machine {
 namespace {
 
 enum Tag : std::int64_t {
@@ -102,4 +102,4 @@ bool write_signature(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, S
   return true;
 }
 
-}  // namespace sim
+}  // namespace machine

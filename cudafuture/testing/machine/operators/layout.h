@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace sim {
+namespace machine {
 
 struct TensorLayout {
   TensorLayout() = default;  // of no tensor
@@ -36,4 +36,4 @@ struct Results {
   std::vector<Resized> resized;
 };
 
-}  // namespace sim
+}  // namespace machine

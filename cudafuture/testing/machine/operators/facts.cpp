@@ -1,4 +1,4 @@
-#include "sim/ops/facts.h"
+#include "machine/operators/facts.h"
 
 #include <algorithm>
 #include <array>
@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
-namespace sim {
+namespace machine {
 namespace {
 
 constexpr std::size_t kMostShapes = 4096;  // a program whose shapes never repeat must not fill the memory
@@ -136,4 +136,4 @@ const Facts& facts_of(const char* name, const char* overload) {
   return facts_of(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
 }
 
-}  // namespace sim
+}  // namespace machine

@@ -6,11 +6,11 @@
 
 #include <memory>
 
-#include "sim/ops/facts.h"
+#include "machine/operators/facts.h"
 
-namespace sim {
+namespace machine {
 
 // Null: only running it will tell.
 std::shared_ptr<const Results> infer(const Facts& facts, c10::ArrayRef<c10::IValue> arguments);
 
-}  // namespace sim
+}  // namespace machine

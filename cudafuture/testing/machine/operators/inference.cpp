@@ -1,4 +1,4 @@
-#include "sim/ops/inference.h"
+#include "machine/operators/inference.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
@@ -8,11 +8,11 @@
 #include <utility>
 #include <vector>
 
-#include "sim/device/here.h"
-#include "sim/device/run.h"
-#include "sim/ops/values.h"
+#include "machine/operators/plain_state.h"
+#include "machine/operators/python_calls.h"
+#include "machine/operators/values.h"
 
-namespace sim {
+namespace machine {
 namespace {
 
 at::Tensor meta_of(const at::Tensor& tensor) {
@@ -142,4 +142,4 @@ std::shared_ptr<const Results> infer(const Facts& facts, c10::ArrayRef<c10::IVal
   return results->known ? results : nullptr;
 }
 
-}  // namespace sim
+}  // namespace machine
