@@ -12,7 +12,7 @@
 #include <set>
 #include <utility>
 
-#include "core/capture.h"
+#include "core/device_functions.h"
 #include "fake_runtime.h"
 
 namespace cudafuture::fake {
@@ -220,7 +220,9 @@ at::Tensor tensor_on(c10::Device device) {
 
 void Accelerator::install() {
   c10::impl::registerDeviceGuard(c10::DeviceType::PrivateUse1, new Guard);
-  set_capture_of(c10::DeviceType::PrivateUse1, &Accelerator::capture_of);
+  DeviceFunctions functions;
+  functions.capture_of = &Accelerator::capture_of;
+  set_device_functions(c10::DeviceType::PrivateUse1, functions);
 }
 
 Accelerator& Accelerator::get() {

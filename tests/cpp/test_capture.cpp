@@ -3,6 +3,7 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "core/device_functions.h"
 #include "fake_device.h"
 #include "rules.h"
 
@@ -19,10 +20,13 @@ constexpr bool torch_knows_captures =
 // A scope in which the accelerator has no function that returns the numbers of captures.
 class WithoutNumbers {
  public:
-  WithoutNumbers() { set_capture_of(c10::DeviceType::PrivateUse1, nullptr); }
-  ~WithoutNumbers() { set_capture_of(c10::DeviceType::PrivateUse1, Accelerator::capture_of); }
+  WithoutNumbers() { set_device_functions(c10::DeviceType::PrivateUse1, {}); }
+  ~WithoutNumbers() { set_device_functions(c10::DeviceType::PrivateUse1, before_); }
   WithoutNumbers(const WithoutNumbers&) = delete;
   WithoutNumbers& operator=(const WithoutNumbers&) = delete;
+
+ private:
+  const DeviceFunctions before_ = device_functions(c10::DeviceType::PrivateUse1);
 };
 
 }  // namespace

@@ -51,7 +51,7 @@ def function(capsule: Any, name: bytes, result: Any, *arguments: Any) -> Any:
 def relax_capture() -> Iterator[None]:
     """Put the calling thread into relaxed capture mode for a scope."""
     exchange = function(
-        _C.exchange_capture_mode(), b"exchange_capture_mode", ctypes.c_int, ctypes.POINTER(ctypes.c_int)
+        _C.device_functions()["exchange_capture_mode"], b"exchange_capture_mode", ctypes.c_int, ctypes.POINTER(ctypes.c_int)
     )
     mode = ctypes.c_int(RELAXED)
     exchange(ctypes.byref(mode))
@@ -62,7 +62,7 @@ def relax_capture() -> Iterator[None]:
 
 
 def capture_of(stream: torch.Stream) -> int:
-    number = function(_C.capture_of(), b"capture_of", ctypes.c_uint64, ctypes.c_int, ctypes.c_int64)
+    number = function(_C.device_functions()["capture_of"], b"capture_of", ctypes.c_uint64, ctypes.c_int, ctypes.c_int64)
     return int(number(stream.device_index, stream.stream_id))
 
 

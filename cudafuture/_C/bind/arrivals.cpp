@@ -63,7 +63,7 @@ class PyArrivals {
       std::size_t position = 0;
       if (arrivals_->take(position)) {
         nb::object future = outstanding_->take(position);
-        join_host_time(core_of(future).completed_at());
+        core_of(future).observe();
         return future;
       }
       const FuturePtr signal = arrivals_->next(outstanding_);

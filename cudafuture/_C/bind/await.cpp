@@ -57,7 +57,7 @@ PyObject* await_slot(PyObject* self) noexcept {
     if (future.state() == State::completed && future.events().empty() && future.late_error() == nullptr) {
       Done* done = PyObject_New(Done, done_type);
       if (done == nullptr) return nullptr;
-      join_host_time(future.completed_at());
+      future.observe();
       done->value = result_of(future).release().ptr();
       return reinterpret_cast<PyObject*>(done);
     }

@@ -140,7 +140,7 @@ nb::object value(PyFuture& self) {
   if (!self.core->done()) {
     raise_error("InvalidStateError", "value(): the future is pending; wait() for it, or ask done() first");
   }
-  join_host_time(self.core->completed_at());
+  self.core->observe();
   return value_or_raise(*self.core);
 }
 

@@ -2,10 +2,12 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <memory>
+#include <type_traits>
 
 #include "bind/errors.h"
 #include "bind/future.h"
 #include "core/capture.h"
+#include "core/device_functions.h"
 #include "core/own_streams.h"
 #include "core/pinned_memory.h"
 #include "core/stream_pool.h"
@@ -92,41 +94,24 @@ void bind_streams(nb::module_& m) {
     mark_library_thread();
     relax_library_thread();
   });
-  // `exchange`: a capsule of the function, as a simulated accelerator provides it.
-  m.def(
-      "set_exchange_capture_mode",
-      [](nb::handle device, const nb::capsule& exchange) {
-        set_exchange_capture_mode(device_from(device).type(), reinterpret_cast<ExchangeCaptureMode>(exchange.data()));
-      },
-      nb::arg("device"), nb::arg("exchange"));
-  // `capture`: a capsule of the function, as a simulated accelerator provides it.
-  m.def(
-      "set_capture_of",
-      [](nb::handle device, const nb::capsule& capture) {
-        set_capture_of(device_from(device).type(), reinterpret_cast<CaptureOf>(capture.data()));
-      },
-      nb::arg("device"), nb::arg("capture"));
-  // `is_idle`: a capsule of the function, as a simulated accelerator provides it.
-  m.def(
-      "set_is_idle",
-      [](nb::handle device, const nb::capsule& is_idle) {
-        set_is_idle(device_from(device).type(), reinterpret_cast<IsIdle>(is_idle.data()));
-      },
-      nb::arg("device"), nb::arg("is_idle"));
-  // `time`: a capsule of the function, as a simulated accelerator provides it.
-  m.def(
-      "set_event_time",
-      [](nb::handle device, const nb::capsule& time) {
-        set_event_time(device_from(device).type(), reinterpret_cast<EventTime>(time.data()));
-      },
-      nb::arg("device"), nb::arg("time"));
-  // `make`: a capsule of the function, as a simulated accelerator provides it.
-  m.def(
-      "set_make_stream",
-      [](nb::handle device, const nb::capsule& make) {
-        set_make_stream(device_from(device).type(), reinterpret_cast<MakeStream>(make.data()));
-      },
-      nb::arg("device"), nb::arg("make"));
+  // Each function is a capsule that has its name, as a simulated accelerator provides it.
+  m.def("set_device_functions", [](nb::handle device, const nb::kwargs& functions) {
+    DeviceFunctions wanted;
+    const auto take = [&](const char* name, auto& function) {
+      if (functions.contains(name)) {
+        function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(
+            nb::cast<nb::capsule>(functions[name]).data(name));
+      }
+    };
+    take("make_stream", wanted.make_stream);
+    take("is_idle", wanted.is_idle);
+    take("capture_of", wanted.capture_of);
+    take("exchange_capture_mode", wanted.exchange_capture_mode);
+    take("event_time", wanted.event_time);
+    take("host_now", wanted.host_now);
+    take("host_join", wanted.host_join);
+    set_device_functions(device_from(device).type(), wanted);
+  });
   m.def("has_context", [](nb::handle device) { return has_context(device_with_streams(device)); }, nb::arg("device"));
   m.def("any_device_with_streams", any_device_with_streams);
 }

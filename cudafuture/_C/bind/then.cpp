@@ -160,7 +160,7 @@ void Then::refuse(Future& parent, nb::object error) noexcept {
 void Then::join_host_clock_of(Future& parent) const noexcept {
   if (!has_host_clock()) return;
   join_host_time(attached_at_);
-  join_host_time(parent.completed_at());
+  parent.observe();
   if (after_devices && stands(SyncEdge::then_when_ready)) parent.device_work_finished();
 }
 

@@ -242,7 +242,7 @@ bool wait_while_pending(Future& future, const Deadline& deadline) {
 [[gnu::cold, gnu::noinline]] bool traced_wait_until_done(Future& future, const Deadline& deadline) {
   const ThreadActivity waiting(ThreadActivity::Kind::wait, future, nullptr, calling_line(), deadline.has_value());
   if (!future.done() && !wait_while_pending(future, deadline)) return false;
-  join_host_time(future.completed_at());
+  future.observe();
   return true;
 }
 
@@ -250,7 +250,7 @@ bool try_wait_until_done(Future& future, const Deadline& deadline) {
   if (is_traced() && has_host_clock()) [[unlikely]]
     return traced_wait_until_done(future, deadline);
   if (!future.done() && !wait_while_pending(future, deadline)) return false;
-  join_host_time(future.completed_at());
+  future.observe();
   return true;
 }
 

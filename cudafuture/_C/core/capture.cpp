@@ -2,10 +2,9 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <array>
-#include <atomic>
 #include <utility>
 
+#include "core/device_functions.h"
 #include "core/device_runtime.h"
 
 namespace cudafuture {
@@ -20,12 +19,7 @@ constexpr std::uint64_t kSomeCapture = 1;
 using CaptureInfo = int (*)(void* stream, int* status, unsigned long long* id, void* graph, void* dependencies,
                             void* edges, void* count);
 using GetLastError = int (*)();
-
-template <class Function>
-using PerType = std::array<std::atomic<Function>, c10::COMPILE_TIME_MAX_DEVICE_TYPES>;
-
-PerType<ExchangeCaptureMode> exchange_functions{};
-PerType<CaptureOf> capture_functions{};
+using ExchangeCaptureMode = decltype(DeviceFunctions::exchange_capture_mode);
 
 // Removes the error that a failed call left: otherwise the next check of a kernel launch raises it (pytorch's
 // C10_CUDA_KERNEL_LAUNCH_CHECK).
@@ -40,7 +34,7 @@ ExchangeCaptureMode exchange_mode(c10::DeviceType type) noexcept {
                                                                           "hipThreadExchangeStreamCaptureMode");
     return found;
   }
-  return exchange_functions[static_cast<std::size_t>(type)].load(std::memory_order_acquire);
+  return device_functions(type).exchange_capture_mode;
 }
 
 CaptureInfo find_capture_info() noexcept {
@@ -74,7 +68,7 @@ std::uint64_t ask(const Guard& guard, const c10::Stream& stream) {
       return capture_in_runtime(info, guard.getStreamNativeHandle(stream));
     }
   }
-  if (const CaptureOf capture = capture_functions[static_cast<std::size_t>(type)].load(std::memory_order_acquire)) {
+  if (const auto capture = device_functions(type).capture_of) {
     return capture(stream.device_index(), stream.id());
   }
   if constexpr (requires { guard.isStreamCapturing(stream); }) {
@@ -88,14 +82,6 @@ std::uint64_t ask(const Guard& guard, const c10::Stream& stream) {
 
 std::uint64_t capture_of(const c10::Stream& stream) {
   return ask(*c10::impl::getDeviceGuardImpl(stream.device_type()), stream);
-}
-
-void set_exchange_capture_mode(c10::DeviceType type, ExchangeCaptureMode exchange) noexcept {
-  exchange_functions[static_cast<std::size_t>(type)].store(exchange, std::memory_order_release);
-}
-
-void set_capture_of(c10::DeviceType type, CaptureOf capture) noexcept {
-  capture_functions[static_cast<std::size_t>(type)].store(capture, std::memory_order_release);
 }
 
 namespace {
@@ -118,11 +104,10 @@ void relax_captures(c10::DeviceType type) noexcept {
   if (exchange != nullptr && exchange(&mode) != 0 && type == c10::DeviceType::CUDA) clear_last_error();
 }
 
-BesideCaptures::BesideCaptures(c10::DeviceType type) noexcept : type_(type) {
-  const ExchangeCaptureMode exchange = exchange_mode(type);
+BesideCaptures::BesideCaptures(c10::DeviceType type) noexcept : exchange_(exchange_mode(type)) {
   int mode = kRelaxed;
-  if (exchange == nullptr) return;
-  if (exchange(&mode) == 0) {
+  if (exchange_ == nullptr) return;
+  if (exchange_(&mode) == 0) {
     before_ = mode;
   } else if (type == c10::DeviceType::CUDA) {
     clear_last_error();
@@ -130,7 +115,7 @@ BesideCaptures::BesideCaptures(c10::DeviceType type) noexcept : type_(type) {
 }
 
 BesideCaptures::~BesideCaptures() {
-  if (before_ >= 0) exchange_mode(type_)(&before_);
+  if (before_ >= 0) exchange_(&before_);
 }
 
 }  // namespace cudafuture

@@ -28,8 +28,8 @@ class BesideCaptures {
   BesideCaptures& operator=(const BesideCaptures&) = delete;
 
  private:
-  c10::DeviceType type_;
-  int before_ = -1;  // the thread's mode outside the scope; -1: unchanged
+  int (*exchange_)(int* mode);  // null: the devices have no capture modes
+  int before_ = -1;             // the thread's mode outside the scope; -1: unchanged
 };
 
 // Tells that the calling thread is one of the library's. relax_captures() then applies to it.
@@ -42,18 +42,5 @@ void relax_captures(c10::DeviceType type) noexcept;
 
 // True in a thread of the library that is not in relaxed mode yet.
 bool may_end_captures() noexcept;
-
-// Exchanges the calling thread's capture mode, as cudaThreadExchangeStreamCaptureMode does: `*mode` is the new mode,
-// and receives the old one. Returns 0 on success.
-using ExchangeCaptureMode = int (*)(int* mode);
-
-// Sets the exchange function for a device type. CUDA's comes with torch; a simulated accelerator brings its own.
-void set_exchange_capture_mode(c10::DeviceType type, ExchangeCaptureMode exchange) noexcept;
-
-// Returns the number of the capture of a stream, as capture_of() does.
-using CaptureOf = std::uint64_t (*)(int device, std::int64_t stream_id);
-
-// Sets that function for a device type. CUDA's runtime has one; a simulated accelerator brings its own. Null: none.
-void set_capture_of(c10::DeviceType type, CaptureOf capture) noexcept;
 
 }  // namespace cudafuture

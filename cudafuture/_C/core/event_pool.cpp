@@ -2,14 +2,12 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include <array>
-#include <atomic>
 #include <limits>
 #include <utility>
 
 #include "core/capture.h"
+#include "core/device_functions.h"
 #include "core/error.h"
-#include "core/host_clock.h"
 #include "core/process.h"
 #include "core/sync_edge.h"
 #include "core/trace.h"
@@ -38,22 +36,12 @@ class Current {
   bool is_changed_ = false;
 };
 
-std::array<std::atomic<EventTime>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> event_times{};
-
-EventTime event_time_of(c10::DeviceType type) noexcept {
-  return event_times[static_cast<std::size_t>(type)].load(std::memory_order_acquire);
-}
-
 }  // namespace
-
-void set_event_time(c10::DeviceType type, EventTime time) noexcept {
-  event_times[static_cast<std::size_t>(type)].store(time, std::memory_order_release);
-}
 
 DeviceEventPtr DeviceEvent::record(const c10::Stream& stream) {
   const c10::Device device = stream.device();
   const Current guard(device, SyncEdge::guard_record);  // also for the event's destruction, if recording fails
-  const bool is_timed = is_traced() && event_time_of(device.type()) == nullptr;
+  const bool is_timed = is_traced() && device_functions(device.type()).event_time == nullptr;
   c10::Event event =
       EventPool::get().acquire(device, is_timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
   const std::int64_t recorded_at = is_timed ? monotonic_nanoseconds() : 0;
@@ -68,7 +56,7 @@ double DeviceEvent::seconds_since(const DeviceEvent& earlier) const {
 }
 
 std::optional<double> DeviceEvent::virtual_time() const {
-  const EventTime time = event_time_of(device_.type());
+  const auto time = device_functions(device_.type()).event_time;
   if (time == nullptr || !has_host_clock()) return std::nullopt;
   return time(event_.eventId());
 }

@@ -67,12 +67,6 @@ class DeviceEvent final : public c10::intrusive_ptr_target {
 };
 using DeviceEventPtr = c10::intrusive_ptr<DeviceEvent>;
 
-// Returns the virtual time, in seconds, at which an event of a simulated accelerator is reached, known when it is
-// recorded. The call orders nothing, and lets no work run. `event`: as c10::Event::eventId() returns it.
-using EventTime = double (*)(void* event);
-// Sets that function for a device type. Null: none.
-void set_event_time(c10::DeviceType type, EventTime time) noexcept;
-
 // Lock: mutex_ guards the free lists; no device call is made under it.
 class EventPool {
  public:

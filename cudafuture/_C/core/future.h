@@ -160,6 +160,8 @@ class Future final : public c10::intrusive_ptr_target {
   const EventSet& events() const noexcept { return events_; }
   // The time of completion, in the virtual time of host threads: no earlier than the future's creation.
   const HostTime& completed_at() const noexcept { return completed_at_; }
+  // Orders the calling thread, which has seen that the future is done, after its completion in virtual time.
+  void observe() const noexcept { join_host_time(completed_at_); }
   // Returns the devices that the value may use: the bounding set, otherwise the devices of the events. Empty while the
   // future is pending and unbounded. Any thread may call this at any time.
   std::vector<c10::Device> devices() const;

@@ -5,18 +5,17 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
+#include <cstdint>
 
 #include "core/capture.h"
+#include "core/device_functions.h"
 #include "core/device_runtime.h"
 #include "core/process.h"
 
 namespace cudafuture {
 namespace {
 
-std::array<std::atomic<MakeStream>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> make_stream_of{};
-
+using MakeStream = decltype(DeviceFunctions::make_stream);
 using CreateStream = int (*)(void** stream, unsigned flags, int priority);
 
 // Null if no runtime of CUDA or HIP can be reached, as where torch links it statically.
@@ -37,14 +36,10 @@ std::int64_t make_cuda_stream(int device, int priority) {
 
 MakeStream maker_for(c10::DeviceType type) noexcept {
   if (type == c10::DeviceType::CUDA) return create_cuda_stream() == nullptr ? nullptr : make_cuda_stream;
-  return make_stream_of[static_cast<std::size_t>(type)].load(std::memory_order_acquire);
+  return device_functions(type).make_stream;
 }
 
 }  // namespace
-
-void set_make_stream(c10::DeviceType type, MakeStream make) noexcept {
-  make_stream_of[static_cast<std::size_t>(type)].store(make, std::memory_order_release);
-}
 
 OwnStreams& OwnStreams::get() noexcept {
   static auto* const streams = new OwnStreams;

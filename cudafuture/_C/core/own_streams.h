@@ -8,15 +8,10 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
-#include <cstdint>
 #include <mutex>
 #include <vector>
 
 namespace cudafuture {
-
-// Creates a stream of the priority on the device with that index, and returns its id for c10; throws on failure.
-using MakeStream = std::int64_t (*)(int device, int priority);
-void set_make_stream(c10::DeviceType type, MakeStream make) noexcept;
 
 // Lock: mutex_ guards the list; no device call is made under it.
 class OwnStreams {

@@ -15,6 +15,7 @@
 #include <tuple>
 
 #include "core/capture.h"
+#include "core/device_functions.h"
 #include "core/device_runtime.h"
 #include "core/error.h"
 #include "core/event_set.h"
@@ -56,11 +57,9 @@ c10::Stream stream_of_torch(c10::Device device, int priority, std::uint64_t capt
               "every stream of " + device.str() + " is being captured: no stream is left for other work");
 }
 
-std::array<std::atomic<IsIdle>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> is_idle_of{};
-
 // True if all work of the stream has finished, as far as this is known.
 bool is_idle(const c10::Stream& stream) {
-  if (const IsIdle ask = is_idle_of[static_cast<std::size_t>(stream.device_type())].load(std::memory_order_acquire)) {
+  if (const auto ask = device_functions(stream.device_type()).is_idle) {
     return ask(stream.device_index(), stream.id());
   }
   const BesideCaptures relaxed(stream.device_type());
@@ -166,10 +165,6 @@ Pool& Pool::of(c10::Device device, int priority) {
 }
 
 }  // namespace
-
-void set_is_idle(c10::DeviceType type, IsIdle is_idle) noexcept {
-  is_idle_of[static_cast<std::size_t>(type)].store(is_idle, std::memory_order_release);
-}
 
 bool has_streams(c10::Device device) noexcept {
   if (std::find(std::begin(kTypes), std::end(kTypes), device.type()) == std::end(kTypes)) return false;

@@ -46,12 +46,6 @@ std::vector<c10::Stream> pool_streams_after(const EventSet& events, c10::ArrayRe
 std::vector<c10::Stream> pool_streams_here(c10::ArrayRef<c10::Device> devices, int priority);
 std::vector<c10::Stream> pool_streams(c10::ArrayRef<c10::Device> devices, int priority);
 
-// Returns true if all work of a stream of the device with that index has finished. The call orders nothing.
-using IsIdle = bool (*)(int device, std::int64_t stream_id);
-// Sets that function for a device type. Without it the pool calls queryStream() of torch's guard, which on a simulated
-// accelerator would order the host after the stream's work and so hide races of the program. Null: none.
-void set_is_idle(c10::DeviceType type, IsIdle is_idle) noexcept;
-
 // The calling thread's current device of each type that has streams: nearly always there is one such type.
 using CurrentDevices = c10::SmallVector<c10::Device, 2>;
 CurrentDevices current_devices();

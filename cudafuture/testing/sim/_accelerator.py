@@ -109,12 +109,7 @@ def enable(
     seed = operator.index(seed)
     prepare()
     wanted = Settings(devices, schedule, seed, detect, poison, memory, strict_devices, speeds or Speeds())
-    _C.set_exchange_capture_mode(torch.device("sim", 0), _native.exchange_capture_mode())
-    _C.set_capture_of(torch.device("sim", 0), _native.capture_of())
-    _C.set_event_time(torch.device("sim", 0), _native.event_time())
-    _C.set_is_idle(torch.device("sim", 0), _native.is_idle())
-    _C.set_make_stream(torch.device("sim", 0), _native.make_stream())
-    _C.set_host_clock(*_native.host_clock())
+    _C.set_device_functions(torch.device("sim", 0), **_native.device_functions())
     _native.start(devices, schedule, seed % 2**64, detect, poison, memory, strict_devices, wanted.speeds._native())
     _settings = wanted
 
@@ -128,7 +123,9 @@ def disable() -> None:
     """
     global _settings
     if _settings is not None:
-        _C.set_host_clock(None, None)
+        functions = _native.device_functions()
+        del functions["host_now"], functions["host_join"]  # the others serve streams that outlive the devices
+        _C.set_device_functions(torch.device("sim", 0), **functions)
         _native.stop()
         _settings = None
 

@@ -162,42 +162,6 @@ void bind_streams(nb::module_& m) {
   });
   m.def("end_capture", [](const NamedStream& stream) { Accelerator::get().end_capture(named(stream)); });
   m.def("has_context", [](int device) { return Accelerator::get().has_context(device); });
-  // The signature of cudaThreadExchangeStreamCaptureMode, for cudafuture's core.
-  m.def("exchange_capture_mode", [] {
-    int (*const exchange)(int*) = [](int* mode) {
-      *mode = static_cast<int>(std::exchange(capture_mode, static_cast<CaptureMode>(*mode)));
-      return 0;
-    };
-    return nb::capsule(reinterpret_cast<void*>(exchange), "exchange_capture_mode");
-  });
-  // For cudafuture's core, too: the number of a stream's capture, or 0. Not every torch asks a guard about captures.
-  m.def("capture_of", [] {
-    std::uint64_t (*const capture)(int, std::int64_t) = [](int device, std::int64_t id) {
-      return Accelerator::get().capture_of({device, id});
-    };
-    return nb::capsule(reinterpret_cast<void*>(capture), "capture_of");
-  });
-  // True if all work of a stream has finished.
-  m.def("is_idle", [] {
-    bool (*const is_idle)(int, std::int64_t) = [](int device, std::int64_t id) {
-      return Accelerator::get().is_idle({device, id});
-    };
-    return nb::capsule(reinterpret_cast<void*>(is_idle), "is_idle");
-  });
-  // The virtual time at which an event is reached, known when it is recorded.
-  m.def("event_time", [] {
-    double (*const time)(void*) = [](void* event) {
-      return Accelerator::get().time_of(static_cast<const Event*>(event)->recording);
-    };
-    return nb::capsule(reinterpret_cast<void*>(time), "event_time");
-  });
-  // And a stream outside of the pool.
-  m.def("make_stream", [] {
-    std::int64_t (*const make)(int, int) = [](int device, int priority) {
-      return Accelerator::get().own_stream(device, priority).id;
-    };
-    return nb::capsule(reinterpret_cast<void*>(make), "make_stream");
-  });
   m.def("priority", [](const NamedStream& stream) { return Accelerator::get().priority_of(named(stream)); });
   m.def("hold", [](const NamedStream& stream) {
     auto* const gate = new GatePtr(Accelerator::get().hold(named(stream)));
@@ -208,6 +172,40 @@ void bind_streams(nb::module_& m) {
     const nb::gil_scoped_release released;
     Accelerator::get().open(opened);
   });
+}
+
+// The functions that cudafuture's core asks of a type of devices, each in a capsule with its name.
+nb::dict device_functions() {
+  std::int64_t (*const make_stream)(int, int) = [](int device, int priority) {
+    return Accelerator::get().own_stream(device, priority).id;
+  };
+  bool (*const is_idle)(int, std::int64_t) = [](int device, std::int64_t id) {
+    return Accelerator::get().is_idle({device, id});
+  };
+  std::uint64_t (*const capture_of)(int, std::int64_t) = [](int device, std::int64_t id) {
+    return Accelerator::get().capture_of({device, id});
+  };
+  int (*const exchange_capture_mode)(int*) = [](int* mode) {
+    *mode = static_cast<int>(std::exchange(capture_mode, static_cast<CaptureMode>(*mode)));
+    return 0;
+  };
+  double (*const event_time)(void*) = [](void* event) {
+    return Accelerator::get().time_of(static_cast<const Event*>(event)->recording);
+  };
+  double (*const host_now)() noexcept = []() noexcept { return HostClock::current().now(); };
+  void (*const host_join)(double) noexcept = [](double seconds) noexcept { HostClock::current().join(seconds); };
+  nb::dict functions;
+  const auto add = [&](const char* name, auto function) {
+    functions[name] = nb::capsule(reinterpret_cast<void*>(function), name);
+  };
+  add("make_stream", make_stream);
+  add("is_idle", is_idle);
+  add("capture_of", capture_of);
+  add("exchange_capture_mode", exchange_capture_mode);
+  add("event_time", event_time);
+  add("host_now", host_now);
+  add("host_join", host_join);
+  return functions;
 }
 
 void bind_generators(nb::module_& m) {
@@ -226,15 +224,9 @@ void bind_time(nb::module_& m) {
   nb::class_<Speeds>(m, "Speeds").def("__init__", [](Speeds* s, double compute, double copy, double launch) {
     new (s) Speeds{compute, copy, launch};
   });
+  m.def("device_functions", device_functions);
   m.def("now", [] { return Accelerator::get().now(); });
   m.def("spend", [](double seconds) { Accelerator::get().spend(seconds); });
-  // The two functions that cudafuture's core asks of a clock of host threads: now and join.
-  m.def("host_clock", [] {
-    double (*const now)() noexcept = []() noexcept { return HostClock::current().now(); };
-    void (*const join)(double) noexcept = [](double seconds) noexcept { HostClock::current().join(seconds); };
-    return nb::make_tuple(nb::capsule(reinterpret_cast<void*>(now), "now"),
-                          nb::capsule(reinterpret_cast<void*>(join), "join"));
-  });
   m.def(
       "set_speeds",
       [](const Speeds& speeds, std::optional<NamedStream> stream) {
