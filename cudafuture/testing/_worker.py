@@ -92,24 +92,32 @@ def _leave_world() -> None:
         dist.destroy_process_group()
 
 
+def follow_parent() -> None:
+    """Let this process die with its parent."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def import_libraries() -> None:
+    """Import what jobs need, so that they do not wait for it."""
+    import cloudpickle  # noqa: F401
+    import psutil  # noqa: F401
+    import torch.distributed  # noqa: F401
+
+
 def main(descriptor: int, stacks: str) -> None:
     """Take jobs until the test closes the socket."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    follow_parent()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     faulthandler.enable()
     faulthandler.register(DUMP, file=Path(stacks).open("w"), all_threads=True)  # noqa: SIM115
     end = socket.socket(fileno=descriptor)
     os.register_at_fork(after_in_child=end.close)  # otherwise the test could not detect that the worker has died
     connection = MessageSocket(end)
 
+    import_libraries()
     import torch
 
     torch.set_num_threads(1)
-    import cloudpickle  # noqa: F401 (imported now, so that jobs need not wait for it)
-    import psutil  # noqa: F401
-    import torch.distributed
-
     connection.send(READY)
     while True:
         try:

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import signal
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-__all__ = ["DUMP", "END", "FORKED", "IDLE", "READY", "Outcome", "WorkerJob", "code_of_file"]
+__all__ = [
+    "DUMP",
+    "END",
+    "EXIT_CODE",
+    "FORKED",
+    "IDLE",
+    "READY",
+    "Outcome",
+    "WorkerJob",
+    "WorkerRequest",
+    "code_of_file",
+]
 
 DUMP = signal.SIGUSR2  # the worker writes the stacks of all its threads
 END = b"end"  # all ranks have answered
 READY = b"ready"  # the worker has started
 IDLE = b"idle"  # the worker has left the world
 FORKED = 86  # the exit code of a forked child that returned from the function
+EXIT_CODE = struct.Struct("i")  # of a forked worker, from its server; negative for a signal
+
+
+@dataclass(frozen=True)
+class WorkerRequest:
+    """Request to fork a worker. The descriptors of its files come with it."""
+
+    environment: dict[str, str]
+    stacks: str  # the path of the file to which the worker writes its stacks
 
 
 @dataclass

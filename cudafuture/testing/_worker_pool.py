@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from cudafuture.testing._message_socket import MessageSocket
 from cudafuture.testing._worker_job import DUMP, END, IDLE, READY, Outcome, WorkerJob
+from cudafuture.testing._worker_launcher import WorkerLauncher
 
 __all__ = ["Worker", "WorkerPool", "dump_stacks"]
 
@@ -45,22 +45,16 @@ def dump_stacks(workers: Iterable[Worker]) -> list[str]:
 class Worker:
     """Process that calls functions, from the test's side."""
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: WorkerLauncher) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="cudafuture-worker-"))
         ours, theirs = socket.socketpair()
-        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | os.environ
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-        with theirs, (self._folder / "output").open("w") as output:
-            descriptor = str(theirs.fileno())
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "cudafuture.testing._worker", descriptor, str(self._folder / "stacks")],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        try:
+            with theirs, (self._folder / "output").open("w") as output:
+                self._process = launcher.launch(theirs.fileno(), output.fileno(), self._folder / "stacks")
+        except BaseException:
+            ours.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         self.connection = MessageSocket(ours)
         self.process = self._process.pid
         self._started = False
@@ -153,6 +147,7 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self._idle: dict[int, list[Worker]] = {}
+        self._launcher = WorkerLauncher()
 
     def take(self, rank: int) -> Worker:
         """Return an idle worker that had this rank before, or a new one."""
@@ -163,7 +158,7 @@ class WorkerPool:
                 worker.forget_output()
                 return worker
             worker.kill()
-        return Worker()
+        return Worker(self._launcher)
 
     def give_back(self, workers: Iterable[Worker]) -> None:
         """Keep workers, given in rank order, for later, up to a limit."""
@@ -174,7 +169,8 @@ class WorkerPool:
                 worker.kill()
 
     def close(self) -> None:
-        """Kill all idle workers."""
+        """Kill all idle workers, and end the server that forks them."""
         for worker in itertools.chain.from_iterable(self._idle.values()):
             worker.kill()
         self._idle.clear()
+        self._launcher.close()

@@ -79,12 +79,12 @@ VERBS = frozenset(
         abort accumulate acknowledge add admit allocate allow append apply ask await begin block build call cancel
         capture check clear close collect combine commit compare compile complete compute consume continue convert copy
         count create defer delete describe discard distribute divide do draw drop empty end enqueue enter evict fail
-        fill find finish flush free gather give grow handle hold import insert interrupt issue join keep kill leave let
-        load lock log look make map mark measure merge move multiply name normalise open order parse pass pickle prepare
-        prevent print provide publish put queue raise read receive record reduce refuse register release remove rename
-        repair replace request reset restore resume retrieve retry return run save scale scan seed select send set show
-        skip split spend start step stop store submit suspend swap sync synchronize take transfer truncate undo unpack
-        update use verify wait wake write yield
+        fill find finish flush fork free gather give grow handle hold import insert interrupt issue join keep kill
+        leave let load lock log look make map mark measure merge move multiply name normalise open order parse pass
+        pickle prepare prevent print provide publish put queue raise read receive record reduce refuse register release
+        remove rename repair replace request reset restore resume retrieve retry return run save scale scan seed select
+        send set show skip split spend start step stop store submit suspend swap sync synchronize take transfer
+        truncate undo unpack update use verify wait wake write yield
         """,
     )
 )
