@@ -12,10 +12,11 @@ import pytest
 from cudafuture.store import DiskStore, ShardedStore, Store
 from remote_store.server import SERVER, Server, server_process
 from rpc_ext import RemoteStore
+from support.own_store import make_own_store
 from support.rpc_fixtures import gate, remote, service, worker
 from support.storing import KINDS, engine_on
 
-__all__ = ["any_store", "gate", "kind", "remote", "server", "service", "store", "worker"]
+__all__ = ["any_store", "every_store", "gate", "kind", "remote", "server", "service", "store", "worker"]
 
 # One pytest process runs all of these, so that one server process is started for the whole module.
 WITH_SERVER = [pytest.mark.world, pytest.mark.xdist_group("remote-store-contract")]
@@ -51,9 +52,16 @@ def store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator
         yield store
 
 
-@pytest.fixture(params=["local", "sharded", REMOTE, LOCAL_AND_REMOTE, *LOCAL_VARIANTS, REMOTE_DURABLE])
+@pytest.fixture(params=["local", "sharded", "own", REMOTE, LOCAL_AND_REMOTE])
+def every_store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Store]:
+    """Open an empty store of each of the four kinds, and the one of docs/own-store.md."""
+    with open_kind(str(request.param), tmp_path, request) as store:
+        yield store
+
+
+@pytest.fixture(params=["local", "sharded", "own", REMOTE, LOCAL_AND_REMOTE, *LOCAL_VARIANTS, REMOTE_DURABLE])
 def any_store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Store]:
-    """Open an empty store of each kind, and local ones with other options and I/O backends."""
+    """Open an empty store of each kind, also local ones with other options and I/O backends."""
     with open_kind(str(request.param), tmp_path, request) as store:
         yield store
 
@@ -75,6 +83,8 @@ def open_kind(kind: str, folder: Path, request: pytest.FixtureRequest) -> Iterat
         store: Store
         if kind == "local":
             store = local("store")
+        elif kind == "own":
+            store = stack.enter_context(make_own_store())
         elif kind == "sharded":
             store = ShardedStore([local("one"), local("two"), local("three")])
         elif kind == "local and remote":
