@@ -18,7 +18,6 @@ from cudafuture import CancelledError, CUDAFuture, InvalidStateError, gather
 from cudafuture.compat.tensornvme import AsyncFileWriter
 from cudafuture.errors import StorageError
 from cudafuture.io import Engine
-from support.child import Child
 from support.engines import failing, hold_engine, in_a_thread
 from support.patience import PATIENCE
 from support.storing import count_descriptors
@@ -312,51 +311,3 @@ def test_synchronize_reports_cancelled_write(path: Path) -> None:
     with pytest.raises(CancelledError):
         writer.synchronize()
     writer.close()
-
-
-# ---- processes
-
-
-AT_EXIT = """
-import sys, torch
-from cudafuture.compat.tensornvme import AsyncFileWriter
-writer = AsyncFileWriter(sys.argv[1], n_entries=64)
-for i in range(50):
-    writer.write_tensor(torch.full((8192,), i, dtype=torch.uint8))
-"""
-
-
-@pytest.mark.slow
-def test_process_exit_loses_nothing(path: Path) -> None:
-    with Child(AT_EXIT, str(path)) as child:
-        assert (child.end(), child.errors()) == (0, "")
-    assert path.read_bytes() == b"".join(bytes([i]) * 8192 for i in range(50))
-
-
-IN_A_FORK = """
-import os, sys, torch
-from cudafuture.errors import InvalidStateError
-from cudafuture.compat.tensornvme import AsyncFileWriter
-writer = AsyncFileWriter(sys.argv[1])
-writer.write(b"parent")
-child = os.fork()
-if child == 0:
-    refused = 0
-    for use in (lambda: writer.write(b"child"), writer.synchronize, writer.sync_before_step, writer.close):
-        try:
-            use()
-        except InvalidStateError:
-            refused += 1
-    say(str(refused))
-    sys.exit()
-say(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-writer.close()
-"""
-
-
-@pytest.mark.slow
-def test_forked_child_is_refused(path: Path) -> None:
-    with Child(IN_A_FORK, str(path)) as child:
-        assert [child.hear() for _ in range(2)] == ["4", "0"]
-        assert (child.end(), child.errors()) == (0, "")
-    assert path.read_bytes() == b"parent"

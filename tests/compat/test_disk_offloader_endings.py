@@ -198,54 +198,6 @@ def test_backends_can_be_probed() -> None:
         assert not probe_backend("uring")
 
 
-AT_EXIT = """
-import sys, torch
-from cudafuture.compat.tensornvme import DiskOffloader
-offloader = DiskOffloader(sys.argv[1])
-tensors = [torch.ones(100_000) for _ in range(20)]
-for tensor in tensors:
-    offloader.async_write(tensor)
-"""
-
-
-@pytest.mark.slow
-def test_process_exit_leaves_no_files(tmp_path: Path) -> None:
-    with Child(AT_EXIT, str(tmp_path)) as child:
-        assert (child.end(), child.errors()) == (0, "")
-    assert stores(tmp_path) == 0
-
-
-IN_A_FORK = """
-import os, sys, torch
-from cudafuture.errors import InvalidStateError
-from cudafuture.compat.tensornvme import DiskOffloader
-offloader = DiskOffloader(sys.argv[1])
-x = torch.arange(4)
-offloader.sync_write(x)
-child = os.fork()
-if child == 0:
-    refused = 0
-    uses = lambda: offloader.sync_read(x), lambda: offloader.async_read(x), offloader.synchronize, offloader.close
-    for use in uses:
-        try:
-            use()
-        except InvalidStateError:
-            refused += 1
-    say(str(refused))
-    sys.exit()
-say(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-offloader.sync_read(x)
-say(str(x.tolist()))
-"""
-
-
-@pytest.mark.slow
-def test_forked_child_is_refused(tmp_path: Path) -> None:
-    with Child(IN_A_FORK, str(tmp_path)) as child:
-        assert [child.hear() for _ in range(3)] == ["4", "0", "[0, 1, 2, 3]"]
-        assert (child.end(), child.errors()) == (0, "")
-
-
 INTERRUPTED = """
 import signal, sys, threading, torch
 from cudafuture.io import Engine

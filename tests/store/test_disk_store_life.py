@@ -14,7 +14,6 @@ from cudafuture import CUDAFuture, InvalidStateError, gather
 from cudafuture.errors import StorageError
 from cudafuture.io import Engine, File
 from cudafuture.store import DiskStore
-from support.child import run_script
 from support.patience import PATIENCE
 from support.storing import LARGE, SMALL, get, make_numbered, open_held_store
 
@@ -188,25 +187,6 @@ def test_store_keeps_its_folder_after_chdir(engine: Engine, tmp_path: Path, monk
     with DiskStore("states", engine=engine, durable=True) as store:
         assert store.keys() == ["tensor"]
         assert torch.equal(get(store, "tensor"), make_numbered(SMALL, 5))
-
-
-@pytest.mark.parametrize("durable", [False, True])
-def test_exiting_process_finishes_operations(tmp_path: Path, durable: bool) -> None:
-    code = """if True:
-        import sys
-        import torch
-        from cudafuture.store import DiskStore
-        store = DiskStore(sys.argv[1], durable=sys.argv[2] == "True")
-        writes = [store.write(f"{i}", torch.full((1000,), float(i))) for i in range(2000)]
-        """
-    done = run_script(code, str(tmp_path), str(durable))
-    assert (done.returncode, done.stderr) == (0, "")
-    if not durable:
-        assert [p.name for p in tmp_path.iterdir()] == []
-        return
-    with DiskStore(tmp_path, durable=True) as store:
-        assert store.keys() == [f"{i}" for i in range(2000)]
-        assert float(get(store, "1999")[0]) == 1999.0
 
 
 def test_callback_closes_store_of_closed_engine(tmp_path: Path) -> None:

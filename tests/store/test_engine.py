@@ -271,52 +271,6 @@ def test_close_wakes_blocked_thread(backend: str, tmp_path: Path) -> None:
     assert isinstance(errors[0], InvalidStateError)
 
 
-AT_EXIT = """
-import sys, torch
-from cudafuture.io import Engine, File
-engine = Engine(sys.argv[1], queue_depth=2, block_size=4096)
-file = File(sys.argv[2], "w", engine=engine)
-for i in range(200):
-    file.write(torch.full((8192,), i % 251, dtype=torch.uint8), i * 8192)
-"""
-
-
-def test_process_exit_finishes_submitted_operations(backend: str, tmp_path: Path) -> None:
-    with Child(AT_EXIT, backend, str(tmp_path / "file")) as child:
-        assert (child.end(), child.errors()) == (0, "")
-    data = (tmp_path / "file").read_bytes()
-    assert data == b"".join(bytes([i % 251]) * 8192 for i in range(200))
-
-
-IN_A_FORK = """
-import os, sys, torch
-from cudafuture.errors import InvalidStateError
-from cudafuture.io import Engine, File
-engine = Engine(sys.argv[1])
-file = File(sys.argv[2], "w+", engine=engine)
-file.write(torch.ones(4)).wait()
-child = os.fork()
-if child == 0:
-    refused = 0
-    for use in (lambda: file.read(torch.ones(4)), lambda: Engine(sys.argv[1])):
-        try:
-            use()
-        except InvalidStateError:
-            refused += 1
-    engine.close()
-    del engine, file
-    os._exit(refused)
-say(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-file.read(torch.ones(4)).wait()
-"""
-
-
-def test_forked_child_is_refused(backend: str, tmp_path: Path) -> None:
-    with Child(IN_A_FORK, backend, str(tmp_path / "file")) as child:
-        assert child.hear() == "2"
-        assert (child.end(), child.errors()) == (0, "")
-
-
 # ---- limits of the system
 
 

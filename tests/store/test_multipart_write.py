@@ -465,46 +465,6 @@ def test_killed_process_leaves_no_open_write(engine: Engine, tmp_path: Path) -> 
         expect(store, {"old": torch.ones(1000), "committed": torch.ones(100_000, dtype=torch.uint8)})
 
 
-FORKED = """
-import os, sys, torch
-from cudafuture.errors import InvalidStateError
-from cudafuture.store import DiskStore
-store = DiskStore(sys.argv[1])
-write = store.begin_write("x", torch.uint8, [10])
-store.write("y", torch.ones(3)).wait()
-(snapshot,) = store.snapshots(["y"])
-CALLS = (
-    lambda: store.begin_write("z", torch.uint8, [10]),
-    lambda: write.put(0, torch.ones(10, dtype=torch.uint8)),
-    write.commit,
-    lambda: store.snapshots(["y"]),
-    lambda: store.read_parts([(snapshot, 0, torch.empty(12, dtype=torch.uint8))]),
-)
-child = os.fork()
-if child == 0:
-    for call in CALLS:
-        try:
-            call()
-        except InvalidStateError:
-            say("refused")
-    write.abort()
-    del write, snapshot, CALLS
-    say("dropped")
-    os._exit(0)
-os.waitpid(child, 0)
-write.put(0, torch.ones(10, dtype=torch.uint8))
-say(str(write.commit().wait()))
-"""
-
-
-def test_forked_child_is_refused(tmp_path: Path) -> None:
-    with Child(FORKED, str(tmp_path)) as process:
-        assert [process.hear() for _ in range(5)] == ["refused"] * 5
-        assert process.hear() == "dropped"
-        assert process.hear() == "10"
-        assert process.end() == 0
-
-
 # ---- many threads
 
 

@@ -301,39 +301,6 @@ def test_forked_child_leaves_parent_store_open(durable: bool, tmp_path: Path) ->
     assert list(tmp_path.glob("store-*")) == []
 
 
-USES = {
-    "write": 'store.write("more", torch.ones(1))',
-    "writev": 'store.writev({"more": torch.ones(1)})',
-    "read": 'store.read("small")',
-    "readv": 'store.readv(["small"])',
-    "delete": 'store.delete("small")',
-    "deletev": 'store.deletev(["small"])',
-    "flush": "store.flush()",
-    "trim": "store.trim()",
-    "another store": 'DiskStore(folder + "/another")',
-    "another durable store": 'DiskStore(folder + "/durable", durable=True)',
-}
-
-FORK_AND_USE = """
-store.delete("large").wait()  # now trim() would have something to remove
-pid = os.fork()
-if pid == 0:
-    for use in json.loads(sys.argv[3]): say(refused(lambda: eval(use)))
-    sys.exit()
-say(wait_for(pid))
-say(torch.equal(store.read("small").wait(), torch.arange(10)))
-"""
-
-
-@pytest.mark.slow
-def test_forked_child_cannot_use_parent_store(durable: bool, tmp_path: Path) -> None:
-    with Child(FORK + FORK_AND_USE, str(tmp_path), str(durable), json.dumps([*USES.values()])) as child:
-        said = {name: child.hear() for name in USES}
-        assert said == dict.fromkeys(USES, "InvalidStateError")
-        assert [child.hear(), child.hear()] == ["0", "True"]
-        assert (child.end(), child.errors()) == (0, "")
-
-
 FORK_TWICE = """
 pid = os.fork()
 if pid == 0:
