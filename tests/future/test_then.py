@@ -224,14 +224,6 @@ def test_dropped_parent_fails_child() -> None:
         child.wait(timeout=10)
 
 
-def test_callback_waiting_for_own_child_fails() -> None:
-    future: CUDAFuture[None] = CUDAFuture()
-    child = future.then(lambda _: child.wait())
-    future.set_result(None)
-    with pytest.raises(InvalidStateError, match="waits for its own result"):
-        child.wait()
-
-
 # ---- context
 
 variable = contextvars.ContextVar("variable", default="unset")

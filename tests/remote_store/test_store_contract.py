@@ -215,12 +215,17 @@ def test_futures_have_priority_of_call(store: Store) -> None:
 def test_futures_name_operation_and_key(store: Store) -> None:
     keys = [f"{i}" for i in range(4)]
     put(store, "key", make_numbered(1))
-    store.writev({key: make_numbered(3) for key in keys}).wait(timeout=PATIENCE)
+    write = store.writev({key: make_numbered(3) for key in keys})
+    assert write.name == "write 4 keys"
+    write.wait(timeout=PATIENCE)
     assert store.write("key", make_numbered(1)).name == "write key"
     assert store.read("key").name == "read key"
     assert store.readv(keys).name == "read 4 keys"
     assert store.delete("key").name == "delete key"
-    store.flush().wait(timeout=PATIENCE)
+    assert store.deletev(keys).name == "delete 4 keys"
+    flush = store.flush()
+    assert flush.name == "flush"
+    flush.wait(timeout=PATIENCE)
 
 
 # ---- the memory of tensors
@@ -424,14 +429,17 @@ def calls_with_key(store: Store, key: Any) -> list[Callable[[], object]]:
 
 
 def test_invalid_text_changes_nothing(store: Store) -> None:
+    put(store, "good", make_numbered(5))
     for key in ("", "x" * 1025, "é" * 513, "a\0b", "\0", "\ud800"):
         for call in calls_with_key(store, key):
             with pytest.raises(ValueError, match=r"key|NUL|surrogates"):
                 call()
-    assert len(store) == 0
+    assert store.keys() == ["good"]
+    assert same(get(store, "good"), make_numbered(5))
 
 
 def test_non_string_keys_are_refused(store: Store) -> None:
+    put(store, "good", make_numbered(5))
     key: Any
     for key in (b"bytes", 3, None):
         for call in calls_with_key(store, key):
@@ -439,7 +447,8 @@ def test_non_string_keys_are_refused(store: Store) -> None:
                 call()
         with pytest.raises(TypeError, match="a key is a str"):
             store.write(key, make_numbered(1))
-    assert len(store) == 0
+    assert store.keys() == ["good"]
+    assert same(get(store, "good"), make_numbered(5))
 
 
 def test_missing_key_raises_not_found_error(every_store: Store) -> None:

@@ -294,22 +294,6 @@ def test_local_shard_future_is_returned(tmp_path: Path) -> None:
         assert store.readv(keys_of(store, "a")) is shards["a"].last
 
 
-def test_futures_keep_name_and_priority(store: ShardedStore, far: Far) -> None:
-    (key, *_) = keys_of(store, "far")
-    fill(store)
-    asked: dict[str, CUDAFuture[Any]] = {
-        f"write {key}": store.write(key, TENSORS[key], priority=-1),
-        "write 60 keys": store.writev(TENSORS, priority=-1),
-        f"read {key}": store.read(key, priority=-1),
-        "read 60 keys": store.readv(TENSORS, priority=-1),
-    }
-    for name, future in asked.items():
-        future.wait(timeout=PATIENCE)
-        assert (future.name, future.priority) == (name, -1)
-    assert [store.delete(key).name, store.flush().name] == [f"delete {key}", "flush"]
-    store.flush().wait(timeout=PATIENCE)
-
-
 def test_release_waits_for_all_shards(store: ShardedStore, far: Far) -> None:
     far.gate = CUDAFuture()
     tensors = {key: tensor.clone() for key, tensor in TENSORS.items()}
@@ -401,24 +385,6 @@ def test_misplaced_keys_are_ignored(near: DiskStore, far: Far, other: Far) -> No
 # ---- what is refused
 
 
-@pytest.mark.parametrize("key", ["", "x" * 1025, "é" * 513, "a\0b", "\ud800"])
-def test_invalid_key_is_refused_first(store: ShardedStore, far: Far, key: str) -> None:
-    asked: list[Callable[[], object]] = [
-        lambda: store.write(key, make_numbered(1)),
-        lambda: store.writev({**TENSORS, key: make_numbered(1)}),
-        lambda: store.read(key),
-        lambda: store.readv([*TENSORS, key]),
-        lambda: store.delete(key),
-        lambda: store.stat(key),
-    ]
-    for call in asked:
-        with pytest.raises(ValueError, match=r"key|surrogates"):
-            call()
-    with pytest.raises(TypeError, match="a key is a str"):
-        store.write(3, make_numbered(1))  # type: ignore[arg-type]
-    assert (far.calls, len(store)) == ([], 0)
-
-
 def test_one_shard_error_spares_other_shards(store: ShardedStore) -> None:
     (key, *_) = keys_of(store, "near")
     with pytest.raises(TypeError, match=r"expected a torch\.Tensor"):
@@ -437,23 +403,6 @@ def test_shard_error_is_annotated_original(store: ShardedStore, far: Far) -> Non
     assert failure(store.write(key, TENSORS[key])) is far.error
     assert f"shard 'far' (key {key!r}): the disk has failed" in getattr(far.error, "__notes__", [])
     assert store.lost() == {}
-
-
-def test_closed_store_refuses_calls(store: ShardedStore, near: DiskStore, far: Far) -> None:
-    store.close()
-    asked: list[Callable[[], object]] = [
-        lambda: store.writev(TENSORS),
-        lambda: store.writev({}),
-        lambda: store.read("x"),
-        store.flush,
-    ]
-    for call in asked:
-        with pytest.raises(InvalidStateError, match="closed"):
-            call()
-    for shard in (near, far.store):
-        with pytest.raises(InvalidStateError, match="closed"):
-            shard.flush()
-    store.close()
 
 
 def test_close_closes_all_shards_despite_error(
