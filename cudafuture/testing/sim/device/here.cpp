@@ -7,8 +7,8 @@
 namespace sim {
 namespace {
 
-StackHook take_stack = nullptr;
-FormatHook format_stack = nullptr;
+StackHook stack_hook = nullptr;
+FormatHook format_hook = nullptr;
 
 class HostSite final : public Site {
  public:
@@ -17,7 +17,7 @@ class HostSite final : public Site {
 
   std::string operation() const override { return literal_ != nullptr ? literal_ : owned_; }
   std::string stack() const override {
-    return stack_.frames == nullptr || format_stack == nullptr ? std::string() : format_stack(stack_.frames.get());
+    return stack_.frames == nullptr || format_hook == nullptr ? std::string() : format_hook(stack_.frames.get());
   }
   std::uint64_t place() const noexcept override {
     if (stack_.frames == nullptr) return Site::place();
@@ -31,7 +31,7 @@ class HostSite final : public Site {
   HostStack stack_;
 };
 
-HostStack stack_now() { return take_stack == nullptr ? HostStack() : take_stack(); }
+HostStack stack_now() { return stack_hook == nullptr ? HostStack() : stack_hook(); }
 
 }  // namespace
 
@@ -39,8 +39,8 @@ SitePtr here(const char* operation) { return std::make_shared<HostSite>(operatio
 SitePtr here(std::string operation) { return std::make_shared<HostSite>(nullptr, std::move(operation), stack_now()); }
 
 void set_stack_hooks(StackHook take, FormatHook format) noexcept {
-  take_stack = take;
-  format_stack = format;
+  stack_hook = take;
+  format_hook = format;
 }
 
 }  // namespace sim
