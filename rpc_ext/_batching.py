@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cudafuture import timer
 from cudafuture.errors import InvalidStateError
-from rpc_ext import _C, _failure, _staging, _timer
+from rpc_ext import _C, _failure, _staging
 from rpc_ext._call import CallMessage, RemoteCall
 from rpc_ext._codec import ATOMS, DirectCall, Encoded, PayloadKind, decode, encode, has_rrefs, kind_of
 from rpc_ext._destination import Destination
@@ -160,7 +161,7 @@ class batch:  # a context manager
         if worth:
             self._send_messages()
         if sooner:
-            _timer.schedule(self, due)
+            timer.schedule(self, due)
 
     def flush(self) -> None:
         """Send the waiting calls, at once or after the reply to the message in flight.
@@ -210,7 +211,7 @@ class batch:  # a context manager
         with self._lock:
             if self._thread is None and self._due < math.inf and not self._pending_calls():
                 self._due = math.inf
-                _timer.cancel(self)
+                timer.cancel(self)
 
     def _send_messages(self) -> None:
         """Send messages until one is in flight. A message that fails at once calls this again, hence the loop."""

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from cudafuture.timer import schedule
 from rpc_ext import _failure
-from rpc_ext._timer import schedule
 
 __all__ = ["Creation"]
 

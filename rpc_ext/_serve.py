@@ -21,6 +21,7 @@ import torch
 from cudafuture import CUDAFuture, collect_all, current_streams, use_streams
 from cudafuture.errors import InvalidStateError
 from cudafuture.executors import inline
+from cudafuture.timer import expire
 from rpc_ext import _C, _failure, _handlers, _staging
 from rpc_ext._codec import (
     ATOMS,
@@ -35,7 +36,6 @@ from rpc_ext._codec import (
     targets_of,
 )
 from rpc_ext._device_order import DeviceOrder
-from rpc_ext._timer import expire
 
 __all__ = ["Server", "async_execution", "expect_free_thread", "is_async", "is_serving"]
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, copy, fail, pool_stream, use_streams
-from rpc_ext._timer import expire
+from cudafuture.timer import expire
 
 __all__ = ["Targets", "on_streams", "streams_after", "streams_for", "to_devices", "to_host"]
 

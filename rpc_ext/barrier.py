@@ -16,9 +16,8 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from cudafuture import CUDAFuture, executors
+from cudafuture import CUDAFuture, executors, timer
 from cudafuture.errors import InvalidStateError, WorkerLostError
-from rpc_ext import _timer
 from rpc_ext._serve import async_execution
 from rpc_ext.calls import Worker, listed, rpc_async
 from rpc_ext.session import Session, current
@@ -102,7 +101,7 @@ def _arrive(names: _Names, number: int, name: str, seconds: float) -> CUDAFuture
         with contextlib.suppress(InvalidStateError):  # it was broken before
             found.future.set_result(None)
     elif seconds:
-        _timer.schedule(found, found.due)
+        timer.schedule(found, found.due)
     return found.future
 
 

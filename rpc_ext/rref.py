@@ -14,13 +14,13 @@ from torch._C._distributed_rpc import WorkerInfo
 
 from cudafuture import CUDAFuture, executors, gather
 from cudafuture.errors import InvalidStateError, WorkerLostError
+from cudafuture.timer import expire
 from rpc_ext import _C, _batching, _engine, _failure
 from rpc_ext._codec import DeviceMap, Encoded, PayloadKind, encode
 from rpc_ext._creation import Creation
 from rpc_ext._destination import Destination
 from rpc_ext._options import SHORTEST_TIMEOUT
 from rpc_ext._serve import async_execution, expect_free_thread, is_async
-from rpc_ext._timer import expire
 from rpc_ext.calls import Args, Kwargs, Worker, call_arguments, expect_callable, name_of, rpc_async, rpc_sync
 from rpc_ext.session import current
 

@@ -7,9 +7,8 @@ import time
 import weakref
 from typing import Any
 
-from cudafuture import CUDAFuture, executors
+from cudafuture import CUDAFuture, executors, timer
 from cudafuture.errors import InvalidStateError, WorkerLostError
-from rpc_ext import _timer
 from rpc_ext._options import limit
 from rpc_ext.calls import Worker, rpc_async
 from rpc_ext.session import Session, current
@@ -50,7 +49,7 @@ def watch(worker: Worker, *, patience: float = 60.0) -> CUDAFuture[None]:
     session = current()
     name = session.destination(worker).name
     future: CUDAFuture[None] = CUDAFuture(name=f"watch {name}", executor=executors.callback_thread)
-    _timer.schedule(_WorkerWatch(session, name, patience, future), time.perf_counter())
+    timer.schedule(_WorkerWatch(session, name, patience, future), time.perf_counter())
     return future
 
 
@@ -94,7 +93,7 @@ class _WorkerWatch:
             elif isinstance(error, WorkerLostError):
                 future.set_exception(error)
         if not future.done():
-            _timer.schedule(self, time.perf_counter() + _INTERVAL)
+            timer.schedule(self, time.perf_counter() + _INTERVAL)
 
 
 def _alive() -> None:

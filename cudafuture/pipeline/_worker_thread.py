@@ -1,4 +1,4 @@
-"""Thread of one device behind ``Workers``, its waiting tasks, and the thread that fails overdue tasks."""
+"""Thread of one device behind ``Workers``, its waiting tasks, and their deadlines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from cudafuture import _C
 from cudafuture._C import CUDAFuture, relax_library_thread
 from cudafuture.errors import CUDAFutureError, InvalidStateError
 from cudafuture.pipeline.stream import DeviceLike, current_stream, use_device, use_stream
+from cudafuture.timer import cancel, schedule
 
 __all__ = ["Deadlines", "WorkerTask", "WorkerThread", "is_inside", "table"]
 
@@ -35,7 +36,7 @@ _here = _Here()
 
 
 def is_inside(deadlines: Deadlines) -> bool:
-    """Return whether the calling thread is a worker of these deadlines, or their watching thread."""
+    """Return whether the calling thread is a worker of these deadlines, or a thread that fails their overdue tasks."""
     return _here.deadlines is deadlines
 
 
@@ -325,7 +326,7 @@ class WorkerThread:
 
 
 class Deadlines:
-    """Deadlines of tasks. A thread, started for the first of them, fails the tasks that have not ended in time.
+    """Deadlines of tasks: the timer finds the tasks that have not ended in time, and a thread fails them.
 
     Args:
         workers: the errors show the table of their tasks; more may be added.
@@ -333,60 +334,46 @@ class Deadlines:
 
     def __init__(self, workers: Mapping[Any, WorkerThread]) -> None:
         self._workers = workers
-        self.thread: threading.Thread | None = None
-        self._wake_ups: SimpleQueue[None] = SimpleQueue()
-        self._is_closed = False
-        self._lock = threading.RLock()  # guards the fields below; taken after that of a worker
+        self.threads: list[threading.Thread] = []
+        """The threads that fail overdue tasks; each ends with its tasks."""
+        self._lock = threading.RLock()  # guards `threads` and `_tasks`; between the locks of a worker and of the timer
         self._tasks: dict[WorkerTask, tuple[float, float, CUDAFuture[Any], DeviceLike]] = {}
-        self._next = float("inf")  # when the thread checks again
 
     def add(self, task: WorkerTask, timeout: float, device: DeviceLike) -> None:
         """Fail the task's future unless the task is removed within `timeout` seconds."""
         with self._lock:
             task.has_deadline = True
-            at = time.monotonic() + timeout
+            at = time.perf_counter() + timeout
             self._tasks[task] = (at, timeout, task.future, device)
-            if self.thread is None or self.thread.ident is None:  # Ctrl-C may have interrupted its start
-                self.thread = threading.Thread(target=self._run, name="cudafuture-deadlines", daemon=True)
-                self.thread.start()
-            elif at < self._next:
-                self._wake_ups.put(None)
+            schedule(self, at)
 
     def remove(self, task: WorkerTask) -> None:
         """Remove a task that has ended."""
         if not task.has_deadline:
             return
         with self._lock:
-            if self._is_closed:
-                self._wake_ups.put(None)  # first: Ctrl-C may interrupt after it
             self._tasks.pop(task, None)
+            if not self._tasks:
+                cancel(self)
 
-    def end(self) -> None:
-        """Make the thread end when no task is left. It takes no lock."""
-        self._is_closed = True
-        self._wake_ups.put(None)
-
-    def _run(self) -> None:
-        _here.deadlines = self
-        while self._fail_overdue():
-            with contextlib.suppress(Empty):
-                seconds = self._next - time.monotonic()
-                self._wake_ups.get(timeout=min(max(0.0, seconds), threading.TIMEOUT_MAX))
-        self._wake_ups.put(None)  # for a second thread, which Ctrl-C in `add` may have started
-
-    def _fail_overdue(self) -> bool:
-        """Fail the overdue tasks; return False when the thread must end."""
+    def look(self, now: float) -> None:
+        """Start a thread that fails the overdue tasks, as their callbacks may block. Called by the timer thread."""
         with self._lock:
-            now = time.monotonic()
             overdue = {task: entry for task, entry in self._tasks.items() if entry[0] <= now}
+            if overdue:
+                thread = threading.Thread(target=self._fail, args=(overdue,), name="cudafuture-overdue", daemon=True)
+                thread.start()  # raises if the system has no more threads: the timer calls again
+                self.threads = [thread, *(other for other in self.threads if other.is_alive())]
             for task in overdue:
                 del self._tasks[task]
-            self._next = min((at for at, *_ in self._tasks.values()), default=float("inf"))
-            goes_on = bool(self._tasks) or not self._is_closed
+            if self._tasks:
+                schedule(self, min(at for at, *_ in self._tasks.values()))
+
+    def _fail(self, overdue: dict[WorkerTask, tuple[float, float, CUDAFuture[Any], DeviceLike]]) -> None:
+        _here.deadlines = self
         for task, (_, timeout, future, device) in overdue.items():
             message = f"task {task.name!r} on {device} did not end within {timeout:g} s:\n{table(self._workers)}"
             _C.fail(future, TimeoutError(message))
-        return goes_on
 
 
 def table(workers: Mapping[Any, WorkerThread]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -233,11 +234,8 @@ class Workers:
         for worker in self._each():
             worker.wake_sleepers()
         deadline = None if timeout is None else time.monotonic() + timeout
-        for thread in (*(worker.thread for worker in self._each()), self._deadlines.thread):
-            if thread is not None and thread.ident is not None:
-                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-                if thread.is_alive():
-                    raise TimeoutError(f"tasks did not end within {timeout:g} s:\n{self.table()}")
+        self._join([worker.thread for worker in self._each()], deadline, timeout)
+        self._join(self._deadlines.threads, deadline, timeout)  # now complete: a task has ended or was overdue
 
     def is_inside(self) -> bool:
         """Return whether the calling thread is a worker: in a task, or in a callback of a future that it completed.
@@ -292,7 +290,13 @@ class Workers:
         """Make the threads end after the waiting tasks. It takes no lock: garbage collection may call it."""
         for worker in self._each():
             worker.end()
-        self._deadlines.end()
+
+    def _join(self, threads: list[threading.Thread], deadline: float | None, timeout: float | None) -> None:
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                if thread.is_alive():
+                    raise TimeoutError(f"tasks did not end within {timeout:g} s:\n{self.table()}")
 
     def _each(self) -> list[WorkerThread]:
         return list(dict.fromkeys(self._workers.values()))

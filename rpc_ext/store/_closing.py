@@ -13,9 +13,8 @@ import threading
 import time
 import weakref
 
-from cudafuture import CUDAFuture, executors
+from cudafuture import CUDAFuture, executors, timer
 from cudafuture.errors import InvalidStateError, WorkerLostError
-from rpc_ext import _timer
 from rpc_ext._serve import expect_free_thread
 from rpc_ext.calls import rpc_async, rpc_sync
 from rpc_ext.session import Session, current
@@ -40,7 +39,7 @@ class _Ends:
         """Count a client whose end has to be sent."""
         with self._lock:
             self._open += 1
-        _timer.schedule(self, time.perf_counter() + _INTERVAL)
+        timer.schedule(self, time.perf_counter() + _INTERVAL)
 
     def end(self, begun: _Begun, worker: str, name: str, token: bytes, timeout: float) -> None:
         """Send the end of a client and wait for the reply, or send it later if this thread must not block."""

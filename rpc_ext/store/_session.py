@@ -13,10 +13,10 @@ import time
 import weakref
 from collections.abc import Iterable
 
-from cudafuture import CUDAFuture, executors
+from cudafuture import CUDAFuture, executors, timer
 from cudafuture.errors import AuthenticationError, InvalidStateError, StorageError, WorkerLostError
 from cudafuture.store import DiskStore
-from rpc_ext import _C, _timer
+from rpc_ext import _C
 from rpc_ext.store._wire import PART
 from rpc_ext.watch import watch
 
@@ -62,7 +62,7 @@ class ClientSession:
 
         def set_timer(seconds: float) -> None:
             if (session := itself()) is not None:
-                _timer.schedule(session, time.perf_counter() + seconds)
+                timer.schedule(session, time.perf_counter() + seconds)
 
         self.native = _C.StoreSession(namespace, order, min(2 * window, _MOST_BUFFERED), set_timer)
 
@@ -74,7 +74,7 @@ class ClientSession:
     def end(self) -> None:
         """Abort the unfinished operations."""
         self.native.end()
-        _timer.cancel(self)
+        timer.cancel(self)
 
 
 class Sessions:

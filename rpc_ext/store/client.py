@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import Self
 
-from cudafuture import CUDAFuture, executors, gather, openmetrics
+from cudafuture import CUDAFuture, executors, gather, openmetrics, timer
 from cudafuture.errors import InvalidStateError, NotFoundError
 from cudafuture.ownership import owns, tensors_by_key
 from cudafuture.store import Entry
@@ -44,7 +44,7 @@ from cudafuture.store.arguments import (
     listed_keys,
     tensors_to_fill,
 )
-from rpc_ext import _C, _timer
+from rpc_ext import _C
 from rpc_ext._channel import channel
 from rpc_ext.calls import Worker, rpc_async, rpc_sync
 from rpc_ext.session import current
@@ -104,7 +104,7 @@ class RemoteStore:
             raise
         sender = channel(session, destination, calls.CHANNEL, f"store service {name!r}")
         self._window = _C.StoreWindow(
-            sender, name, self._token, self._worker, size, self._timeout, named, _timer.schedule
+            sender, name, self._token, self._worker, size, self._timeout, named, timer.schedule
         )
         openmetrics.add(self, "remote_store", worker=self._worker, service=name)
         self._closed = False
@@ -369,7 +369,7 @@ class RemoteStore:
         self._window.flush(with_reads=True).exception()
         for future in list(self._asked):
             future.exception()
-        _timer.cancel(self._window)  # otherwise the timer keeps the window and its buffers until the last deadline
+        timer.cancel(self._window)  # otherwise the timer keeps the window and its buffers until the last deadline
         if self._end.detach() is not None:
             closing.end(self._session, self._worker, self._name, self._token, self._timeout)
 

@@ -166,10 +166,10 @@ def test_lost_serial_queue_callback_is_logged() -> None:
     )
 
 
-def test_rpc_timer_thread_restarts() -> None:
+def test_timer_thread_restarts() -> None:
     run(
         """
-        from rpc_ext._timer import schedule
+        from cudafuture.timer import schedule
         looked = threading.Event()
 
         class Due:

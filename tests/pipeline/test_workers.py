@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudafuture import CUDAFuture, own_stream
+from cudafuture import CUDAFuture, own_stream, timer
 from cudafuture.errors import CancelledError, CUDAFutureError, InvalidStateError
 from cudafuture.pipeline import _worker_thread
 from cudafuture.pipeline import workers as workers_module
@@ -47,7 +47,7 @@ class FakeDevice:
 
 
 def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith(("worker-", "cudafuture-deadlines"))}
+    return {thread for thread in threading.enumerate() if thread.name.startswith(("worker-", "cudafuture-overdue"))}
 
 
 @pytest.fixture(autouse=True)
@@ -467,7 +467,7 @@ def test_dropped_workers_end_threads() -> None:
     workers = Workers([CPU, FakeDevice("fake")])
     future = workers.submit(CPU, lambda: 1, timeout=100)
     own = threads()
-    assert len(own) == 3
+    assert len(own) == 2
     del workers
     gc.collect()
     for thread in own:
@@ -540,7 +540,7 @@ def test_dying_thread_fails_its_futures() -> None:
 # ---- Ctrl-C
 
 
-FILES = (_worker_thread.__file__, workers_module.__file__)
+FILES = (_worker_thread.__file__, workers_module.__file__, timer.__file__)
 
 
 def interrupt_body(line: int, body: Callable[[], object]) -> bool:
@@ -631,6 +631,28 @@ def test_sooner_deadline_wakes_watch(workers: Workers) -> None:
         late.wait()
     blocker.release()
     assert blocker.future.wait() == "released"
+
+
+def test_blocking_callback_delays_no_other_deadline(workers: Workers) -> None:
+    blocker, end = Blocker(workers), threading.Event()
+    first = workers.submit(CPU, int, timeout=0.01)
+    first.add_done_callback(lambda _: end.wait(10) and None)
+    assert isinstance(first.exception(timeout=10), TimeoutError)
+    second = workers.submit(CPU, int, timeout=0.01)
+    assert isinstance(second.exception(timeout=10), TimeoutError)
+    assert not end.is_set()
+    end.set()
+    blocker.release()
+
+
+def test_deadline_keeps_no_ended_workers_alive() -> None:
+    device: Any = FakeDevice("fake")
+    kept = weakref.ref(device)
+    with Workers([device]) as workers:
+        assert workers.submit(device, lambda: 1, timeout=1000).wait() == 1
+    del workers, device
+    gc.collect()
+    assert kept() is None
 
 
 # ---- nested use

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import rpc_ext
-from cudafuture import CUDAFuture, collect_all, gather, wait_all
+from cudafuture import CUDAFuture, collect_all, gather, timer, wait_all
 from cudafuture.errors import InvalidStateError
 from remote_store import messages as wire
 from remote_store.seams import HandledInPython, Kept, expect_idle, handler_of, set_timeout
-from rpc_ext import RemoteStore, StoreService, _timer, rpc_async, serve_store
+from rpc_ext import RemoteStore, StoreService, rpc_async, serve_store
 from rpc_ext import session as sessions
 from rpc_ext._channel import Reply
 from rpc_ext._destination import Destination
@@ -298,7 +298,7 @@ def test_garbage_collection_causes_no_deadlock(worker: rpc_ext.Session, service:
         "services": services._lock,
         "sessions": handler_of(service)._sessions._lock,
         "session": sessions._lock,
-        "timer": _timer._timer._changed,
+        "timer": timer._timer._lock,
     }
     lock = locks[kind]
 

@@ -110,7 +110,7 @@ def test_message_is_resent_after_full_rpc(client: Client) -> None:
 
 
 def test_immediate_timer_resends_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpc_ext._timer.schedule", lambda window, due: window.look(due))
+    monkeypatch.setattr("cudafuture.timer.schedule", lambda window, due: window.look(due))
     client = Client()
     client.channel.refusals = 1
     client.write("a", torch.ones(1))
@@ -121,7 +121,7 @@ def test_failed_timer_blocks_no_later_message(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_: object) -> None:
         raise RuntimeError("no more threads")
 
-    monkeypatch.setattr("rpc_ext._timer.schedule", refuse)
+    monkeypatch.setattr("cudafuture.timer.schedule", refuse)
     client = Client()
     client.channel.refusals = 1
     assert "no more threads" in str(client.write("a", torch.ones(1)).exception(timeout=PATIENCE))

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cudafuture import CUDAFuture
+from cudafuture import CUDAFuture, timer
 from cudafuture.io import digest
 from remote_store import messages as wire
-from rpc_ext import _C, _timer
+from rpc_ext import _C
 from rpc_ext.store._errors import named
 
 HOUR = 3600.0
@@ -83,7 +83,7 @@ class Client:
     def __init__(self, size: int = 1 << 30, seconds: float = 0.0) -> None:
         self.channel = Channel()
         self.window = _C.StoreWindow(
-            self.channel, "store", bytes(wire.TOKEN), "there", size, seconds, named, _timer.schedule
+            self.channel, "store", bytes(wire.TOKEN), "there", size, seconds, named, timer.schedule
         )
 
     @property

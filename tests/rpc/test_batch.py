@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import rpc as torch_rpc
 
 import rpc_ext
-from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, wait_all
+from cudafuture import CancelledError, CUDAFuture, InvalidStateError, collect_all, timer, wait_all
 from cudafuture.testing import World
-from rpc_ext import _batching, _timer, async_execution, batch, remote, rpc_async, rpc_sync
+from rpc_ext import _batching, async_execution, batch, remote, rpc_async, rpc_sync
 from support.patience import PATIENCE
 from support.rpc_callees import (
     ME,
@@ -481,7 +481,7 @@ def test_batch_is_dropped_after_last_reply(worker: rpc_ext.Session, gate: Gate) 
     with batch(ME) as calls:
         future = rpc_async(ME, waits, (gate, 3), timeout=100 * PATIENCE)
     later: CUDAFuture[None] = CUDAFuture()
-    _timer.expire(later, 0.1, "the timer has looked at the batch, whose call has no reply yet")
+    timer.expire(later, 0.1, "the timer has looked at the batch, whose call has no reply yet")
     assert isinstance(later.exception(timeout=PATIENCE), TimeoutError)
     gate.open()
     assert future.wait(timeout=PATIENCE) == 3

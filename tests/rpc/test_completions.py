@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
-from cudafuture import CUDAFuture
+from cudafuture import CUDAFuture, InvalidStateError
 from rpc_ext import _staging
-from rpc_ext._timer import _Timer
+from rpc_ext._serve import Server
 from support.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("on_the_host")
-
-
-class Due(SimpleNamespace):
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-
-def test_raising_entry_spares_timer_thread(caplog: pytest.LogCaptureFixture) -> None:
-    timer = _Timer()
-    looked: CUDAFuture[None] = CUDAFuture()
-
-    def fail(_: float) -> float | None:
-        raise OSError("while it was looked at")
-
-    bad: Any = Due(look=fail)
-    good: Any = Due(look=lambda _: looked.set_result(None))
-    with timer._changed:  # both are due in one round, the one that raises first
-        timer.schedule(bad, 0.0)
-        timer.schedule(good, 0.0)
-    looked.wait(timeout=PATIENCE)
-    timer.end()
-    assert "while it was looked at" in caplog.text
 
 
 def test_failed_copies_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +20,20 @@ def test_failed_copies_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_staging, "_replaced", refuse)
     copies = _staging.to_host([torch.ones(1)], ["cpu"], 0, 0)
     assert isinstance(copies.exception(timeout=PATIENCE), MemoryError)
+
+
+def test_ended_session_fails_reference_futures() -> None:
+    server = Server("me", 1)
+    before: CUDAFuture[int] = CUDAFuture()
+    done: CUDAFuture[int] = CUDAFuture()
+    after: CUDAFuture[int] = CUDAFuture()
+    server.fail_at_end(before)
+    server.fail_at_end(done)
+    done.set_result(1)
+    assert len(server._awaited) == 1
+    server.close()
+    server.fail_at_end(after)
+    for future in (before, after):
+        assert isinstance(future.exception(timeout=0), InvalidStateError)
+    assert done.value() == 1
+    assert not server._awaited

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from cudafuture import CUDAFuture, InvalidStateError
-from rpc_ext import _timer
-from rpc_ext._serve import Server
-from rpc_ext._timer import _Timer, expire
+from cudafuture import CUDAFuture
+from cudafuture import timer as timer_module
+from cudafuture.timer import _Timer, expire
+from support.child import run_script
+from support.interrupts import interrupt_at
 from support.patience import PATIENCE
 
 
@@ -77,13 +79,26 @@ def test_raising_visit_is_repeated(
                 raise error
             return super().look(now)
 
-    monkeypatch.setattr(_timer, "_AFTER_FAILURE", 0.0)
+    monkeypatch.setattr(timer_module, "_AFTER_FAILURE", 0.0)
     failing, other = Failing(again=2), Thing()
     timer.schedule(failing, 0)
     failing.done.wait(timeout=PATIENCE)
     timer.schedule(other, 0)
     other.done.wait(timeout=PATIENCE)
     assert "has raised; it is called again" in caplog.text
+
+
+def test_raising_entry_spares_timer_thread(timer: _Timer, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Thing):
+        def look(self, now: float) -> float | None:
+            raise OSError("while it was looked at")
+
+    good = Thing()
+    with timer._lock:  # both are due in one round, the one that raises first
+        timer.schedule(Failing(), 0.0)
+        timer.schedule(good, 0.0)
+    good.done.wait(timeout=PATIENCE)
+    assert "while it was looked at" in caplog.text
 
 
 def test_cancelled_entries_are_released(timer: _Timer) -> None:
@@ -135,18 +150,64 @@ def test_pending_futures_expire() -> None:
     assert done.value() == 1
 
 
-def test_ended_session_fails_reference_futures() -> None:
-    server = Server("me", 1)
-    before: CUDAFuture[int] = CUDAFuture()
-    done: CUDAFuture[int] = CUDAFuture()
-    after: CUDAFuture[int] = CUDAFuture()
-    server.fail_at_end(before)
-    server.fail_at_end(done)
-    done.set_result(1)
-    assert len(server._awaited) == 1
-    server.close()
-    server.fail_at_end(after)
-    for future in (before, after):
-        assert isinstance(future.exception(timeout=0), InvalidStateError)
-    assert done.value() == 1
-    assert not server._awaited
+@pytest.mark.parametrize("call", ["schedule", "schedule sooner", "cancel"])
+def test_ctrl_c_anywhere_leaves_timer_usable(call: str) -> None:
+    later = time.perf_counter() + 1000
+    for line in itertools.count(1):
+        timer, known, thing = _Timer(), Thing(), Thing()
+        if call != "schedule":
+            timer.schedule(known, later)
+        bodies = {
+            "schedule": lambda: timer.schedule(thing, later),  # noqa: B023
+            "schedule sooner": lambda: timer.schedule(known, later - 1),  # noqa: B023
+            "cancel": lambda: timer.cancel(known),  # noqa: B023
+        }
+        was_interrupted = interrupt_at(line, timer_module.__file__, bodies[call])
+        timer.cancel(thing)
+        other = Thing()
+        for each in (known, other):
+            timer.schedule(each, 0)
+            each.done.wait(timeout=PATIENCE)
+        assert not timer._scheduled, line
+        timer.end()
+        if not was_interrupted:
+            break
+    assert line > 3
+
+
+def test_forked_child_has_timer_of_its_own() -> None:
+    result = run_script("""
+import os, threading, time
+from cudafuture import timer
+
+class Due:
+    def __init__(self):
+        self.looked = threading.Event()
+    def look(self, now):
+        self.looked.set()
+
+due = Due()
+timer.schedule(due, 0)
+assert due.looked.wait(60)
+timer.schedule(Due(), time.perf_counter() + 1000)
+locked, forked = threading.Event(), threading.Event()
+def hold():
+    with timer._timer._lock:
+        locked.set()
+        forked.wait()
+holder = threading.Thread(target=hold)
+holder.start()
+locked.wait()
+child = os.fork()
+forked.set()
+if child == 0:
+    due = Due()
+    timer.schedule(due, 0)
+    assert due.looked.wait(60)
+else:
+    holder.join()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+print("ended")
+""")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "ended\nended\n", "")
