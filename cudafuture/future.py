@@ -13,10 +13,10 @@ from torch.utils import _pytree
 from cudafuture import _C
 from cudafuture._arguments import parse_device
 from cudafuture._C import CUDAFuture
-from cudafuture._transfer import Transfer
 from cudafuture.config import config
 from cudafuture.executors import default_executor
 from cudafuture.ownership import owns, tensors_in
+from cudafuture.transfer import Transfer
 
 __all__ = ["CUDAFuture", "copy", "fail", "packed_nbytes", "submit"]
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ import torch
 
 from cudafuture import CUDAFuture, InvalidStateError, copy, fail, pool_stream, use_streams
 from cudafuture.timer import expire
+from cudafuture.transfer import Transfer
 
 __all__ = ["Targets", "on_streams", "streams_after", "streams_for", "to_devices", "to_host"]
 
@@ -87,7 +89,7 @@ def to_devices(tensors: list[torch.Tensor], targets: Targets, priority: int = 0)
         if target is not None:
             by_device.setdefault(target, []).append(i)
     for device, places in by_device.items():
-        copies = copy([tensors[i].pin_memory() for i in places], device, priority=priority)
+        copies = Transfer([tensors[i] for i in places], torch.device(device), priority).start(most=math.inf)
         tensors = _replaced(tensors, places, copies.wait(non_blocking=True))
     return tensors
 

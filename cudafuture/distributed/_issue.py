@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from cudafuture import _C, ownership
-from cudafuture._staging import are_dense
 from cudafuture._tensors import find_tensors
 from cudafuture.config import config
 from cudafuture.distributed import _gloo, _order, _staged
@@ -28,6 +27,7 @@ from cudafuture.distributed._operations import DistributedOperation, Layout
 from cudafuture.distributed._order_entry import text_of
 from cudafuture.distributed._staging_buffers import each
 from cudafuture.errors import CollectiveError, InvalidStateError, TensorSearchError
+from cudafuture.transfer import are_dense
 
 __all__ = [
     "NO_PEER",

@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
-from cudafuture._staging import complete
 from cudafuture.distributed._flight_recorder import record_collective
 from cudafuture.distributed._group import Group
 from cudafuture.distributed._operations import DistributedOperation
 from cudafuture.distributed._side_group import kind_of
 from cudafuture.distributed._staging_buffers import StagingBuffers, are_on_host, each, record
+from cudafuture.transfer import complete
 
 if TYPE_CHECKING:
     from cudafuture.distributed._issue import Issue

@@ -11,8 +11,17 @@ import torch.distributed as dist
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
-from cudafuture._staging import copy_between, devices_of, earlier_work, empty_on, is_on_device, streams_after, used_on
 from cudafuture.streams import use_streams
+from cudafuture.transfer import (
+    copy_between,
+    devices_of,
+    earlier_work,
+    empty_on,
+    enqueued_work,
+    is_on_device,
+    streams_after,
+    used_on,
+)
 
 __all__ = ["StagingBuffers", "are_on_host", "each", "record"]
 
@@ -86,8 +95,7 @@ class StagingBuffers:
             for stream, current in zip(streams, _C.current_streams([s.device for s in streams]), strict=True):
                 current.wait_stream(stream)  # later work on the tensors comes after the copies that were enqueued
             raise
-        fetched: CUDAFuture[None] = CUDAFuture()
-        fetched.set_result(None, stream=streams)
+        fetched = enqueued_work(streams)
         self._read.clear()
         self._buffers.clear()
         return fetched

@@ -14,6 +14,7 @@ from cudafuture._arguments import expect_dtype, expect_int
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.io.engine import PAGE
+from cudafuture.transfer import empty_on
 
 __all__ = ["Buffer", "BufferPool", "empty"]
 
@@ -225,7 +226,6 @@ def _dtype(dtype: torch.dtype | None) -> torch.dtype:
 def _arena(nbytes: int, pinned: bool) -> torch.Tensor:
     if not pinned:
         return empty(nbytes, torch.uint8)
-    with _C.PinnedMemoryScope():
-        memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
+    memory = empty_on(torch.empty(nbytes + PAGE, dtype=torch.uint8, device="meta"), torch.device("cpu"))
     begin = -memory.data_ptr() % PAGE
     return memory[begin : begin + nbytes]

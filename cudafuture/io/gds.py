@@ -16,10 +16,10 @@ import torch
 from cudafuture import _C
 from cudafuture._arguments import expect_int, listed
 from cudafuture._C import CUDAFuture
-from cudafuture._staging import devices_of, earlier_work
 from cudafuture.errors import InvalidStateError, StorageError
 from cudafuture.io.engine import Engine
 from cudafuture.io.file import File
+from cudafuture.transfer import devices_of, earlier_work
 
 __all__ = ["GDSFile"]
 

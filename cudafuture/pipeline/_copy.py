@@ -13,6 +13,7 @@ from cudafuture import _C
 from cudafuture._C import CUDAFuture
 from cudafuture.pipeline._dependency import alias
 from cudafuture.pipeline.stream import AbstractStream, get_device, record_stream, use_stream, wait_stream
+from cudafuture.transfer import enqueued_work
 
 __all__ = ["Handover", "copy", "depart", "wait"]
 
@@ -150,9 +151,7 @@ def _record(tensors: Sequence[Tensor | None], stream: AbstractStream) -> None:
 def _mark(stream: AbstractStream) -> _Mark | None:
     if not isinstance(stream, torch.Stream):
         return None
-    mark: _Mark = CUDAFuture()
-    mark.set_result(None, stream=stream)
-    return mark
+    return enqueued_work([stream])
 
 
 def _wait_for(mark: _Mark | None, stream: AbstractStream) -> None:

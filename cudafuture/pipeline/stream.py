@@ -9,9 +9,8 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 
 from cudafuture import _C
-from cudafuture._C import CUDAFuture
-from cudafuture._tensors import find_tensors
 from cudafuture.streams import own_stream, use_streams
+from cudafuture.transfer import enqueued_work, memory_of
 
 __all__ = [
     "CPUStreamType",
@@ -153,9 +152,7 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
         target.synchronize()
     elif _C.has_sync_edge("pipeline.wait_stream"):
         # The library's own event: destroying torch's with another device current would create a context.
-        earlier: CUDAFuture[None] = CUDAFuture()
-        earlier.set_result(None, stream=target)
-        earlier.events[target.device].wait(source)
+        enqueued_work([target]).events[target.device].wait(source)
 
 
 def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
@@ -168,17 +165,6 @@ def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
     """
     if not isinstance(stream, torch.Stream) or not _C.has_sync_edge("pipeline.record_stream"):
         return
-    for part in [tensor] if _is_plain(tensor) else find_tensors(tensor):
-        if part.device.type == stream.device.type:
-            _view_of_memory(part).record_stream(stream)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-
-
-def _view_of_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of exactly the tensor's memory: for other views, torch records a temporary copy."""
-    tensor = tensor.detach()
-    view = tensor.conj() if tensor.is_conj() else tensor
-    return torch._neg_view(view) if view.is_neg() else view
+    for memory in memory_of(tensor):
+        if memory.device.type == stream.device.type:
+            memory.record_stream(stream)

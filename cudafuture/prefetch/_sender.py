@@ -26,6 +26,7 @@ from cudafuture._tensors import find_tensors
 from cudafuture.prefetch._options import PrefetchOptions
 from cudafuture.prefetch._structure import find_all_tensors, find_leaves, map_leaves
 from cudafuture.streams import own_stream, use_streams
+from cudafuture.transfer import complete, earlier_work, empty_on, enqueued_work, send_packed, streams_after, used_on
 
 __all__ = ["Sender", "SentBatch", "keep_from_parent"]
 
@@ -54,10 +55,8 @@ class SentBatch:
 
     def record_use(self, stream: torch.Stream) -> None:
         """Prevent the reuse of memory that does not belong to `stream` before the stream has reached this point."""
-        if not _C.has_sync_edge("prefetch.record_stream"):
-            return
         for tensor in self.others if stream == self.owner else [*self.others, *self.memory]:
-            tensor.record_stream(stream)
+            used_on([stream], tensor, "prefetch.record_stream")
 
     def drop(self) -> None:
         """Drop a batch that is not taken: its memory is reused when the copy into it has finished."""
@@ -150,17 +149,14 @@ class Sender:
                 value = self._transform(value)
         if self._transform is not None or loose:
             batch.others = self._others(value, batch.memory)
-        stream = self.stream if _C.has_sync_edge("prefetch.ready_record") else None
-        batch.future.set_result(value, stream=stream, tensors=[*batch.memory, *batch.others])
+        complete(batch.future, value, [self.stream], "prefetch.ready_record", [*batch.memory, *batch.others])
         nbytes: int = sum(tensor.nbytes for tensor in packed)
         self.nbytes += nbytes + sum(tensor.nbytes for tensor in moved if tensor.device != self.device)
         return nbytes + sum(tensor.nbytes for tensor in loose)
 
     def enqueued(self) -> CUDAFuture[None]:
         """Return a future of all work that is enqueued on the sender's stream."""
-        enqueued: CUDAFuture[None] = CUDAFuture(name="prefetch")
-        enqueued.set_result(None, stream=self.stream)
-        return enqueued
+        return enqueued_work([self.stream], "prefetch")
 
     def keep_memory(self, batch: SentBatch) -> None:
         """Prevent the reuse of a failed batch's memory before the copy into it has finished."""
@@ -177,8 +173,11 @@ class Sender:
             except IndexError:  # there is none, or the consumer has just released them
                 slab = None
                 break
-        with use_streams(batch.owner), outside_inference():  # type: ignore[arg-type]
-            copies = _C.copy_batch(packed, self.stream, slab, self._pack, self._pin, self._shares)
+        owners: list[Any] = [batch.owner]
+        with outside_inference():
+            copies = send_packed(
+                packed, self.stream, owners, slab, pack=self._pack, pin=self._pin, may_drop_unordered=self._shares
+            )
         if self._pack:
             self._sizes.append(wanted)
             self._wanted = max(self._sizes)
@@ -187,11 +186,10 @@ class Sender:
     def _wait_for_loader(self, loose: list[torch.Tensor]) -> None:
         """Order the sender's stream after the loader's work on tensors of the device, and keep their memory."""
         on_device = [tensor for tensor in loose if tensor.device == self.device]
-        if on_device and _C.has_sync_edge("prefetch.loader_wait"):
-            self.stream.wait_stream(_C.current_streams([self.device])[0])
-        if _C.has_sync_edge("prefetch.record_stream"):
-            for tensor in on_device:
-                tensor.record_stream(self.stream)
+        if on_device:
+            streams_after(earlier_work([self.device]), [self.device], 0, "prefetch.loader_wait", self.stream)
+        for tensor in on_device:
+            used_on([self.stream], tensor, "prefetch.record_stream")
 
     def _move(self, leaf: Any) -> Any:
         """Return a leaf that is not packed on the device; the sender's stream is current."""
@@ -221,8 +219,7 @@ def _takes_non_blocking(to: Callable[..., Any]) -> bool:
 
 def _can_pin() -> bool:
     try:
-        with _C.PinnedMemoryScope():
-            return torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True).is_pinned()
+        return empty_on(torch.empty(1, device="meta"), torch.device("cpu")).is_pinned()
     except (RuntimeError, NotImplementedError) as error:
         logging.getLogger("cudafuture.prefetch").warning(
             "prefetch() copies from memory that is not pinned, so the copies may block: %s", error

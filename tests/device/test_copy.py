@@ -13,8 +13,8 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from cudafuture import CUDAFuture, copy, gather, use_streams
-from cudafuture._transfer import LARGE
 from cudafuture.errors import TensorError
+from cudafuture.transfer import LARGE
 from support.harness import PRIORITIES, SIZE, Device
 
 Tensor = torch.Tensor

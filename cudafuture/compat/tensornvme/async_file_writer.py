@@ -18,14 +18,13 @@ import torch
 
 from cudafuture._arguments import shown
 from cudafuture._C import CUDAFuture
-from cudafuture._staging import complete, copy_between, earlier_work, empty_on, is_on_device, streams_after, used_on
 from cudafuture.compat.tensornvme._completions import raise_first
 from cudafuture.compat.tensornvme.backends import engine_of
 from cudafuture.errors import InvalidStateError
 from cudafuture.executors import default_executor
 from cudafuture.io.engine import Engine
 from cudafuture.io.file import File
-from cudafuture.streams import use_streams
+from cudafuture.transfer import Transfer, is_on_device
 
 __all__ = ["AsyncFileWriter"]
 
@@ -222,7 +221,7 @@ class AsyncFileWriter:
 
     def _append(
         self,
-        begin: Callable[[int], tuple[CUDAFuture[int], CUDAFuture[None] | None]],
+        begin: Callable[[int], tuple[CUDAFuture[int], CUDAFuture[Any] | None]],
         nbytes: int,
         at: int | None = None,
     ) -> CUDAFuture[int]:
@@ -242,32 +241,15 @@ class AsyncFileWriter:
 
     def _write_device(
         self, tensor: torch.Tensor, pinned: torch.Tensor | None, at: int
-    ) -> tuple[CUDAFuture[int], CUDAFuture[None]]:
-        on_host = empty_on(tensor, _HOST) if pinned is None else pinned
-        copied = self._copy(on_host, tensor)
+    ) -> tuple[CUDAFuture[int], CUDAFuture[torch.Tensor]]:
+        is_given = self.comm_stream is not None and self.comm_stream.device == tensor.device
+        copied = Transfer(tensor, _HOST, 0, pinned, self.comm_stream if is_given else None).start()
 
-        def write(copied: CUDAFuture[None]) -> CUDAFuture[int]:
-            copied.value()
-            return self._file.write(on_host, at)
+        def write(copied: CUDAFuture[torch.Tensor]) -> CUDAFuture[int]:
+            return self._file.write(copied.value(), at)
 
         # Not on the callback thread: freeing a writer there would wait for this callback.
         return copied.then_async(write, executor=default_executor(), non_blocking=False), copied
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> CUDAFuture[None]:
-        """Enqueue a copy after the work that is enqueued for the source."""
-        earlier = earlier_work([source.device])
-        if self.comm_stream is not None and self.comm_stream.device == source.device:
-            streams = [self.comm_stream]
-            for event in earlier.events.values():
-                event.wait(self.comm_stream)
-        else:
-            streams = streams_after(earlier, [source.device], 0, "copy.source_wait")
-        copied: CUDAFuture[None] = CUDAFuture(name="copy")
-        with use_streams(*streams):
-            used_on(streams, source, "copy.source_record_stream")
-            copy_between(target, source)
-            complete(copied, None, streams, "copy.done_record")
-        return copied
 
     def _expect_own_process(self) -> None:
         if os.getpid() != self._process:

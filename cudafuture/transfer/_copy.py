@@ -20,7 +20,11 @@ from torch.utils import _pytree
 
 from cudafuture import _C
 from cudafuture._C import CUDAFuture
-from cudafuture._staging import (
+from cudafuture._tensors import find_tensors
+from cudafuture.executors import default_executor
+from cudafuture.streams import use_streams
+from cudafuture.transfer._packing import described, expect_slab, send_packed
+from cudafuture.transfer._staging import (
     are_dense,
     complete,
     copy_between,
@@ -31,9 +35,6 @@ from cudafuture._staging import (
     streams_after,
     used_on,
 )
-from cudafuture._tensors import find_tensors
-from cudafuture.executors import default_executor
-from cudafuture.streams import use_streams
 
 __all__ = ["LARGE", "Transfer"]
 
@@ -41,12 +42,19 @@ LARGE = 1 << 20
 """Bytes of host memory up to which the caller's thread copies to pinned memory itself; more goes to the executor."""
 
 
-_ALIGNMENT = 512
-"""Bytes to which packed tensors are aligned."""
-
-
 class Transfer:
-    """Copy of one value to one device."""
+    """Copy of one value to one device.
+
+    Args:
+        value, priority, out, stream, pack: as for ``cudafuture.copy``.
+        target: the destination; an accelerator without a number is the current one.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as ``cudafuture.copy``.
+
+    >>> Transfer([torch.ones(2), "label"], torch.device("cpu"), 0)
+    <Transfer of 1 tensor to cpu>
+    """
 
     def __init__(
         self,
@@ -89,23 +97,9 @@ class Transfer:
             raise ValueError(f"copy(): stream is on {self.stream.device}, but the copies run on {where}")
 
     def _expect_slab(self, out: object) -> torch.Tensor:
-        """Return `out`; raise ValueError unless the packed tensors fit into it."""
-        if not isinstance(out, torch.Tensor):
-            raise TypeError(f"copy(pack=True): out must be a tensor of bytes on the device, not {type(out).__name__}")
-        if self.tensors:
+        if isinstance(out, torch.Tensor) and self.tensors:
             raise ValueError("copy(pack=True, out=...): a tensor of the value cannot be packed; omit out")
-        wanted = _C.batch_nbytes(self.sources)
-        if out.device != self.target or out.dtype is not torch.uint8 or out.dim() != 1 or not out.is_contiguous():
-            raise ValueError(
-                f"copy(pack=True): out must be a contiguous one-dimensional tensor of uint8 on {self.target}, not "
-                f"{_described(out)}"
-            )
-        if out.nbytes < wanted or out.data_ptr() % _ALIGNMENT:
-            raise ValueError(
-                f"copy(pack=True): out needs {wanted} bytes that begin at a multiple of {_ALIGNMENT}, and has "
-                f"{out.nbytes} bytes at {out.data_ptr():#x}"
-            )
-        return out
+        return expect_slab(out, self.target, self.sources)
 
     def _expect_targets(self, value: object, out: object) -> list[Any]:
         """Return the leaves of `out`; raise ValueError unless the copies fit into them."""
@@ -120,12 +114,23 @@ class Transfer:
                 or (target.device, target.dtype, target.shape) != (self.target, leaf.dtype, leaf.shape)
                 or not (_is_plain(leaf) and _is_plain(target))
             ):
-                is_of = "no tensor" if not isinstance(target, torch.Tensor) else _described(target)
-                raise ValueError(f"copy(): out for {_described(leaf)} must be the same on {self.target}, not {is_of}")
+                is_of = "no tensor" if not isinstance(target, torch.Tensor) else described(target)
+                raise ValueError(f"copy(): out for {described(leaf)} must be the same on {self.target}, not {is_of}")
         return leaves
 
-    def start(self) -> CUDAFuture[Any]:
-        """Enqueue every copy that can be enqueued now, and return the future of the whole copy."""
+    def __repr__(self) -> str:
+        count = len(self.sources) + len(self.tensors)
+        return f"<Transfer of {count} tensor{'' if count == 1 else 's'} to {self.target}>"
+
+    def start(self, most: float = LARGE) -> CUDAFuture[Any]:
+        """Enqueue every copy that can be enqueued now, and return the future of the whole copy.
+
+        Args:
+            most: bytes of host memory that this call copies to pinned memory itself; more goes to the executor.
+
+        >>> Transfer([torch.ones(2), "label"], torch.device("cpu"), 0).start().wait()
+        [tensor([1., 1.]), 'label']
+        """
         sources = devices_of(self.tensors)
         devices = sources if self.to_host or self.to_meta else list(dict.fromkeys([*sources, self.target]))
         if not devices:
@@ -134,7 +139,7 @@ class Transfer:
         earlier = earlier_work([*sources, self.target] if uses_target else sources)
         enqueue = functools.partial(self._enqueue, devices, earlier)
         read = sum(_bytes_of(t) for t in self.tensors if self._is_read_by_host(t))
-        if read + _C.batch_nbytes(self.sources) <= LARGE:
+        if read + _C.batch_nbytes(self.sources) <= most:
             return enqueue(self._read())
         reading = _C.submit(self._read, default_executor(), self.priority, "copy")
         return reading.then_async(lambda done: enqueue(done.value()))
@@ -219,9 +224,11 @@ class Transfer:
         if not self.packed:
             return []
         stream = next(stream for stream in streams if stream.device == self.target)
-        with use_streams(*self.caller):  # the slab belongs to these streams
-            slab = None if self.slab is None else _C.DeviceSlab.of(self.slab)
-            return _C.copy_batch(self.sources, stream, slab, True, True, True)
+        slab: _C.DeviceSlab | None = None
+        if self.slab is not None:
+            with use_streams(*self.caller):  # the slab belongs to these streams
+                slab = _C.DeviceSlab.of(self.slab)
+        return send_packed(self.sources, stream, self.caller, slab)
 
     def _carry(self, leaf: Any, target: Any, streams: list[torch.Stream]) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -254,10 +261,6 @@ def _flatten(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], list[in
         return list(value), cls, packable
     leaves, spec = _pytree.tree_flatten(value)
     return leaves, functools.partial(_pytree.tree_unflatten, treespec=spec), _C.packable(leaves)
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} on {tensor.device}"
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
