@@ -151,7 +151,7 @@ def _record(tensors: Sequence[Tensor | None], stream: AbstractStream) -> None:
 def _mark(stream: AbstractStream) -> _Mark | None:
     if not isinstance(stream, torch.Stream):
         return None
-    return enqueued_work([stream])
+    return enqueued_work(stream)
 
 
 def _wait_for(mark: _Mark | None, stream: AbstractStream) -> None:

@@ -152,7 +152,7 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
         target.synchronize()
     elif _C.has_sync_edge("pipeline.wait_stream"):
         # The library's own event: destroying torch's with another device current would create a context.
-        enqueued_work([target]).events[target.device].wait(source)
+        enqueued_work(target).events[target.device].wait(source)
 
 
 def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:

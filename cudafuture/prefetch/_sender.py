@@ -26,7 +26,7 @@ from cudafuture._tensors import find_tensors
 from cudafuture.prefetch._options import PrefetchOptions
 from cudafuture.prefetch._structure import find_all_tensors, find_leaves, map_leaves
 from cudafuture.streams import own_stream, use_streams
-from cudafuture.transfer import complete, earlier_work, empty_on, enqueued_work, send_packed, streams_after, used_on
+from cudafuture.transfer import complete, empty_on, enqueued_work, plain_view, send_packed
 
 __all__ = ["Sender", "SentBatch", "keep_from_parent"]
 
@@ -55,8 +55,7 @@ class SentBatch:
 
     def record_use(self, stream: torch.Stream) -> None:
         """Prevent the reuse of memory that does not belong to `stream` before the stream has reached this point."""
-        for tensor in self.others if stream == self.owner else [*self.others, *self.memory]:
-            used_on([stream], tensor, "prefetch.record_stream")
+        _record_use(self.others if stream == self.owner else [*self.others, *self.memory], stream)
 
     def drop(self) -> None:
         """Drop a batch that is not taken: its memory is reused when the copy into it has finished."""
@@ -156,7 +155,7 @@ class Sender:
 
     def enqueued(self) -> CUDAFuture[None]:
         """Return a future of all work that is enqueued on the sender's stream."""
-        return enqueued_work([self.stream], "prefetch")
+        return enqueued_work(self.stream, "prefetch")
 
     def keep_memory(self, batch: SentBatch) -> None:
         """Prevent the reuse of a failed batch's memory before the copy into it has finished."""
@@ -186,10 +185,9 @@ class Sender:
     def _wait_for_loader(self, loose: list[torch.Tensor]) -> None:
         """Order the sender's stream after the loader's work on tensors of the device, and keep their memory."""
         on_device = [tensor for tensor in loose if tensor.device == self.device]
-        if on_device:
-            streams_after(earlier_work([self.device]), [self.device], 0, "prefetch.loader_wait", self.stream)
-        for tensor in on_device:
-            used_on([self.stream], tensor, "prefetch.record_stream")
+        if on_device and _C.has_sync_edge("prefetch.loader_wait"):
+            self.stream.wait_stream(_C.current_streams([self.device])[0])
+        _record_use(on_device, self.stream)
 
     def _move(self, leaf: Any) -> Any:
         """Return a leaf that is not packed on the device; the sender's stream is current."""
@@ -206,6 +204,12 @@ class Sender:
         on_device = [tensor for tensor in find_tensors(value) if tensor.device == self.device]
         by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in on_device}
         return [tensor for storage, tensor in by_storage.items() if storage not in ours]
+
+
+def _record_use(tensors: list[torch.Tensor], stream: torch.Stream) -> None:
+    if tensors and _C.has_sync_edge("prefetch.record_stream"):
+        for tensor in tensors:
+            plain_view(tensor).record_stream(stream)
 
 
 def _takes_non_blocking(to: Callable[..., Any]) -> bool:

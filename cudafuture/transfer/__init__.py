@@ -23,6 +23,7 @@ from cudafuture.transfer._staging import (
     enqueued_work,
     is_on_device,
     memory_of,
+    plain_view,
     streams_after,
     used_on,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "enqueued_work",
     "is_on_device",
     "memory_of",
+    "plain_view",
     "send_packed",
     "streams_after",
     "used_on",

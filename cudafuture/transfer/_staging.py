@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "enqueued_work",
     "is_on_device",
     "memory_of",
+    "plain_view",
     "streams_after",
     "used_on",
 ]
@@ -57,13 +58,13 @@ def earlier_work(devices: Iterable[torch.device]) -> CUDAFuture[None]:
     return enqueued_work(_C.current_streams(devices))
 
 
-def enqueued_work(streams: list[torch.Stream], name: str = "") -> CUDAFuture[None]:
-    """Return a future with the events of the work that is enqueued on the streams so far.
+def enqueued_work(streams: torch.Stream | list[torch.Stream], name: str = "") -> CUDAFuture[None]:
+    """Return a future with the events of the work that is enqueued on a stream, or on several, so far.
 
     >>> enqueued_work([], "copies").name
     'copies'
     """
-    enqueued: CUDAFuture[None] = CUDAFuture(name=name)
+    enqueued: CUDAFuture[None] = CUDAFuture(name=name) if name else CUDAFuture()
     enqueued.set_result(None, stream=streams)
     return enqueued
 
@@ -100,7 +101,7 @@ def streams_after(
     return streams
 
 
-def used_on(streams: Iterable[torch.Stream], tensor: torch.Tensor, edge: str) -> None:
+def used_on(streams: Sequence[torch.Stream], tensor: torch.Tensor, edge: str) -> None:
     """Record in the allocator that the streams use the tensor's memory, which its owner may drop at any time.
 
     Args:
@@ -112,33 +113,37 @@ def used_on(streams: Iterable[torch.Stream], tensor: torch.Tensor, edge: str) ->
     """
     if not _C.has_sync_edge(edge):
         return
-    of_device = {stream.device: stream for stream in streams}
     for memory in memory_of(tensor):
-        stream = of_device.get(memory.device)
-        if stream is not None:
-            memory.record_stream(stream)
+        for stream in streams:
+            if stream.device == memory.device:
+                memory.record_stream(stream)
+                break
 
 
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return views of exactly the memory of a tensor, or of its parts if it is sparse, nested or a wrapper of others.
 
-    Call ``record_stream`` on these. For a conjugated or negated view, torch records a temporary copy and frees the
-    memory early.
-
-    >>> [memory.is_conj() for memory in memory_of(torch.ones(2, dtype=torch.complex64).conj())]
-    [False]
+    >>> memory_of(torch.ones(2))
+    [tensor([1., 1.])]
     """
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-        return [_plain_view(tensor)]
-    return [_plain_view(part) for part in find_tensors(tensor)]
+    parts = [tensor] if type(tensor) in _PLAIN and tensor.layout is torch.strided else find_tensors(tensor)
+    return [plain_view(part) for part in parts]
 
 
-def _plain_view(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.detach()
-        tensor = tensor.conj() if tensor.is_conj() else tensor
-        tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
-    return tensor
+def plain_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of exactly the tensor's memory, or the tensor itself.
+
+    Call ``record_stream`` on it: of a conjugated or negated view, torch records a temporary copy and frees the memory
+    early.
+
+    >>> plain_view(torch.ones(2, dtype=torch.complex64).conj()).is_conj()
+    False
+    """
+    if not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    view = tensor.detach()
+    view = view.conj() if view.is_conj() else view
+    return torch._neg_view(view) if view.is_neg() else view
 
 
 def complete(
