@@ -163,6 +163,8 @@ def test_ctrl_c_anywhere_leaves_timer_usable(call: str) -> None:
             "cancel": lambda: timer.cancel(known),  # noqa: B023
         }
         was_interrupted = interrupt_at(line, timer_module.__file__, bodies[call])
+        with timer._lock:
+            assert all(entry[2] == [what] and entry in timer._heap for what, entry in timer._scheduled.items()), line
         timer.cancel(thing)
         other = Thing()
         for each in (known, other):
