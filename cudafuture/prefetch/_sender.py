@@ -223,7 +223,7 @@ def _takes_non_blocking(to: Callable[..., Any]) -> bool:
 
 def _can_pin() -> bool:
     try:
-        return empty_on(torch.empty(1, device="meta"), torch.device("cpu")).is_pinned()
+        return empty_on(torch.empty(1, dtype=torch.uint8, device="meta"), torch.device("cpu")).is_pinned()
     except (RuntimeError, NotImplementedError) as error:
         logging.getLogger("cudafuture.prefetch").warning(
             "prefetch() copies from memory that is not pinned, so the copies may block: %s", error
