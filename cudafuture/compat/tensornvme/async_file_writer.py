@@ -24,7 +24,8 @@ from cudafuture.errors import InvalidStateError
 from cudafuture.executors import default_executor
 from cudafuture.io.engine import Engine
 from cudafuture.io.file import File
-from cudafuture.transfer import Transfer, is_on_device
+from cudafuture.streams import pool_stream
+from cudafuture.transfer import Transfer, enqueued_work, is_on_device
 
 __all__ = ["AsyncFileWriter"]
 
@@ -241,15 +242,18 @@ class AsyncFileWriter:
 
     def _write_device(
         self, tensor: torch.Tensor, pinned: torch.Tensor | None, at: int
-    ) -> tuple[CUDAFuture[int], CUDAFuture[torch.Tensor]]:
-        is_given = self.comm_stream is not None and self.comm_stream.device == tensor.device
-        copied = Transfer(tensor, _HOST, 0, pinned, self.comm_stream if is_given else None).start()
+    ) -> tuple[CUDAFuture[int], CUDAFuture[None]]:
+        stream = self.comm_stream
+        if stream is None or stream.device != tensor.device:
+            stream = pool_stream(tensor.device)
+        copied = Transfer(tensor, _HOST, 0, pinned, stream).start()
+        released = enqueued_work(stream)  # not `copied`, which keeps the copy
 
         def write(copied: CUDAFuture[torch.Tensor]) -> CUDAFuture[int]:
             return self._file.write(copied.value(), at)
 
         # Not on the callback thread: freeing a writer there would wait for this callback.
-        return copied.then_async(write, executor=default_executor(), non_blocking=False), copied
+        return copied.then_async(write, executor=default_executor(), non_blocking=False), released
 
     def _expect_own_process(self) -> None:
         if os.getpid() != self._process:
