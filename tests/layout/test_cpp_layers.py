@@ -2,10 +2,9 @@
 
 There are four native modules, and none includes from another, but for the interface of the core's module in ``api/``,
 whose headers need no other of its headers. The simulated accelerator and the libraries of fakecuda stand on
-``testing/machine/``. Only its ``operators/``, those of fakecuda, and the simulated accelerator above its ``runtime/`` see
-torch. In the
-modules of ``rpc_ext`` and of the c10d backend each header with its source is a layer, and so are the folders of the
-seals and of remote stores.
+``testing/machine/``. Only its ``operators/``, those of fakecuda, and the simulated accelerator above its ``runtime/``
+see torch. In the modules of ``rpc_ext`` and of the c10d backend each header with its source is a layer, and so are the
+folders of the seals and of remote stores.
 """
 
 from __future__ import annotations

@@ -50,9 +50,8 @@ def function(capsule: Any, name: bytes, result: Any, *arguments: Any) -> Any:
 @contextmanager
 def relax_capture() -> Iterator[None]:
     """Put the calling thread into relaxed capture mode for a scope."""
-    exchange = function(
-        _C.device_functions()["exchange_capture_mode"], b"exchange_capture_mode", ctypes.c_int, ctypes.POINTER(ctypes.c_int)
-    )
+    capsule = _C.device_functions()["exchange_capture_mode"]
+    exchange = function(capsule, b"exchange_capture_mode", ctypes.c_int, ctypes.POINTER(ctypes.c_int))
     mode = ctypes.c_int(RELAXED)
     exchange(ctypes.byref(mode))
     try:
