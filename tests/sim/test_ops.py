@@ -142,6 +142,16 @@ def test_index_out_of_range_breaks_device() -> None:
     sim.clear_error()
 
 
+def test_result_type_follows_default_type() -> None:
+    whole = torch.ones(3, dtype=torch.int64, device="sim")
+    assert (whole / 2).dtype is torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (whole / 2).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_missing_kernel_is_named() -> None:
     with pytest.raises(NotImplementedError, match="Sparse"):
         X.to("sim").to_sparse()

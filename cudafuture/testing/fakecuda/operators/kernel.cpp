@@ -59,9 +59,11 @@ Values OperatorKernel::run() const {
     auto places = made_.begin();
     for (size_t i = 0; i < stack.size() && places != made_.end(); ++i) {
       if (facts_.returned[i] >= 0) continue;
-      auto place = (places++)->begin();
+      const std::vector<Place>& targets = *places++;
+      size_t next = 0;
       each_tensor(stack[i], [&](const at::Tensor& t) {
-        const at::Tensor result = (place++)->view();
+        if (next >= targets.size()) return;  // the host makes a tensor more than CUDA
+        const at::Tensor result = targets[next++].view();
         if (t.numel() != 0) result.copy_(t);  // the host's batch_norm returns no statistics in eval mode
       });
     }

@@ -137,7 +137,7 @@ void redirect(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
   const c10::DeviceGuard on_device(device);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   Values returns;
-  if (const auto results = infer(facts, arguments); results != nullptr) {
+  if (const auto results = infer(facts, arguments, Kernels::cuda); results != nullptr) {
     resize_written(arguments, *results);
     auto kernel = std::make_shared<OperatorKernel>(facts, arguments);
     returns = returns_of(facts, arguments, allocate(device, *results, *kernel));

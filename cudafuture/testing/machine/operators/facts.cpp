@@ -74,7 +74,7 @@ Facts::Facts(const c10::OperatorHandle& handle) : op(handle), key(handle.operato
   }
   numbers_matter = !reads_tensors;
   random = generator >= 0 || op.hasTag(at::Tag::nondeterministic_seeded);
-  shows_values = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+  may_show_values = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
   read_returns();
   read_name();
 }

@@ -34,6 +34,7 @@ struct Facts {
   bool random = false;              // draws random numbers
   bool numbers_matter = false;      // the shapes of results may depend on Scalars
   bool shows_values = false;        // its result depends on values in memory: a number, or a tensor of unknown size
+  bool may_show_values = false;     // its tags say so, which is not true of all arguments, or of CUDA's kernel
   bool takes_host_tensors = false;  // of any size: they are read when it is called
 
   // Returns the known results for these shapes of its arguments; null: none are known.

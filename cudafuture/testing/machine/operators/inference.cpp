@@ -25,10 +25,13 @@ at::Tensor meta_of(const at::Tensor& tensor) {
   return meta;
 }
 
-c10::IValue meta_value(const c10::IValue& value) {
+c10::IValue meta_value(const c10::IValue& value, Kernels kernels) {
   if (value.isDevice()) return c10::Device(c10::DeviceType::Meta);
   if (value.isGenerator()) return {};
-  return map_tensors(value, meta_of);
+  return map_tensors(value, [&](const at::Tensor& tensor) {
+    const bool is_read_now = kernels == Kernels::cuda && tensor.is_cpu();  // a mask of the host, for example
+    return is_read_now ? tensor : meta_of(tensor);
+  });
 }
 
 Results::New describe(const c10::IValue& value) {
@@ -89,30 +92,30 @@ bool all_sized(const Facts& facts, c10::ArrayRef<c10::IValue> arguments) {
   return sized;
 }
 
-std::shared_ptr<Results> run_meta(const Facts& facts, c10::ArrayRef<c10::IValue> arguments) {
+// Null: the meta kernel failed.
+std::shared_ptr<Results> run_meta(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, Kernels kernels) {
   Values metas;
-  for (const c10::IValue& value : arguments) metas.push_back(meta_value(value));
+  for (const c10::IValue& value : arguments) metas.push_back(meta_value(value, kernels));
   Values stack = metas;
   auto results = std::make_shared<Results>();
   try {
     run_apart([&] {
-      check_values(facts, metas);
+      if (kernels == Kernels::host) check_values(facts, metas);
       facts.op.callBoxed(&stack);
     });
   } catch (const c10::NotImplementedError&) {
-    results->known = all_sized(facts, arguments);
+    results->known = kernels == Kernels::host && all_sized(facts, arguments);
     return results;
   } catch (const std::exception& error) {
     if (is_interruption(error)) throw;
     // If the arguments are wrong, the host's kernel raises a better error.
-    results->known = false;
-    return results;
+    return nullptr;
   }
   for (std::size_t i = 0; i < stack.size(); ++i) {
     if (facts.returned[i] < 0) results->made.push_back(describe(stack[i]));
   }
   compare(facts, arguments, metas, *results);
-  correct(facts, arguments, *results);
+  if (kernels == Kernels::host) correct(facts, arguments, *results);
   return results;
 }
 
@@ -127,16 +130,17 @@ bool warns(const Results& results, c10::ArrayRef<c10::IValue> arguments) {
 
 }  // namespace
 
-std::shared_ptr<const Results> infer(const Facts& facts, c10::ArrayRef<c10::IValue> arguments) {
+std::shared_ptr<const Results> infer(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, Kernels kernels) {
   static const auto* const nothing = new std::shared_ptr<const Results>(std::make_shared<Results>());
-  if (facts.shows_values) return nullptr;
+  if (facts.shows_values || (facts.may_show_values && kernels == Kernels::host)) return nullptr;
   Signature signature;
   const bool can_remember = write_signature(facts, arguments, signature);
   std::shared_ptr<const Results> results = can_remember ? facts.known(signature) : nullptr;
   if (results == nullptr) {
     // A meta kernel may be Python.
     if (!may_call_python()) return all_sized(facts, arguments) ? *nothing : nullptr;
-    results = run_meta(facts, arguments);
+    results = run_meta(facts, arguments, kernels);
+    if (results == nullptr) return nullptr;
     if (can_remember && !warns(*results, arguments)) facts.remember(std::move(signature), results);
   }
   return results->known ? results : nullptr;

@@ -10,7 +10,10 @@
 
 namespace machine {
 
+// Kernels whose results are predicted. The meta kernels follow CUDA's, which differ from the host's in places.
+enum class Kernels { host, cuda };
+
 // Null: only running it will tell.
-std::shared_ptr<const Results> infer(const Facts& facts, c10::ArrayRef<c10::IValue> arguments);
+std::shared_ptr<const Results> infer(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, Kernels kernels);
 
 }  // namespace machine

@@ -96,6 +96,7 @@ bool write_value(const c10::IValue& value, bool skip_numbers, Signature& out) {
 }  // namespace
 
 bool write_signature(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, Signature& signature) {
+  signature.push_back(static_cast<std::int64_t>(c10::get_default_dtype_as_scalartype()));  // of int / int, for example
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     if (!write_value(arguments[i], facts.arguments[i].is_number && !facts.numbers_matter, signature)) return false;
   }

@@ -105,7 +105,7 @@ void run_on_device(const Facts& facts, Values* stack) {
   const int device = device_of(facts, arguments);
   expect_possible(facts);
   const DeviceScope scope(device);
-  const std::shared_ptr<const Results> results = infer(facts, arguments);
+  const std::shared_ptr<const Results> results = infer(facts, arguments, Kernels::host);
   if (results == nullptr) return put_returns(facts, run_now(facts, arguments, device), stack);
 
   resize_written(arguments, *results);
