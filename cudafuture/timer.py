@@ -89,7 +89,7 @@ class _Timer:
     def _start(self) -> None:
         """Start the thread unless it runs. Called under the lock."""
         thread = self._thread
-        if self._ends or (thread is not None and thread.ident is not None):
+        if thread is not None and thread.ident is not None:
             return
         # Kept before its start: Ctrl-C may interrupt that. Then another thread takes its place.
         self._thread = thread = threading.Thread(target=self._run, name="cudafuture-timer", daemon=True)
@@ -99,7 +99,8 @@ class _Timer:
     def _compact(self) -> None:
         """Drop the entries without an object, if they are most of the heap."""
         if len(self._heap) > 2 * len(self._scheduled) + 64:
-            self._heap = sorted(self._scheduled.values())  # a sorted list is a heap
+            self._heap = [entry for entry in self._heap if entry[2]]  # also one that is about to count
+            heapq.heapify(self._heap)
 
     def _run(self) -> None:
         while (due := self._wait()) is not None:
@@ -146,13 +147,14 @@ class _Timer:
         return due
 
     def end(self) -> None:
-        """Stop the thread."""
+        """Stop the thread. An object that is scheduled later starts another, which ends with the process."""
         with self._lock:
             self._ends = True
-            thread = self._thread
+            thread, self._thread = self._thread, None
         self._wake_ups.put(None)
         if thread is not None and thread.ident is not None:
-            thread.join()
+            thread.join(_LINGER)  # a callback that runs in it may never return
+        self._ends = False
 
 
 _timer = _Timer()

@@ -129,6 +129,14 @@ def test_cancelled_entry_is_released_at_once(timer: _Timer) -> None:
     other.done.wait(timeout=PATIENCE)
 
 
+def test_timer_works_after_end(timer: _Timer) -> None:
+    timer.schedule(Thing(), time.perf_counter() + 1000)
+    timer.end()
+    thing = Thing()
+    timer.schedule(thing, 0)
+    thing.done.wait(timeout=PATIENCE)
+
+
 def test_rescheduling_one_object_takes_little_room(timer: _Timer) -> None:
     thing = Thing()
     later = time.perf_counter() + 10_000
