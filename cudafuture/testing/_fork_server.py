@@ -8,6 +8,7 @@ it cannot fork, because it has several threads or has initialised CUDA.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import select
@@ -67,9 +68,12 @@ class _Requests:
                 else:
                     try:
                         request, files = self._receive()
+                        pidfd = self._fork(files)
                     except EOFError:
                         return None
-                    pidfd = self._fork(files)
+                    except OSError:  # no more processes or descriptors
+                        self._refuse()
+                        continue
                     if pidfd is None:
                         return request, files
                     ready.register(pidfd, select.POLLIN)
@@ -82,17 +86,33 @@ class _Requests:
             self._report(pidfd)
 
     def _receive(self) -> tuple[WorkerRequest, _WorkerFiles]:
-        """Receive a request; raise EOFError if the test has closed the socket."""
+        """Receive a request; raise EOFError if the test has closed the socket, OSError if its files did not come."""
         flags = socket.MSG_CMSG_CLOEXEC
         first, descriptors, _, _ = socket.recv_fds(self._end, 1, _MOST_DESCRIPTORS, flags)
         if not first:
             raise EOFError("the test has closed the socket")
-        return pickle.loads(self._connection.receive()), _WorkerFiles(*descriptors)
+        request = pickle.loads(self._connection.receive())
+        if len(descriptors) != len(_WorkerFiles._fields):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise OSError(errno.EMFILE, "the server has no more descriptors")
+        return request, _WorkerFiles(*descriptors)
+
+    def _refuse(self) -> None:
+        """Reply that no worker was forked."""
+        with contextlib.suppress(OSError):  # the test has ended
+            self._end.sendall(b"\0")
+            self._connection.send(b"0")
 
     def _fork(self, files: _WorkerFiles) -> int | None:
         """Fork a worker and reply with its pid and its pidfd. Return the pidfd in the server, None in the worker."""
         server = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            for descriptor in files:
+                os.close(descriptor)
+            raise
         if pid == 0:
             _worker.follow_parent()
             if os.getppid() != server:  # it has died before the worker could follow it
@@ -100,7 +120,14 @@ class _Requests:
             self._forget()
             os.close(files.exit_code)  # only the server's end may be open: the test reads until it is closed
             return None
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            for descriptor in files:
+                os.close(descriptor)
+            raise
         self._workers[pidfd] = _ForkedWorker(pid, files.exit_code)
         for descriptor in (files.connection, files.output, files.folder):
             os.close(descriptor)
@@ -144,6 +171,7 @@ def _prepare_worker(request: WorkerRequest, files: _WorkerFiles) -> None:
     os.close(files.folder)
     os.environ.clear()
     os.environ.update(request.environment)
+    request.limits.apply()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # otherwise all workers would draw the same numbers
 

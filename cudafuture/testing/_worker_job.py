@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import signal
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -17,6 +22,7 @@ __all__ = [
     "IDLE",
     "READY",
     "Outcome",
+    "ProcessLimits",
     "WorkerJob",
     "WorkerRequest",
     "code_of_file",
@@ -31,11 +37,49 @@ EXIT_CODE = struct.Struct("i")  # of a forked worker, from its server; negative 
 
 
 @dataclass(frozen=True)
+class ProcessLimits:
+    """What a new process inherits from the one that starts it: limits, CPUs, niceness and the mask of file modes."""
+
+    resources: dict[int, tuple[int, int]]
+    cpus: frozenset[int]
+    niceness: int
+    umask: int
+
+    @classmethod
+    def of_this_process(cls) -> ProcessLimits:
+        """Return the limits of the calling process."""
+        status = Path("/proc/self/status").read_text()
+        return cls(
+            {number: resource.getrlimit(number) for number in _resources()},
+            frozenset(os.sched_getaffinity(0)),
+            os.getpriority(os.PRIO_PROCESS, 0),
+            int(status.partition("Umask:")[2].split()[0], 8),
+        )
+
+    def apply(self) -> None:
+        """Give the calling process these limits, as far as it may have them."""
+        os.umask(self.umask)
+        changes: list[Callable[[], object]] = [
+            lambda: os.sched_setaffinity(0, self.cpus),
+            lambda: os.setpriority(os.PRIO_PROCESS, 0, self.niceness),
+            *(partial(resource.setrlimit, number, limits) for number, limits in self.resources.items()),
+        ]
+        for change in changes:
+            with contextlib.suppress(OSError, ValueError):  # it may not raise a limit again
+                change()
+
+
+def _resources() -> list[int]:
+    return sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+
+
+@dataclass(frozen=True)
 class WorkerRequest:
     """Request to fork a worker. The descriptors of its files come with it."""
 
     environment: dict[str, str]
     stacks: str  # the path of the file to which the worker writes its stacks
+    limits: ProcessLimits
 
 
 @dataclass

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 from cudafuture.testing._message_socket import MessageSocket
-from cudafuture.testing._worker_job import EXIT_CODE, WorkerRequest
+from cudafuture.testing._worker_job import EXIT_CODE, ProcessLimits, WorkerRequest
 
 __all__ = ["ForkServer", "ForkedProcess", "WorkerLauncher"]
 
@@ -108,13 +108,14 @@ class ForkServer:
         self._workers = [worker for worker in self._workers if worker.poll() is None]
         return bool(self._workers)
 
-    def fork(self, request: WorkerRequest, connection: int, output: int) -> ForkedProcess:
-        """Request a worker with its end of the connection, and a file for its output.
+    def fork(self, request: WorkerRequest, connection: int, output: int) -> ForkedProcess | None:
+        """Request a worker with its end of the connection, and a file for its output; None: the server refuses it.
 
         Raises:
             EOFError: the server has died, or cannot fork.
             OSError: the server has died, or does not reply in time.
         """
+        self._workers = [worker for worker in self._workers if worker.poll() is None]
         folder = os.open(".", os.O_PATH)
         exit_code, servers_end = os.pipe()
         try:
@@ -126,15 +127,22 @@ class ForkServer:
         finally:
             os.close(folder)
             os.close(servers_end)
+        pidfds: list[int] = []
         try:
-            _, pidfds, _, _ = socket.recv_fds(self._end, 1, 1, socket.MSG_CMSG_CLOEXEC)
-            if not pidfds:
+            reply, pidfds, _, _ = socket.recv_fds(self._end, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            if not reply:
                 raise EOFError("the fork server has died, or cannot fork")
             self._has_replied = True
-            worker = ForkedProcess(int(self._connection.receive()), pidfds[0], exit_code)
+            pid = int(self._connection.receive())
         except BaseException:
             os.close(exit_code)
+            for pidfd in pidfds:
+                os.close(pidfd)
             raise
+        if not pidfds:
+            os.close(exit_code)
+            return None
+        worker = ForkedProcess(pid, pidfds[0], exit_code)
         self._workers.append(worker)
         return worker
 
@@ -165,7 +173,7 @@ class WorkerLauncher:
         self._lock = threading.Lock()  # guards all below, and the connections of the servers
         self._server: ForkServer | None = None
         self._served: tuple[str, dict[str, str]] | None = None  # interpreter and environment of the server
-        self._unfit: tuple[str, dict[str, str]] | None = None  # those of a server that could not fork
+        self._unfit: list[tuple[str, dict[str, str]]] = []  # those of servers that could not fork
         self._retired: list[ForkServer] = []  # have workers, and fork no more
 
     def launch(self, connection: int, output: int, stacks: Path) -> subprocess.Popen[bytes] | ForkedProcess:
@@ -173,7 +181,9 @@ class WorkerLauncher:
         environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | os.environ
         environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         if hasattr(os, "pidfd_open") and "LD_PRELOAD" not in environment:
-            forked = self._fork(WorkerRequest(environment, str(stacks)), connection, output)
+            forked = self._fork(
+                WorkerRequest(environment, str(stacks), ProcessLimits.of_this_process()), connection, output
+            )
             if forked is not None:
                 return forked
         return subprocess.Popen(
@@ -195,11 +205,11 @@ class WorkerLauncher:
             self._retired.clear()
 
     def _fork(self, request: WorkerRequest, connection: int, output: int) -> ForkedProcess | None:
-        """Request a worker from the server; return None if no server can fork."""
+        """Request a worker from the server; return None if no server can fork, or this one refuses."""
         environment = {name: value for name, value in request.environment.items() if name != _CURRENT_TEST}
         required = (sys.executable, environment)
         with self._lock:
-            if required == self._unfit:
+            if required in self._unfit:
                 return None
             if required != self._served:
                 self._retire_server()
@@ -213,7 +223,7 @@ class WorkerLauncher:
                 except (OSError, EOFError):
                     self._close_server()
                     if is_new:
-                        self._unfit = required
+                        self._unfit.append(required)
                         return None
                 except BaseException:
                     self._close_server()  # its late reply must not be taken for the next one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -96,6 +97,51 @@ def test_next_test_in_another_folder_needs_no_new_server(
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "second")
     monkeypatch.chdir(tmp_path)
     assert World(2, pool=pool).run(look) == [(server, "first", folder), (server, "second", str(tmp_path))]
+
+
+def test_new_worker_has_limits_of_moment(pool: WorkerPool) -> None:
+    def look() -> tuple[int, set[int], int]:
+        umask = os.umask(0)
+        os.umask(umask)
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.sched_getaffinity(0), umask
+
+    World(1, pool=pool).run(os.getpid)
+    files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    cpus, umask = os.sched_getaffinity(0), os.umask(0o077)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files - 1, hard))
+        os.sched_setaffinity(0, {min(cpus)})
+        found = World(2, pool=pool).run(look)[1]
+    finally:
+        os.umask(umask)
+        os.sched_setaffinity(0, cpus)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    assert found == (files - 1, {min(cpus)}, 0o077)
+
+
+def test_ended_workers_leave_no_descriptors(pool: WorkerPool) -> None:
+    def open_files() -> int:
+        worker = pool.take(0)
+        assert worker.wait_until_started()
+        worker.kill()
+        del worker
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    open_files()
+    assert open_files() == open_files()
+
+
+def test_refused_fork_spares_other_workers(pool: WorkerPool) -> None:
+    first = pool.take(0)
+    assert first.wait_until_started()
+    server = psutil.Process(first.process).ppid()
+    limits = resource.prlimit(server, resource.RLIMIT_NOFILE, (8, 8))  # too few for the files of another worker
+    second = pool.take(1)
+    assert second.wait_until_started()
+    assert psutil.Process(second.process).ppid() == os.getpid()  # a new interpreter
+    assert limits
+    assert first.is_alive
+    pool.give_back([first, second])
 
 
 def test_dead_server_is_replaced(pool: WorkerPool) -> None:
