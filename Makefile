@@ -38,7 +38,8 @@ export NINJA_STATUS := [%f/%t, %e s]$() $()
 BUILD_OPTIONS := $(if $(BUILD),-C build-dir=$(BUILD) )$(if $(filter OFF,$(UNITY)),-C cmake.define.CUDAFUTURE_UNITY=OFF $\
   -C build-dir=$(or $(BUILD),build/{wheel_tag})-files )
 # Folders are listed too: they change when a file is added or taken away.
-BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(shell find cmake cudafuture/_C cudafuture/_c10d cudafuture/testing/machine cudafuture/testing/sim rpc_ext/_C)
+BUILD_INPUTS := CMakeLists.txt pyproject.toml cudafuture/_build_info.py.in $(shell find cmake cudafuture/_C cudafuture/_c10d rpc_ext/_C) \
+  $(shell find cudafuture/testing/machine cudafuture/testing/sim -name __pycache__ -prune -o \( -type d -o -name '*.cpp' -o -name '*.h' \) -print)
 STARTED := $(shell date +%s)
 CPP := $(shell find cudafuture rpc_ext tests -name '*.h' -o -name '*.cpp')
 # A worker that crashes is not replaced: pytest-xdist may fail, or hang, over the tests of the new one. The run ends there.

@@ -320,6 +320,11 @@ def test_custom_queue_hands_time_over_itself() -> None:
     assert in_thread(take) == pytest.approx(2)
 
 
+def test_unknown_device_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="does not know"):
+        _C.set_device_functions(torch.device("sim", 0), is_iddle=None)
+
+
 def test_host_time_needs_accelerator() -> None:
     sim.spend(ms=2)
     future = CUDAFuture.completed(None)

@@ -95,13 +95,14 @@ void bind_streams(nb::module_& m) {
     relax_library_thread();
   });
   // Each function is a capsule that has its name, as a simulated accelerator provides it.
-  m.def("set_device_functions", [](nb::handle device, const nb::kwargs& functions) {
+  const auto set = [](nb::handle device, const nb::kwargs& functions) {
     DeviceFunctions wanted;
+    std::size_t taken = 0;
     const auto take = [&](const char* name, auto& function) {
-      if (functions.contains(name)) {
-        function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(
-            nb::cast<nb::capsule>(functions[name]).data(name));
-      }
+      if (!functions.contains(name)) return;
+      ++taken;
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(
+          nb::cast<nb::capsule>(functions[name]).data(name));
     };
     take("make_stream", wanted.make_stream);
     take("is_idle", wanted.is_idle);
@@ -110,8 +111,10 @@ void bind_streams(nb::module_& m) {
     take("event_time", wanted.event_time);
     take("host_now", wanted.host_now);
     take("host_join", wanted.host_join);
+    if (taken != functions.size()) throw nb::type_error("set_device_functions() got a function that it does not know");
     set_device_functions(device_from(device).type(), wanted);
-  });
+  };
+  m.def("set_device_functions", set, nb::arg("device"), nb::arg("functions"));
   m.def("has_context", [](nb::handle device) { return has_context(device_with_streams(device)); }, nb::arg("device"));
   m.def("any_device_with_streams", any_device_with_streams);
 }

@@ -40,7 +40,8 @@ struct DeviceFunctions {
 };
 
 // Sets the functions of a device type. They must stay callable: another thread may call those that were set before.
-// Virtual times that were read before have no effect from then on.
+// Virtual times that were read before have no effect from then on. There is one clock: the type that was set last has
+// it.
 void set_device_functions(c10::DeviceType type, const DeviceFunctions& functions);
 
 const DeviceFunctions& device_functions(c10::DeviceType type) noexcept;
