@@ -25,7 +25,7 @@ import uuid
 import weakref
 from collections import Counter
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -37,9 +37,6 @@ from cudafuture.distributed._monitored_barrier import MonitoredBarrier
 from cudafuture.distributed._nccl_options import options_without_split
 from cudafuture.distributed._side_group import kind_of, make_side_group, timeout_of
 from cudafuture.errors import CollectiveError, InvalidStateError
-
-if TYPE_CHECKING:
-    from cudafuture.distributed._order import Comparison
 
 __all__ = ["Group", "GroupFacts", "Issuer", "group_of", "groups", "make_group", "rank_in", "require_program", "resolve"]
 
@@ -59,7 +56,7 @@ class Issuer:
         self.queue = queue
         self.place = place  # of its operations, among those that are pending
         self.issued = 0
-        self.comparison: Comparison | None = None  # with CUDAFUTURE_DEBUG=order
+        self.comparison: object = None  # of _order.py, with CUDAFUTURE_DEBUG=order
         self.lost: BaseException | None = (
             None  # why a staged operation was not issued here: the next one would take its place
         )

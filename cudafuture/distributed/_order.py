@@ -30,8 +30,7 @@ from cudafuture.errors import CollectiveError, InvalidStateError
 
 if TYPE_CHECKING:
     from cudafuture.distributed._group import Issuer
-    from cudafuture.distributed._issue import Issue
-    from cudafuture.distributed._order_messages import ComparedMessage
+    from cudafuture.distributed._issued_operation import IssuedOperation
 
 __all__ = ["Compared", "Comparison", "checked", "queued", "refusals"]
 
@@ -48,7 +47,7 @@ refusals: WeakSet[BaseException] = WeakSet()
 
 def checked(
     future: _C.CUDAFuture[T],
-    issue: Issue,
+    issue: IssuedOperation,
     process_group: dist.ProcessGroup,
     function: Callable[..., Any] | None = None,
     roles: str = "",
@@ -61,7 +60,7 @@ def checked(
     return compared.follow(future)
 
 
-def queued(issue: Issue, function: Callable[..., Any]) -> Compared:
+def queued(issue: IssuedOperation, function: Callable[..., Any]) -> Compared:
     """Return the comparison of an operation that a serial queue issues later, and shows there."""
     return Compared(issue, of_collective(issue, function, ""))
 
@@ -72,7 +71,7 @@ class Compared:
     waits_for_all = True
     """The result waits for the entries of all ranks, even if the operation has succeeded."""
 
-    def __init__(self, issue: Issue, entry: OrderEntry) -> None:
+    def __init__(self, issue: IssuedOperation, entry: OrderEntry) -> None:
         self.issue = issue
         self.entry = entry
         self.future: _C.CUDAFuture[Any] | None = None
@@ -175,14 +174,15 @@ class Comparison:
         self.running = False
         self.wake = threading.Event()
         self.messages: Counter[str] = Counter()  # so far, by sender, receiver and tag
-        self.pending_recvs: list[ComparedMessage] = []
+        self.pending_recvs: list[Any] = []  # messages, see _order_messages.py
 
     @classmethod
     def of(cls, issuer: Issuer, process_group: dist.ProcessGroup) -> Comparison:
         with cls._lock:
-            if issuer.comparison is None:
-                issuer.comparison = cls(issuer, process_group)
-            return issuer.comparison
+            comparison = issuer.comparison
+            if not isinstance(comparison, cls):
+                issuer.comparison = comparison = cls(issuer, process_group)
+            return comparison
 
     def write(self, entry: Compared, key: str, value: OrderEntry) -> None:
         """Show other ranks a value for an entry: itself, or {} if there is nothing to compare."""

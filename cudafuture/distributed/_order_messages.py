@@ -21,7 +21,7 @@ from cudafuture.distributed._order import Compared, Comparison, refusals
 from cudafuture.distributed._order_entry import of_message
 
 if TYPE_CHECKING:
-    from cudafuture.distributed._issue import Issue
+    from cudafuture.distributed._issued_operation import IssuedOperation
 
 __all__ = ["ComparedMessage", "End", "checked_messages"]
 
@@ -42,7 +42,7 @@ class End(NamedTuple):
 
 
 def checked_messages(
-    issue: Issue, process_group: dist.ProcessGroup, ends: Iterable[End], call: Callable[[], _C.CUDAFuture[T]]
+    issue: IssuedOperation, process_group: dist.ProcessGroup, ends: Iterable[End], call: Callable[[], _C.CUDAFuture[T]]
 ) -> _C.CUDAFuture[T]:
     """Issue messages with `call`, show their ends, and return a future that fails if the other ends differ."""
     comparison = Comparison.of(issue.issuer, process_group)
@@ -72,7 +72,9 @@ class ComparedMessage(Compared):
 
     waits_for_all = False
 
-    def __init__(self, issue: Issue, process_group: dist.ProcessGroup, comparison: Comparison, end: End) -> None:
+    def __init__(
+        self, issue: IssuedOperation, process_group: dist.ProcessGroup, comparison: Comparison, end: End
+    ) -> None:
         super().__init__(issue, of_message(issue, end.carries))
         self.process_group = process_group
         self.comparison = comparison

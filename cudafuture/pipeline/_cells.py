@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-__all__ = ["Cell", "needed_groups", "parse_field", "validate_rows"]
+__all__ = ["Cell", "CellTable", "needed_groups", "parse_field", "validate_rows"]
 
 _PATTERN = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 _COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
@@ -40,6 +40,21 @@ class Cell(NamedTuple):
         if match is None:
             raise ValueError(f"{text!r} is no cell: write stage, kind (F, B, I or W) and micro-batch, such as 2F0")
         return cls(int(match[1]), match[2], int(match[3]))
+
+
+class CellTable(Protocol):
+    """Cells of a schedule, one row per device, as far as an analysis needs them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rows(self) -> tuple[tuple[Cell | None, ...], ...]: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def device_of(self) -> tuple[int, ...]: ...
 
 
 def parse_field(text: str) -> list[Cell | None]:

@@ -9,13 +9,10 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, SupportsFloat
+from typing import SupportsFloat
 
 from cudafuture.errors import ScheduleError
-from cudafuture.pipeline._cells import Cell, needed_groups
-
-if TYPE_CHECKING:
-    from cudafuture.pipeline.schedule import Schedule
+from cudafuture.pipeline._cells import Cell, CellTable, needed_groups
 
 __all__ = ["Analysis", "Costs"]
 
@@ -116,7 +113,7 @@ class Analysis:
 class _Table:
     """Cells of a schedule, each with its device, its position, and the cells that it needs."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: CellTable) -> None:
         self.schedule = schedule
         self.rows = [[cell for cell in row if cell is not None] for row in schedule.rows]
         self.places: dict[Cell, tuple[int, int]] = {}
@@ -176,7 +173,7 @@ class _Table:
             yield next(needed for needed in group if needed in self.places)
 
 
-def analyse(schedule: Schedule, costs: Costs) -> Analysis:
+def analyse(schedule: CellTable, costs: Costs) -> Analysis:
     """Return the analysis of a schedule; raise ScheduleError if it cannot run, ValueError if `costs` do not fit."""
     table = _Table(schedule)
     table.require_one_device_per_stage()
@@ -273,7 +270,7 @@ def _describe_deadlock(table: _Table, heads: list[int], ended: Mapping[Cell, flo
     return f"deadlock: {'; '.join(parts)}. Change the order."
 
 
-def draw(schedule: Schedule, path: str | os.PathLike[str], costs: Costs | None = None) -> None:
+def draw(schedule: CellTable, path: str | os.PathLike[str], costs: Costs | None = None) -> None:
     """Write a picture of a schedule over time with matplotlib."""
     try:
         figures = importlib.import_module("matplotlib.figure")

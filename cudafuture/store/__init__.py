@@ -3,10 +3,9 @@
 from cudafuture._C import Snapshot
 from cudafuture.graph_breaks import break_graphs
 from cudafuture.store import arguments
-from cudafuture.store.disk_store import DiskStore
+from cudafuture.store.disk_store import DiskStore, SalvagedStore
 from cudafuture.store.multipart_write import MultipartWrite
 from cudafuture.store.protocol import DiskStoreStatistics, Entry, Store
-from cudafuture.store.salvage import SalvagedStore
 from cudafuture.store.sharded_store import ShardedStore
 
 __all__ = [

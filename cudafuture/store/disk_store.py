@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from typing_extensions import Self
@@ -34,10 +34,7 @@ from cudafuture.store.arguments import (
 from cudafuture.store.multipart_write import MultipartWrite
 from cudafuture.store.protocol import DiskStoreStatistics, Entry
 
-if TYPE_CHECKING:
-    from cudafuture.store.salvage import SalvagedStore
-
-__all__ = ["DiskStore"]
+__all__ = ["DiskStore", "SalvagedStore"]
 
 _LEAST_BLOCK, _LEAF = 1 << 18, 1 << 16  # bytes
 _READ_AT_ONCE = 64 << 20  # bytes, by verify()
@@ -162,8 +159,6 @@ class DiskStore:
         ...     print(found.keys(), found.lost)
         [] {}
         """
-        from cudafuture.store.salvage import SalvagedStore
-
         return SalvagedStore(dir, engine=engine)
 
     def verify(self, progress: Callable[[int], object] | None = None) -> dict[str, StorageError]:
@@ -670,6 +665,48 @@ class DiskStore:
     def _expect_open(self) -> None:
         if self._native.is_closed:
             raise InvalidStateError("the store is closed")
+
+
+class SalvagedStore(DiskStore):
+    """Keys of a damaged durable store that can be verified, read-only; see ``DiskStore.salvage()``.
+
+    It has the keys whose records are valid and whose bytes match their checksums.
+
+    >>> DiskStore("states", durable=True).close()
+    >>> with DiskStore.salvage("states") as found, DiskStore("mended", durable=True) as mended:
+    ...     for key in found.keys():
+    ...         if key not in found.uncertain:
+    ...             mended.write(key, found.read(key).wait()).wait()
+    """
+
+    _opened_to_read = "salvage"
+
+    def __init__(self, dir: str | os.PathLike[str], *, engine: Engine | None = None) -> None:
+        super().__init__(dir, engine=engine, durable=True, read_only=True)
+        recovery = self._native.recovery()
+        self._damage: list[tuple[int, int]] = recovery["gaps"]
+        try:
+            self._lost = self.verify()
+        except BaseException:
+            self.close()
+            raise
+        self._native.forget(list(self._lost))
+        self._uncertain = frozenset(recovery["uncertain"]) - self._lost.keys()
+
+    @property
+    def lost(self) -> dict[str, StorageError]:
+        """The keys whose bytes cannot be read, or do not match their checksums, with the errors."""
+        return dict(self._lost)
+
+    @property
+    def uncertain(self) -> frozenset[str]:
+        """The keys without checksums, or whose tensors may be old or deleted because later records are damaged."""
+        return self._uncertain
+
+    @property
+    def damage(self) -> list[tuple[int, int]]:
+        """The ranges of the journal that are damaged or torn: their offsets and sizes, in bytes."""
+        return list(self._damage)
 
 
 _open_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()

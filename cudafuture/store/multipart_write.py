@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from cudafuture import _C
 from cudafuture._arguments import expect_int, expect_tensor
 from cudafuture._C import CUDAFuture
 from cudafuture.ownership import owns
-
-if TYPE_CHECKING:
-    from cudafuture.store.disk_store import DiskStore
 
 __all__ = ["MultipartWrite"]
 
@@ -34,7 +29,7 @@ class MultipartWrite:
     tensor(50000.)
     """
 
-    def __init__(self, store: DiskStore, native: _C.MultipartWrite) -> None:
+    def __init__(self, store: object, native: _C.MultipartWrite) -> None:
         self._store = store  # a store that is freed is closed
         self._native = native
 

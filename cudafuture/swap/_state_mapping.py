@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from cudafuture.errors import InvalidStateError
-
-if TYPE_CHECKING:
-    from cudafuture.swap.offloaded_optimizer import OffloadedOptimizer
+from cudafuture.swap._swapper import Swapper
 
 __all__ = ["StateMapping"]
+
+
+class StateOwner(Protocol):
+    """Optimizer whose states the mapping shows."""
+
+    @property
+    def _swap(self) -> Swapper: ...
+    def _read_state(self, parameter: torch.Tensor, mapped: bool) -> dict[str, Any]: ...
+    def state_of(self, parameter: torch.Tensor) -> dict[str, Any]: ...
+    def set_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> None: ...
 
 
 class StateMapping(MutableMapping[torch.Tensor, dict[str, Any]]):
@@ -23,11 +31,11 @@ class StateMapping(MutableMapping[torch.Tensor, dict[str, Any]]):
     not reach the store: assign the dictionary.
     """
 
-    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+    def __init__(self, optimizer: StateOwner) -> None:
         self._reference = weakref.ref(optimizer)
 
     @property
-    def _optimizer(self) -> OffloadedOptimizer:
+    def _optimizer(self) -> StateOwner:
         optimizer = self._reference()
         if optimizer is None:
             raise InvalidStateError("the optimizer of this state no longer exists")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import sys
 from pathlib import Path
@@ -176,6 +177,12 @@ def test_private_modules_stay_in_their_folder(file: Path) -> None:
             if part.startswith("_") and folder not in PACKAGES:
                 is_inside = (importer + ".").startswith(folder + ".")
                 assert is_inside or folder in ADAPTED.get(importer, ()), f"{target} is private to {folder}"
+
+
+def test_no_files_import_each_other() -> None:
+    modules = {module_name(file): file for file in FILES}
+    graph = {name: {target for target in own_imports(file) if target in modules} for name, file in modules.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the modules of a circle
 
 
 @pytest.mark.parametrize("face", ["sim", "fakecuda"])

@@ -13,7 +13,6 @@
 #include "bind/future.h"
 #include "bind/order.h"
 #include "bind/promise.h"
-#include "bind/work.h"
 #include "core/process.h"
 #include "core/stream_pool.h"
 
@@ -237,34 +236,6 @@ void follow_torch_future(nb::handle torch_future, FuturePtr future, std::shared_
     c->parent = promise->take();
     InlineExecutor::get().post(c);
   });
-}
-
-nb::object from_torch(nb::handle source) {
-  const ParkingScope parking;
-  refuse_after_fork();
-  if (core_of_or_null(source) != nullptr) return nb::borrow(source);
-  if (is_torch_future(source)) {
-    auto* wrapper = behind<PythonFutureWrapper>(source);
-    const TorchFuturePtr native = wrapper->fut;
-    auto future = c10::make_intrusive<Future>();
-    if (!native->devices().empty()) future->set_bounding_set(native->devices());
-    future->set_operation({&OperationPlace::find("engine", "torch", "of")});
-    nb::object result = wrap(future);
-    follow_torch_future(source, std::move(future));
-    return result;
-  }
-  if (is_work(source)) {
-    auto future = c10::make_intrusive<Future>();
-    future->set_operation({&OperationPlace::find("engine", "torch", "of")});
-    nb::object result = wrap(future);
-    future->start();  // it owns the tensors: too late to cancel
-    follow(source, std::move(future));
-    return result;
-  }
-  const std::string message =
-      "from_torch() takes a torch.futures.Future or a c10d Work (which a collective with async_op=True returns), not " +
-      repr_of(source);
-  throw nb::type_error(message.c_str());
 }
 
 nb::object to_torch(nb::handle future) {

@@ -1,4 +1,4 @@
-// The bridges to torch's own handles: torch.futures.Future and c10d's Work.
+// The bridges to torch.futures.Future.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -9,9 +9,6 @@
 #include "bind/python.h"
 
 namespace cudafuture::bind {
-
-// Returns a future that follows `source`: a torch.futures.Future or a c10d Work.
-nb::object from_torch(nb::handle source);
 
 bool is_torch_future(nb::handle object);
 

@@ -14,6 +14,9 @@ nb::object future_of_work(nb::handle object);
 // Makes `future` complete with the Work's result.
 void follow(nb::handle work, FuturePtr future);
 
+// Returns a future that follows one of torch's handles: a torch.futures.Future or a c10d Work.
+nb::object from_torch(nb::handle source);
+
 // The group that a Work belongs to.
 struct WorkGroup {
   double timeout;        // seconds within which the engine should be done
