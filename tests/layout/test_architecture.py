@@ -1,4 +1,4 @@
-"""The architecture page agrees with the code: its rooms are the layers, and its files and functions exist."""
+"""The pages on the inside agree with the code: rooms are the layers, and files and functions exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from layout.tree import PACKAGE, ROOT, source_files
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("## Rooms")[2].partition("|---|---|\n")[2].partition("\n\n")[0]
-NAMED = sorted(set(re.findall(r"`([\w./]+\.(?:py|cpp|h))`", PAGE)))
+SIMULATOR = (ROOT / "docs" / "simulated-accelerator-internals.md").read_text(encoding="utf-8")
+NAMED = sorted(set(re.findall(r"`([\w./]+\.(?:py|cpp|h))`", PAGE + SIMULATOR)))
 PLACES = re.findall(r"`([A-Z]\w*::\w+|[A-Za-z_]\w*(?:\.\w+)?)`(?: and `[\w:]+`)* in `([\w./]+\.(?:py|cpp|h))`", PAGE)
 
 THREAD = re.compile(r'"((?:cudafuture|rpc_ext)-[a-z]+)')
@@ -32,7 +33,11 @@ def public_rooms() -> list[set[str]]:
 
 def file_of(name: str) -> Path | None:
     """Return the file that the page means: its path is from the checkout, the package or a room of the package."""
-    folders = (ROOT, PACKAGE, *(PACKAGE / room for room in ("distributed", "io", "prefetch", "pipeline", "data")))
+    folders = (
+        ROOT,
+        PACKAGE,
+        *(PACKAGE / room for room in ("distributed", "io", "prefetch", "pipeline", "data", "testing")),
+    )
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 

@@ -1,4 +1,4 @@
-"""Races between streams, found by the race detector of the simulated accelerator."""
+"""Races between streams of fake CUDA devices."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def _take_new() -> list[Report]:
 
 
 def _report(fields: str) -> Report:
+    """Return the report in a text of ``control/control.cpp``."""
     kind, summary, *sites = fields.split("\x1e")
     found: dict[str, Site] = {}
     for site in filter(None, sites):

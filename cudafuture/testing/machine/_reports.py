@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["RaceError", "Report", "ReportQueue", "Site"]
+__all__ = ["Detection", "RaceError", "Report", "ReportQueue", "Site"]
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,22 @@ std::string race_of(const Finding& f, const std::string& earlier, const std::str
 
 }  // namespace
 
+const char* name_of(Report::Kind kind) noexcept {
+  switch (kind) {
+    case Report::Kind::race:
+      return "race";
+    case Report::Kind::reuse:
+      return "reuse";
+    case Report::Kind::host_race:
+      return "host_race";
+    case Report::Kind::wrong_device:
+      return "wrong_device";
+    case Report::Kind::error:
+      return "error";
+  }
+  return "?";
+}
+
 Report describe(Finding&& f) {
   const Conflict& conflict = f.conflict;
   if (conflict.earlier.epoch.time == 0) return std::move(f.report);

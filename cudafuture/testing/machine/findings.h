@@ -1,6 +1,6 @@
 // Findings that have not been taken yet: one for each pair of places, however many bytes and tensors they share. Its
 // bytes are those of the first later work that was found.
-// Sentences are made when a finding is taken, since the methods of a Site may not be called under the lock.
+// Sentences are made when a finding is taken, since a Site may not be written out under the lock.
 //
 // Findings after the first kMostFindings are not kept: a loop that lacks one wait would find the same without end.
 #pragma once
@@ -28,6 +28,8 @@ struct Report {
   SitePtr earlier;
   SitePtr later;
 };
+
+const char* name_of(Report::Kind kind) noexcept;
 
 struct Finding {
   Conflict conflict;

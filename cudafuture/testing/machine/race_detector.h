@@ -1,6 +1,7 @@
 // The race detector: it knows what the host and each stream have seen of each other, and the last accesses to memory.
 //
 //     the host enqueues work on a stream ──► StreamClock::tick, touch ──► Shadow ──► Findings ──► Report
+//     an event is recorded on a stream   ──► StreamClock::snapshot
 //     a stream waits for an event        ──► StreamClock::join
 //     the host waits for an event        ──► host_saw
 //

@@ -31,7 +31,7 @@ struct MemoryAccess {
 // An access with its agent, its time and its site.
 struct Touch {
   ClockEpoch epoch;
-  bool writes = false;
+  bool writes = false;  // as its MemoryAccess says
   SitePtr site;
   bool allocates = false;  // the memory was handed out
 };

@@ -1,5 +1,7 @@
-// The place of an operation in the host's program: a report shows it for both sides. Its methods are not called, and it
-// is not destroyed, under a lock of the machine, so it may take the embedding language's lock.
+// The place of an operation in the host's program: a report shows it for both sides.
+//
+// operation() and stack() are not called under a lock of the machine, so they may take the embedding language's lock.
+// The simulated accelerator destroys no site under its lock either; fakecuda does, and its sites take no lock then.
 #pragma once
 
 #include <cstdint>

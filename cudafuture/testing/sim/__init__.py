@@ -54,7 +54,7 @@ from cudafuture.testing.sim._accelerator import (
     synchronize,
 )
 from cudafuture.testing.sim._prepare import prepare
-from cudafuture.testing.sim._report import RaceError, Report, Site, detect_races, races
+from cudafuture.testing.sim._races import RaceError, Report, Site, detect_races, races
 from cudafuture.testing.sim._streams import CaptureMode, Hold, capture, fail, finish, hold, priority, release, sleep
 from cudafuture.testing.sim._virtual_time import Speeds, clock, set_speeds, spend
 

@@ -23,15 +23,15 @@ __attribute__((constructor)) void refuse_beside_a_real_driver() {
   _exit(3);
 }
 
-// Fields end with ASCII's record separator, parts of a field with its unit separator, reports with its group separator.
+// The text that testing/fakecuda/_races.py reads. Fields end with ASCII's record separator, parts of a field with its
+// unit separator, reports with its group separator.
 void append_site(std::string& text, const char* key, const machine::SitePtr& site) {
   if (site == nullptr) return;
   text += std::string(key) + "\x1f" + site->operation() + "\x1f" + site->stack() + "\x1e";
 }
 
 std::string text_of(machine::Report&& report) {
-  static const char* const kinds[] = {"race", "reuse", "host_race", "wrong_device", "error"};
-  std::string text = std::string(kinds[static_cast<int>(report.kind)]) + "\x1e" + report.summary + "\x1e";
+  std::string text = std::string(machine::name_of(report.kind)) + "\x1e" + report.summary + "\x1e";
   append_site(text, "earlier", report.earlier);
   append_site(text, "later", report.later);
   return text + "\x1d";

@@ -1,4 +1,5 @@
-// Functions on the streams of the machine, for the libraries that stand beside the CUDA runtime: ops and nccl.
+// Functions on the streams of the machine, for what stands beside the CUDA runtime: operators/ and nccl/. They are in
+// cudart/stream.cpp.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,6 @@
 // A machine with CUDA devices that are memory of the host and queues of operations. The CUDA runtime of fakecuda
-// (cudart/) translates each cuda* call into a few calls of the machine.
+// (cudart/) translates each cuda* call into a few calls of the machine, and so does fakecuda_launch() with each
+// operator of operators/.
 //
 //     host thread A      host thread B          the devices
 //          |                  |

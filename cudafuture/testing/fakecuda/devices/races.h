@@ -1,6 +1,7 @@
 // The race detector of the devices, fed with what is enqueued on them.
 //
-// The functions are called with the machine's lock, except where they say otherwise. Without `enabled` they do nothing.
+// The functions are called with the machine's lock, except where they say otherwise. Without `enabled` nothing is
+// noted, and there is nothing to find.
 #pragma once
 
 #include <cstddef>

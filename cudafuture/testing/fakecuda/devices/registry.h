@@ -13,8 +13,8 @@ namespace fakecuda {
 
 class Registry {
  public:
-  // Makes the site of a call: the operation's name and the stack of the host. Needs Python's lock, so it is called
-  // without the machine's.
+  // Makes the site of a call (operators/site.cpp): the operation's name and the stack of the host. Needs Python's lock,
+  // so it is called without the machine's.
   using MakeSite = machine::SitePtr (*)(const char* operation);
 
   // The registry of the process. It is never destroyed: threads use it until the process has ended.

@@ -104,22 +104,6 @@ void synchronize(std::optional<int> device) {
   }
 }
 
-const char* name_of(Report::Kind kind) {
-  switch (kind) {
-    case Report::Kind::race:
-      return "race";
-    case Report::Kind::reuse:
-      return "reuse";
-    case Report::Kind::host_race:
-      return "host_race";
-    case Report::Kind::wrong_device:
-      return "wrong_device";
-    case Report::Kind::error:
-      return "error";
-  }
-  return "?";
-}
-
 nb::object shown(const SitePtr& site) {
   if (site == nullptr) return nb::none();
   return nb::make_tuple(site->operation(), site->stack());

@@ -14,7 +14,7 @@ namespace sim {
 SitePtr here(const char* operation);
 SitePtr here(std::string operation);
 
-// Hooks by which the embedding language provides stacks. Without a hook a site has no stack.
+// Hooks by which the embedding language provides stacks (bind/stacks.cpp). Without a hook a site has no stack.
 struct HostStack {
   std::shared_ptr<const void> frames;
   std::uint64_t place = 0;  // the same for the same frames
