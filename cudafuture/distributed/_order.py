@@ -30,7 +30,7 @@ from cudafuture.errors import CollectiveError, InvalidStateError
 
 if TYPE_CHECKING:
     from cudafuture.distributed._group import Issuer
-    from cudafuture.distributed._issued_operation import IssuedOperation
+    from cudafuture.distributed._numbered_operation import NumberedOperation
 
 __all__ = ["Compared", "Comparison", "checked", "queued", "refusals"]
 
@@ -47,7 +47,7 @@ refusals: WeakSet[BaseException] = WeakSet()
 
 def checked(
     future: _C.CUDAFuture[T],
-    issue: IssuedOperation,
+    issue: NumberedOperation,
     process_group: dist.ProcessGroup,
     function: Callable[..., Any] | None = None,
     roles: str = "",
@@ -60,7 +60,7 @@ def checked(
     return compared.follow(future)
 
 
-def queued(issue: IssuedOperation, function: Callable[..., Any]) -> Compared:
+def queued(issue: NumberedOperation, function: Callable[..., Any]) -> Compared:
     """Return the comparison of an operation that a serial queue issues later, and shows there."""
     return Compared(issue, of_collective(issue, function, ""))
 
@@ -71,7 +71,7 @@ class Compared:
     waits_for_all = True
     """The result waits for the entries of all ranks, even if the operation has succeeded."""
 
-    def __init__(self, issue: IssuedOperation, entry: OrderEntry) -> None:
+    def __init__(self, issue: NumberedOperation, entry: OrderEntry) -> None:
         self.issue = issue
         self.entry = entry
         self.future: _C.CUDAFuture[Any] | None = None

@@ -19,7 +19,7 @@ import torch
 from cudafuture import _frames
 
 if TYPE_CHECKING:
-    from cudafuture.distributed._issued_operation import IssuedOperation
+    from cudafuture.distributed._numbered_operation import NumberedOperation
 
 __all__ = ["OrderEntry", "count_of", "difference", "of_collective", "of_message", "text_of"]
 
@@ -27,7 +27,7 @@ OrderEntry = dict[str, Any]
 _NOT_COMPARED = {"async_op", "device", "device_ids", "timeout", "input_split_sizes", "output_split_sizes"}
 
 
-def of_collective(issue: IssuedOperation, function: Callable[..., Any] | None, roles: str) -> OrderEntry:
+def of_collective(issue: NumberedOperation, function: Callable[..., Any] | None, roles: str) -> OrderEntry:
     """Return the entry of a collective; `function` is a partial with the options of torch's function."""
     operation = issue.operation
     keywords: dict[str, Any] = getattr(function, "keywords", {})
@@ -45,7 +45,7 @@ def of_collective(issue: IssuedOperation, function: Callable[..., Any] | None, r
     return entry
 
 
-def of_message(issue: IssuedOperation, carries: str) -> OrderEntry:
+def of_message(issue: NumberedOperation, carries: str) -> OrderEntry:
     """Return the entry of one end of a message."""
     return {"what": f"{issue.operation.name} {carries}", "where": _frames.call_site(), "carries": carries}
 
@@ -121,7 +121,7 @@ def _options(keywords: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in sorted(shown.items()))
 
 
-def _exchanged(issue: IssuedOperation, keywords: dict[str, Any], roles: str) -> Iterator[tuple[str, int, Any]]:
+def _exchanged(issue: NumberedOperation, keywords: dict[str, Any], roles: str) -> Iterator[tuple[str, int, Any]]:
     """Yield each tensor that another rank gets or gives: its role, the other rank, its shape and dtype."""
     root = keywords.get("group_src", keywords.get("group_dst"))
     size = issue.group.size

@@ -21,7 +21,7 @@ from cudafuture.distributed._order import Compared, Comparison, refusals
 from cudafuture.distributed._order_entry import of_message
 
 if TYPE_CHECKING:
-    from cudafuture.distributed._issued_operation import IssuedOperation
+    from cudafuture.distributed._numbered_operation import NumberedOperation
 
 __all__ = ["ComparedMessage", "End", "checked_messages"]
 
@@ -42,7 +42,10 @@ class End(NamedTuple):
 
 
 def checked_messages(
-    issue: IssuedOperation, process_group: dist.ProcessGroup, ends: Iterable[End], call: Callable[[], _C.CUDAFuture[T]]
+    issue: NumberedOperation,
+    process_group: dist.ProcessGroup,
+    ends: Iterable[End],
+    call: Callable[[], _C.CUDAFuture[T]],
 ) -> _C.CUDAFuture[T]:
     """Issue messages with `call`, show their ends, and return a future that fails if the other ends differ."""
     comparison = Comparison.of(issue.issuer, process_group)
@@ -73,7 +76,7 @@ class ComparedMessage(Compared):
     waits_for_all = False
 
     def __init__(
-        self, issue: IssuedOperation, process_group: dist.ProcessGroup, comparison: Comparison, end: End
+        self, issue: NumberedOperation, process_group: dist.ProcessGroup, comparison: Comparison, end: End
     ) -> None:
         super().__init__(issue, of_message(issue, end.carries))
         self.process_group = process_group

@@ -30,7 +30,7 @@ from cudafuture.distributed._staging_buffers import StagingBuffers, are_on_host,
 from cudafuture.transfer import complete
 
 if TYPE_CHECKING:
-    from cudafuture.distributed._issued_operation import IssuedOperation
+    from cudafuture.distributed._numbered_operation import NumberedOperation
 
 __all__ = ["is_over_gloo", "is_staged", "run", "run_recv", "run_send"]
 
@@ -84,7 +84,7 @@ def is_over_gloo(process_group: dist.ProcessGroup, device: torch.device) -> bool
 
 
 def run(
-    issue: IssuedOperation,
+    issue: NumberedOperation,
     process_group: dist.ProcessGroup,
     function: Call,
     value: T,
@@ -99,7 +99,7 @@ def run(
 
 
 def run_send(
-    issue: IssuedOperation, process_group: dist.ProcessGroup, function: Call, tensor: torch.Tensor, peer: int
+    issue: NumberedOperation, process_group: dist.ProcessGroup, function: Call, tensor: torch.Tensor, peer: int
 ) -> CUDAFuture[None]:
     """Issue a send after those that wait for their copies: the peer matches them by order only."""
     return _StagedOperation[None](issue, process_group, lambda _: None, peer).start(
@@ -108,7 +108,7 @@ def run_send(
 
 
 def run_recv(
-    issue: IssuedOperation,
+    issue: NumberedOperation,
     process_group: dist.ProcessGroup,
     function: Call,
     value: Callable[[Any], T],
@@ -123,7 +123,7 @@ class _StagedOperation(Generic[T]):
     """One operation that goes through the host."""
 
     def __init__(
-        self, issue: IssuedOperation, process_group: dist.ProcessGroup, value: Callable[[Any], T], peer: int = -1
+        self, issue: NumberedOperation, process_group: dist.ProcessGroup, value: Callable[[Any], T], peer: int = -1
     ) -> None:
         self.issue, self.process_group, self.value, self.peer = issue, process_group, value, peer
 

@@ -99,7 +99,7 @@ class _Requests:
         return request, _WorkerFiles(*descriptors)
 
     def _refuse(self) -> None:
-        """Reply that no worker was forked."""
+        """Send the reply that no worker was forked."""
         with contextlib.suppress(OSError):  # the test has ended
             self._end.sendall(b"\0")
             self._connection.send(b"0")

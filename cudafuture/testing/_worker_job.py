@@ -38,7 +38,7 @@ EXIT_CODE = struct.Struct("i")  # of a forked worker, from its server; negative 
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """What a new process inherits from the one that starts it: limits, CPUs, niceness and the mask of file modes."""
+    """Limits, CPUs, niceness and mask of file modes, which a new process inherits from the one that starts it."""
 
     resources: dict[int, tuple[int, int]]
     cpus: frozenset[int]

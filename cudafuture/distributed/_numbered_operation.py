@@ -1,4 +1,4 @@
-"""Interface of an operation that this rank has issued, for comparisons and staging."""
+"""Interface of an operation of this rank, with its number, for comparisons and staging."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from cudafuture.distributed._operations import DistributedOperation
 if TYPE_CHECKING:
     from cudafuture import _C
 
-__all__ = ["IssuedOperation"]
+__all__ = ["NumberedOperation"]
 
 
-class IssuedOperation(Protocol):
+class NumberedOperation(Protocol):
     """Operation with its group, and its number in the order of its issuer."""
 
     @property
