@@ -1,4 +1,4 @@
-// The vector clock of a stream: what its work has seen of the other agents.
+// The vector clock of a stream: the progress of the other agents that its work has seen.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace machine {
 
-// What a stream has seen at the moment when an event was recorded.
+// The vector clock of a stream at the moment when an event was recorded.
 struct ClockSnapshot {
   ClockEpoch epoch;                          // of the stream; a clock that has seen it has seen all of `clock`
   std::shared_ptr<const VectorClock> clock;  // null while the stream has done nothing

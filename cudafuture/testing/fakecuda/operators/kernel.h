@@ -15,7 +15,7 @@ class OperatorKernel {
  public:
   OperatorKernel(const Facts& facts, const Values& arguments);
 
-  // What the operator makes is written to this tensor, or to these: one value for each return that is new.
+  // The kernel writes the next return that is new to this tensor, or to the tensors of this list.
   void write_new(const c10::IValue& made);
   std::vector<MemoryAccess> accesses() const { return accesses_; }
   const char* name() const { return facts_.name.c_str(); }
