@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +78,7 @@ def test_command_leaves_out_dead_processes_of_earlier_jobs(tmp_path: Path, capsy
         earlier.process.wait()
     progress = tmp_path / f"{earlier.process.pid}.progress"
     with child_of(tmp_path, script.format(5)):
-        os.utime(progress, (1, 1))
+        os.utime(progress, times=(time.time() - 600,) * 2)  # the living one removes what is older than an hour
         progress.with_suffix(".socket").unlink(missing_ok=True)  # if the living one has not removed it yet
         assert main(["ps", "--job", str(tmp_path)]) == 0
         assert "rank 3" not in capsys.readouterr().out
