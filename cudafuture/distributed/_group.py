@@ -100,6 +100,7 @@ class Group:
         self.messages = self.program.place._uncounted()
         self.beside = Issuer(None, None, _C.OperationPlace.find("group", self.name))  # in no order
         self.ranks = frozenset(dist.get_process_group_ranks(process_group))
+        self.mailboxes = itertools.count()  # their numbers
         self.made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks, from ProcessGroup.new_group()
         self.staged_kinds: dict[tuple[str, str], bool] = {}  # per operation and type of device
         self.is_broken = False  # its Gloo thread has ended: calls into the group may never return
