@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,11 +10,21 @@ from torch import nn
 
 from cudafuture import _C
 from cudafuture._arguments import expect_int, listed, parse_device, shown
+from cudafuture.pipeline._ranks import Receiver
 from cudafuture.pipeline._step import Route
 from cudafuture.pipeline.schedule import Schedule
 from cudafuture.pipeline.skip import Skippable, inspect_skip_layout, verify_skippables
 
-__all__ = ["divide", "layers_of", "places_of", "refuse_shared", "route_of", "table_of"]
+__all__ = [
+    "divide",
+    "layers_of",
+    "place_of_rank",
+    "places_of",
+    "receivers_of",
+    "refuse_shared",
+    "route_of",
+    "table_of",
+]
 
 
 def layers_of(part: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -106,6 +116,28 @@ def places_of(devices: Sequence[torch.device | str | int] | None, stages: int) -
     if accelerator is None:
         return [torch.device("cpu")] * stages
     return [torch.device(accelerator.type, i) for i in range(min(torch.accelerator.device_count(), stages))]
+
+
+def place_of_rank(devices: Any) -> torch.device:
+    """Return the device of a rank: the given one, or by default the current accelerator, or the host."""
+    if devices is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if accelerator is None else _C.with_index(accelerator)
+    given = [devices] if isinstance(devices, (torch.device, str, int)) else listed("devices", devices, "devices")
+    if len(given) != 1:
+        raise ValueError(f"devices has {len(given)} devices, but each rank of a group runs one row: name its device")
+    device = parse_device("each of devices", given[0])
+    return device if device.type == "cpu" else _C.with_index(device)
+
+
+def receivers_of(route: Route, row_of: Sequence[int], devices: Mapping[int, torch.device]) -> list[Receiver]:
+    """Return the receivers of all messages between stages; `devices` are those of the stages of this process."""
+    stages = len(row_of)
+    keys: list[tuple[tuple[Any, ...], int]] = [(("F", s), s) for s in range(1, stages)]
+    keys += [(("B", s), s) for s in range(stages - 1)]
+    keys += [(("skip", skip), s) for skip, s in route.popped_by.items()]
+    keys += [(("skip gradient", skip), s) for skip, s in route.stashed_by.items()]
+    return [Receiver(key, s, row_of[s], devices.get(s)) for key, s in keys]
 
 
 def route_of(parts: Sequence[nn.Sequential]) -> Route:

@@ -25,6 +25,7 @@ __all__ = [
     "map_tensors",
     "passing_changes",
     "rows_of",
+    "sizes_of",
     "split",
     "split_rows",
     "split_target",
@@ -76,7 +77,7 @@ def split(batch: Any, count: int) -> list[Any]:
     leaves, structure = _pytree.tree_flatten(batch)
     parts = with_each(
         leaves,
-        lambda leaf: split_rows(leaf, _sizes(len(leaf), count)) if _has_rows(leaf) else _repeat(leaf, count),
+        lambda leaf: split_rows(leaf, sizes_of(len(leaf), count)) if _has_rows(leaf) else _repeat(leaf, count),
     )
     return [_pytree.tree_unflatten([part[m] for part in parts], structure) for m in range(count)]
 
@@ -123,7 +124,7 @@ def split_target(target: Any, batch_rows: int, count: int) -> list[Any]:
     """
     if target is None:
         return []
-    sizes = _sizes(batch_rows, count)
+    sizes = sizes_of(batch_rows, count)
     leaves, structure = _pytree.tree_flatten(target)
 
     def split_leaf(leaf: Any) -> Sequence[Any]:
@@ -211,6 +212,6 @@ def _has_rows(leaf: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def _sizes(rows: int, count: int) -> list[int]:
+def sizes_of(rows: int, count: int) -> list[int]:
     """Return the sizes of ``torch.tensor_split``."""
     return [rows // count + (m < rows % count) for m in range(count)]

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from cudafuture.pipeline._ranks import SharedStep
 from cudafuture.pipeline._stage import Skip, Stage, StageMessage
 from cudafuture.pipeline.link import Link, LinkClosedError
 from cudafuture.pipeline.schedule import Cell, Schedule
@@ -47,12 +48,12 @@ class Route:
 
 
 class Step:
-    """Cells of one mini-batch.
+    """Cells of one mini-batch, in this process.
 
     Args:
-        stages: of the model.
+        stages: of this process, by number.
         schedule: the table to run.
-        link: used by this step only.
+        shared: the step, as this process shares it with others; its link is used by this step only.
         route: of the skips.
         weights: of the micro-batches' losses.
         is_checkpointed: returns whether backward recomputes a micro-batch.
@@ -62,9 +63,9 @@ class Step:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Mapping[int, Stage],
         schedule: Schedule,
-        link: Link,
+        shared: SharedStep,
         route: Route,
         weights: Sequence[float],
         is_checkpointed: Callable[[int], bool],
@@ -72,7 +73,9 @@ class Step:
         is_inference: bool = False,
         keeps_outputs: bool = False,
     ) -> None:
-        self._stages, self._schedule, self._link, self._route = stages, schedule, link, route
+        self._stages, self._schedule, self._shared, self._route = stages, schedule, shared, route
+        self._link: Link = shared.link
+        self._cells = sum(c is not None and c.stage in stages for row in schedule.rows for c in row)
         self._weights, self._is_checkpointed = weights, is_checkpointed
         self._draws_alone = any(is_checkpointed(m) for m in range(schedule.microbatches))
         self._is_inference, self._keeps_outputs = is_inference, keeps_outputs or is_inference
@@ -83,10 +86,12 @@ class Step:
         self.peak_activations = [0] * len(schedule.rows)
         self._ended: set[Cell] = set()
         self._running: dict[int, Cell] = {}  # by row
+        self._awaited: dict[int, tuple[Any, ...]] = {}  # by stage: the key of a message
+        shared.describe = self._describe
 
     def feed(self, inputs: Sequence[StageMessage], targets: Sequence[StageMessage]) -> None:
-        """Send the micro-batches to the first stage, and their targets to the last."""
-        last = len(self._stages) - 1
+        """Send the micro-batches to the first stage, and their targets to the last, if they are in this process."""
+        last = self._schedule.stages - 1
         self._has_target = bool(targets)
         for m, message in enumerate(inputs):
             self._send(("F", 0, m), message, 0)
@@ -122,13 +127,13 @@ class Step:
         with self._lock:
             self.errors.append((cell, error))
         self._link.close()
+        self._shared.stop()
 
     def error(self) -> BaseException | None:
         """Return the first error, with later ones as notes on it, or None if all cells have ended."""
         with self._lock:
             if not self.errors:
-                cells = sum(cell is not None for row in self._schedule.rows for cell in row)
-                is_whole = self._is_inference or len(self._ended) == cells
+                is_whole = self._is_inference or len(self._ended) == self._cells
                 return (
                     None if is_whole else LinkClosedError("the link between the stages closed before all cells ended")
                 )
@@ -147,7 +152,7 @@ class Step:
         with self._lock:
             ended, running = set(self._ended), set(self._running.values())
         lines = []
-        for s in range(len(self._stages)):
+        for s in self._stages:
             marks = []
             for m in range(self._schedule.microbatches):
                 cells = [Cell(s, kind, m) for kind in "FBIW"]
@@ -155,6 +160,14 @@ class Step:
                 marks.append(done + "".join(f"({cell.kind})" for cell in cells if cell in running) or ".")
             lines.append(f"stage {s} on {self._stages[s].device}: " + " ".join(f"{mark:>5}" for mark in marks))
         return "\n".join(lines)
+
+    def _describe(self) -> str:
+        """Return what this process does, as the rest of a sentence."""
+        with self._lock:
+            running, awaited = list(self._running.values()), dict(self._awaited)
+        doing = [f"runs the {self._described(cell)}" for cell in running if cell.stage not in awaited]
+        doing += [f"waits for {_described(key, self._schedule)}" for key in awaited.values()]
+        return ", and ".join(doing) or "runs no cell"
 
     def _described(self, cell: Cell) -> str:
         stage = self._stages[cell.stage]
@@ -172,10 +185,10 @@ class Step:
 
     def _forward(self, s: int, m: int) -> None:
         stage = self._stages[s]
-        received = self._receive(("F", s, m))
-        popped = {skip: self._receive(("skip", skip, m)) for skip in self._route.popped.get(s, ())}
+        received = self._receive(s, ("F", s, m))
+        popped = {skip: self._receive(s, ("skip", skip, m)) for skip in self._route.popped.get(s, ())}
         has_target = stage.loss is not None and self._has_target
-        target = self._receive(("target", s, m)).value() if has_target else None
+        target = self._receive(s, ("target", s, m)).value() if has_target else None
         if self._is_inference:
             sent = stage.infer(received, popped)
         else:
@@ -193,10 +206,10 @@ class Step:
         stage = self._stages[s]
         gradients: dict[Any, torch.Tensor | None] = {}
         if stage.loss is None:
-            gradients.update(enumerate(self._receive(("B", s, m)).value()))
+            gradients.update(enumerate(self._receive(s, ("B", s, m)).value()))
         for skip, stash in self._route.stashed_by.items():
             if stash == s:
-                gradients[skip] = self._receive(("skip gradient", skip, m)).leaves[0]
+                gradients[skip] = self._receive(s, ("skip gradient", skip, m)).leaves[0]
         received = stage.input_gradient(m, gradients) if is_input_only else stage.backward(m, gradients)
         for skip in self._route.popped.get(s, ()):
             message = StageMessage.of(received.get(skip), lambda _: False)
@@ -209,9 +222,24 @@ class Step:
     # ---- messages
 
     def _send(self, key: tuple[Any, ...], message: StageMessage, to: int) -> None:
-        device = self._stages[to].device
-        self._link.send(key, message.leaves, device, tuple(message[1:]))
+        if to in self._stages:
+            self._link.send(key, message.leaves, self._stages[to].device, tuple(message[1:]))
+        else:
+            self._shared.send(key, message, self.fail)
 
-    def _receive(self, key: tuple[Any, ...]) -> StageMessage:
+    def _receive(self, s: int, key: tuple[Any, ...]) -> StageMessage:
+        self._awaited[s] = key
         leaves, header = self._link.receive(key)
+        del self._awaited[s]
         return StageMessage(leaves, *header)
+
+
+def _described(key: tuple[Any, ...], schedule: Schedule) -> str:
+    """Return which message it is, and which row sends it."""
+    name, subject, microbatch = key
+    if name not in "FB":
+        return f"the {name} {subject!r} of micro-batch {microbatch}"
+    sender = subject + (-1 if name == "F" else 1)
+    what = "activation" if name == "F" else "gradient"
+    row = f" on rank {schedule.device_of[sender]}" if sender >= 0 else ""
+    return f"the {what} of micro-batch {microbatch} from stage {sender}{row}"

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -17,7 +18,16 @@ from cudafuture import _C
 from cudafuture._arguments import expect_callable, expect_timeout
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
-from cudafuture.pipeline._division import divide, layers_of, places_of, refuse_shared, route_of, table_of
+from cudafuture.pipeline._division import (
+    divide,
+    layers_of,
+    place_of_rank,
+    places_of,
+    receivers_of,
+    refuse_shared,
+    route_of,
+    table_of,
+)
 from cudafuture.pipeline._fill_drain import FillDrain, move_stages
 from cudafuture.pipeline._minibatch import (
     expect_tensors,
@@ -25,9 +35,11 @@ from cudafuture.pipeline._minibatch import (
     map_tensors,
     passing_changes,
     rows_of,
+    sizes_of,
     split,
     split_target,
 )
+from cudafuture.pipeline._ranks import Alone, Ranks, SharedStep
 from cudafuture.pipeline._stage import Stage, StageMessage
 from cudafuture.pipeline._step import Step
 from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
@@ -62,7 +74,9 @@ class Pipeline(nn.Module):
             so that the gradients are those of the whole mini-batch; "sum".
         deferred_batch_norm: let BatchNorm layers collect statistics of whole mini-batches. New layers replace them in
             the containers inside the stages, so the given model changes, as with torchgpipe. Default False.
-        link: creates the link between the stages for each step. Default: LocalLink.
+        link: creates the link between the stages of this process for each step. Default: LocalLink.
+        group: a torch process group, a ProcessGroup, or the group of one dimension of a device mesh: rank `r` runs row
+            `r` of the table, and has only the stages of that row. None (default): this process runs all rows.
 
     Parameters keep the names that they have in the nn.Sequential (for a list of modules: in ``nn.Sequential(*list)``),
     so ``state_dict()`` is that of the undivided model. Create the optimizer after the pipeline.
@@ -94,36 +108,45 @@ class Pipeline(nn.Module):
         loss_reduction: Literal["mean", "sum"] = "mean",
         deferred_batch_norm: bool = False,
         link: Callable[[], Link] = LocalLink,
+        group: Any = None,
     ) -> None:
         super().__init__()
         _expect_choices(checkpoint, loss_reduction, microbatches)
         if loss is not None:
             expect_callable("loss", loss, "loss(output, target)")
         expect_callable("link", link, "link()")
-        layers, parts = divide(stages, balance, _RESERVED)
-        if deferred_batch_norm:
-            parts = [convert_deferred_batch_norm(part, microbatches) for part in parts]
-            layers = [named for part in parts for named in layers_of(part)]
-        for name, layer in layers:
-            self.add_module(name, layer)
-        refuse_shared(parts)
-        places = places_of(devices, len(parts))
-        self._named = schedule if isinstance(schedule, str) else None
-        self.schedule = table_of(schedule, len(parts), microbatches, len(places))
-        self.devices = tuple(places)
+        self._ranks = Alone() if group is None else Ranks(group)
+        weakref.finalize(self, self._ranks.close).atexit = False
+        with self._ranks.making() as making:
+            layers, parts = divide(stages, balance, _RESERVED)
+            self.devices = tuple(places_of(devices, len(parts)) if group is None else [place_of_rank(devices)])
+            count = len(self.devices) if group is None else self._ranks.size
+            self._rows_here = range(self._ranks.rank, self._ranks.rank + len(self.devices))
+            self._named = schedule if isinstance(schedule, str) else None
+            self.schedule = table_of(schedule, len(parts), microbatches, count)
+            here = [s for s, row in enumerate(self.schedule.device_of) if row in self._rows_here]
+            if deferred_batch_norm:
+                for s in here:
+                    parts[s] = convert_deferred_batch_norm(parts[s], microbatches)
+            refuse_shared(parts)
+            for name, layer in [named for s in here for named in layers_of(parts[s])]:
+                self.add_module(name, layer)
+            self.stages = tuple(parts[s] for s in here)
+            """The parts of the model that this process has, each on its device."""
+            self.stage_devices = tuple(self._device_of(s) for s in here)
+            move_stages(self.stages, self.stage_devices)
+            self._route = route_of(parts)
+            devices_here = dict(zip(here, self.stage_devices, strict=True))
+            making.settings = f"{self.schedule}\nwith {checkpoint=}, {loss_reduction=}, layers {dict(layers).keys()}"
+            making.receivers = receivers_of(self._route, self.schedule.device_of, devices_here)
         self.microbatches = microbatches
         self._checkpoint, self._mean, self._link = checkpoint, loss_reduction == "mean", link
         loss = loss if loss is not None else _output_is_loss
-        last = len(parts) - 1
-        self.stages = tuple(parts)
-        """The parts of the model, each on its device."""
-        self.stage_devices = tuple(self._device_of(s) for s in range(len(parts)))
-        move_stages(self.stages, self.stage_devices)
-        self._stages = [
-            Stage(s, part, self.stage_devices[s], loss if s == last else None) for s, part in enumerate(self.stages)
-        ]
-        self._route = route_of(parts)
-        self._fill_drain = FillDrain(self.stages, self.stage_devices)
+        self._last = len(parts) - 1
+        self._stages = {
+            s: Stage(s, parts[s], device, loss if s == self._last else None) for s, device in devices_here.items()
+        }
+        self._fill_drain = FillDrain(self.stages, self.stage_devices) if group is None else None
         self._batch_norms = [layer for layer in self.modules() if isinstance(layer, DeferredBatchNorm)]
         self._workers = [Workers([device], name="cudafuture-pipeline") for device in self.devices]
         # Held for the length of a step. A thread that Ctrl-C kept from releasing it can take it again; the cells, which
@@ -134,7 +157,7 @@ class Pipeline(nn.Module):
         """For each device, the most micro-batches whose activations the last step kept at a time."""
 
     def _device_of(self, stage: int) -> torch.device:
-        return self.devices[self.schedule.device_of[stage]]
+        return self.devices[self.schedule.device_of[stage] - self._rows_here.start]
 
     # ---- training
 
@@ -151,13 +174,19 @@ class Pipeline(nn.Module):
             target: for the loss; None (default): the loss takes none. Its tensors have as many rows as the mini-batch,
                 or a multiple, and are split at the same places.
             return_outputs: return ``(loss, outputs)``. Default False.
-            timeout: seconds after which the step is abandoned. None (default): no limit.
+            timeout: seconds after which the step is abandoned. None (default): no limit; with a `group`, its timeout.
+
+        With a `group` all ranks call this. The rank of the first stage uses its `batch`, that of the last stage its
+        `target`; the other ranks ignore theirs, and get None as loss and outputs. The step ends well on all ranks or
+        raises on all: another rank's error is a ``RemoteError`` here.
 
         Raises:
             Exception: the first error of any cell, with its traceback; later ones are notes on it. Gradients of cells
                 that have run are accumulated. The pipeline can be used again.
             TimeoutError: with a table of the cells that have ended and that run. Running cells continue; ``wait``,
-                ``zero_grad`` of the pipeline (not that of an optimizer) and the next step wait for them.
+                ``zero_grad`` of the pipeline (not that of an optimizer) and the next step wait for them. With a `group`
+                the message has what each rank does, and which ranks do not answer; make another group and pipeline.
+            RemoteError: a cell of another rank failed. ``WorkerLostError``: that rank is dead.
             RuntimeError: another thread is inside a step of this pipeline, or gradients are disabled.
 
         >>> pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, loss=nn.functional.l1_loss)
@@ -170,36 +199,43 @@ class Pipeline(nn.Module):
             raise RuntimeError("a pipeline cannot run inside a stage that is recomputed")
         if not torch.is_grad_enabled():
             raise RuntimeError("step() computes gradients: call it outside of no_grad() and inference_mode()")
-        with self._alone():
-            rows = rows_of(batch)
+        with self._alone(), self._ranks.step("step", self._link(), timeout) as shared:
+            rows = shared.share(rows_of(batch) if 0 in self._stages else None)
             schedule = self._schedule_for(rows)
             count = schedule.microbatches
             with torch.no_grad():
-                parts, targets = self._split(batch, count), split_target(target, rows, count)
-            weights = [rows_of(part) / rows if self._mean else 1.0 for part in parts]
+                parts = self._split(batch, count)
+                targets = split_target(target, rows, count) if self._last in self._stages else []
+            weights = [size / rows if self._mean else 1.0 for size in sizes_of(rows, count)]
             recomputes = self._recomputes(count)
-            step = Step(
-                self._stages, schedule, self._link(), self._route, weights, recomputes, keeps_outputs=return_outputs
-            )
-            with passing_changes((batch, target), list(zip(parts, targets or [None] * count, strict=True))):
-                self._run(step, parts, targets, timeout)
-            self.peak_activations = tuple(step.peak_activations)
-            losses = self._stages[-1].losses
-            loss = losses[0]
-            for m in range(1, count):
-                loss = loss + losses[m]
-            return (loss, _joined(step)) if return_outputs else loss
+            step = Step(self._stages, schedule, shared, self._route, weights, recomputes, keeps_outputs=return_outputs)
+            given = (batch if parts else None, target if targets else None)
+            with passing_changes(given, list(zip(parts or [None] * count, targets or [None] * count, strict=True))):
+                self._run(step, parts, targets, shared)
+            self.peak_activations = tuple(step.peak_activations[row] for row in self._rows_here)
+            loss = self._loss(count)
+        return (loss, _joined(step)) if return_outputs else loss
+
+    def _loss(self, count: int) -> torch.Tensor | None:
+        """Return the loss of the mini-batch; None: another process has the last stage."""
+        if self._last not in self._stages:
+            return None
+        losses = self._stages[self._last].losses
+        loss = losses[0]
+        for m in range(1, count):
+            loss = loss + losses[m]
+        return loss
 
     def _infer(self, batch: Any) -> Any:
-        with self._alone():
-            schedule = self._schedule_for(rows_of(batch))
+        with self._alone(), self._ranks.step("call", self._link(), None) as shared:
+            schedule = self._schedule_for(shared.share(rows_of(batch) if 0 in self._stages else None))
             count = schedule.microbatches
             weights = [1.0] * count
-            step = Step(self._stages, schedule, self._link(), self._route, weights, lambda m: False, is_inference=True)
+            step = Step(self._stages, schedule, shared, self._route, weights, lambda m: False, is_inference=True)
             parts = self._split(batch, count)
-            with passing_changes(batch, parts):
-                self._run(step, parts, [], None)
-            return _joined(step)
+            with passing_changes(batch if parts else None, parts):
+                self._run(step, parts, [], shared)
+        return _joined(step)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -214,7 +250,7 @@ class Pipeline(nn.Module):
             self._stepping.release()
 
     def _reset(self) -> None:
-        for stage in self._stages:
+        for stage in self._stages.values():
             stage.reset()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -248,26 +284,23 @@ class Pipeline(nn.Module):
     def _split(self, batch: Any, count: int) -> list[Any]:
         for layer in self._batch_norms:
             layer.set_chunks(count)
-        return split(batch, count)
+        return split(batch, count) if 0 in self._stages else []
 
-    def _run(self, step: Step, parts: list[Any], targets: list[Any], timeout: float | None) -> None:
-        """Run the rows on their devices' threads."""
+    def _run(self, step: Step, parts: list[Any], targets: list[Any], shared: SharedStep) -> None:
+        """Run the rows of this process on their devices' threads."""
         inputs, wanted = ([StageMessage.of(part, lambda _: False) for part in each] for each in (parts, targets))
         step.feed(inputs, wanted)
-        deadline = None if timeout is None else time.monotonic() + timeout
         futures = self._rows = []
         try:
-            for row, (device, workers) in enumerate(zip(self.devices, self._workers, strict=True)):
+            for row, device, workers in zip(self._rows_here, self.devices, self._workers, strict=True):
                 streams = _C.current_streams([device])
                 run = functools.partial(step.run_row, row)
                 stream = streams[0] if streams else None
                 futures.append(workers.submit(device, run, stream=stream, name=f"row {row} of the step"))
             for future in futures:
-                future.wait(
-                    non_blocking=True, timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
-                )
+                shared.wait(future)
         except TimeoutError:
-            what = f"a step did not end in {timeout} s; cells that have ended, and (those that run or wait)"
+            what = f"a step did not end in {shared.timeout} s; cells that have ended, and (those that run or wait)"
             error = TimeoutError(f"{what}:\n{step.progress()}")
             step.fail(error)
             for future in futures:
@@ -286,7 +319,7 @@ class Pipeline(nn.Module):
             return self.schedule
         if self._named is None or rows == 0:
             raise ValueError(f"the mini-batch has {rows} rows for {self.schedule.microbatches} micro-batches")
-        return Schedule.build(self._named, len(self._stages), rows, len(self.devices))
+        return Schedule.build(self._named, self.schedule.stages, rows, len(self.schedule.rows))
 
     def _recomputes(self, count: int) -> Callable[[int], bool]:
         if self._checkpoint == "never":
@@ -314,6 +347,8 @@ class Pipeline(nn.Module):
         """
         if not torch.is_grad_enabled():
             return self._infer(batch)
+        if self._fill_drain is None:
+            raise RuntimeError("a pipeline over several processes is trained by step()")
         expect_tensors(batch)
         count = min(self.microbatches, rows_of(batch))
         for layer in self._batch_norms:
@@ -375,6 +410,7 @@ class Pipeline(nn.Module):
             raise InvalidStateError("a cell cannot close its pipeline, because close() waits for the cell")
         for workers in self._workers:
             workers.close()
+        self._ranks.close()
 
 
 _RESERVED = frozenset(
@@ -384,6 +420,9 @@ _RESERVED = frozenset(
 
 
 def _joined(step: Step) -> Any:
+    """Return the outputs; None: another process has the last stage."""
+    if not step.outputs:
+        return None
     return join([step.outputs[m].value() for m in range(len(step.outputs))])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.soak import in_soak_alone
+from support.soak import SOAK, in_soak_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("world")]
 
@@ -38,6 +38,13 @@ def test_pipeline_and_plain_model_agree() -> None:
     finished = run(str(EXAMPLE))
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert finished.stdout.count("the same parameters as the plain model: True") == 2
+
+
+def test_ranks_and_plain_model_agree() -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    finished = run(*launch, "4" if SOAK else "2", str(EXAMPLE), "--schedule", "zb1p")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stdout.count("the same parameters as the plain model: True") == (4 if SOAK else 2)
 
 
 @in_soak_alone
