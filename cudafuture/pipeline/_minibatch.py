@@ -25,6 +25,7 @@ __all__ = [
     "map_tensors",
     "passing_changes",
     "rows_of",
+    "shares_of",
     "sizes_of",
     "split",
     "split_rows",
@@ -139,6 +140,23 @@ def split_target(target: Any, batch_rows: int, count: int) -> list[Any]:
 
     parts = with_each(leaves, split_leaf)
     return [_pytree.tree_unflatten([part[m] for part in parts], structure) for m in range(count)]
+
+
+def shares_of(weights: Any, rows: int, count: int, device: torch.device) -> list[Any]:
+    """Return the shares of `count` micro-batches of the sum of the weights: numbers, or tensors if it is on a device.
+
+    Raises:
+        TypeError, ValueError: the weights are no tensor or do not fit the rows, or, on the host, their sum is 0.
+    """
+    if not isinstance(weights, torch.Tensor) or weights.dim() == 0:
+        raise TypeError("weights are a tensor with as many rows as the target")
+    sums = torch.stack([part.sum(dtype=torch.float64) for part in split_target(weights.detach(), rows, count)])
+    if weights.is_cpu:
+        total = sums.sum().item()
+        if not total > 0:
+            raise ValueError(f"the sum of the weights is {total}: a loss needs a positive one")
+        return [share / total for share in sums.tolist()]
+    return list((sums / sums.sum()).to(device, torch.float32))
 
 
 def join(outputs: list[Any]) -> Any:

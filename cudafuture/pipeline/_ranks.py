@@ -98,6 +98,7 @@ class Alone:
     """Pipeline in one process."""
 
     rank, size = 0, 1
+    group = None
 
     def making(self) -> AbstractContextManager[SharedStep]:
         """Return the scope in which the pipeline is made."""
@@ -247,6 +248,7 @@ class Ranks:
         self._broken: BaseException | None = None
         self._is_told = False  # by another rank
         self._receivers: list[Receiver] = []
+        self.group = group
         self._mailbox = Mailbox(group)
         self.rank, self.size, self._timeout = self._mailbox.rank, self._mailbox.size, self._mailbox.timeout
         self._channels: dict[tuple[Any, ...], int] = {}

@@ -88,7 +88,7 @@ class _Saved:
     received: StageMessage
     popped: dict[Skip, StageMessage]
     target: Any
-    weight: float
+    weight: float | torch.Tensor
     start: torch.Tensor = field(default_factory=lambda: phony(torch.device("cpu"), requires_grad=True))
     roots: dict[Any, GradientEdge] = field(default_factory=dict)
     """The edges at which backward begins, by the index of the leaf sent, by the skip, or "loss"."""
@@ -130,7 +130,7 @@ class Stage:
         received: StageMessage,
         popped: dict[Skip, StageMessage],
         target: Any,
-        weight: float,
+        weight: float | torch.Tensor,
         is_checkpointed: bool,
         draws_alone: bool,
     ) -> Sent:
@@ -239,7 +239,8 @@ class Stage:
             loss = loss_of(value) if saved.target is None else loss_of(value, given.target())
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise TypeError(f"a loss returns a tensor with one element, not {_described(loss)}")
-            loss = loss * saved.weight
+            # A mean over nothing is NaN, and so would be its gradient.
+            loss = loss * saved.weight if saved.weight != 0.0 else torch.zeros_like(loss.detach())
         given.refuse_overlap(f"stage {self.index}")
         has_graph = torch.is_grad_enabled()
         needs_gradient = self._needs_gradient(saved, has_graph)

@@ -18,6 +18,7 @@ from cudafuture import _C
 from cudafuture._arguments import expect_callable, expect_timeout
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
+from cudafuture.pipeline._clipping import clip_gradients
 from cudafuture.pipeline._division import (
     divide,
     layers_of,
@@ -35,6 +36,7 @@ from cudafuture.pipeline._minibatch import (
     map_tensors,
     passing_changes,
     rows_of,
+    shares_of,
     sizes_of,
     split,
     split_target,
@@ -162,7 +164,13 @@ class Pipeline(nn.Module):
     # ---- training
 
     def step(
-        self, batch: Any, target: Any = None, *, return_outputs: bool = False, timeout: float | None = None
+        self,
+        batch: Any,
+        target: Any = None,
+        *,
+        weights: Any = None,
+        return_outputs: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """Run forward and backward of a mini-batch; return its loss, without a graph, on the device of the last stage.
 
@@ -173,6 +181,8 @@ class Pipeline(nn.Module):
             batch: the input of the first stage, of any nesting; tensors have one row for each sample.
             target: for the loss; None (default): the loss takes none. Its tensors have as many rows as the mini-batch,
                 or a multiple, and are split at the same places.
+            weights: tensor whose rows are those of the target, such as ``labels != ignore_index``: the loss of a
+                micro-batch is weighted by its share of their sum. None (default): by its rows.
             return_outputs: return ``(loss, outputs)``. Default False.
             timeout: seconds after which the step is abandoned. None (default): no limit; with a `group`, its timeout.
 
@@ -206,15 +216,42 @@ class Pipeline(nn.Module):
             with torch.no_grad():
                 parts = self._split(batch, count)
                 targets = split_target(target, rows, count) if self._last in self._stages else []
-            weights = [size / rows if self._mean else 1.0 for size in sizes_of(rows, count)]
+            shares = self._shares(weights, rows, count) if self._last in self._stages else [1.0] * count
             recomputes = self._recomputes(count)
-            step = Step(self._stages, schedule, shared, self._route, weights, recomputes, keeps_outputs=return_outputs)
+            step = Step(self._stages, schedule, shared, self._route, shares, recomputes, keeps_outputs=return_outputs)
             given = (batch if parts else None, target if targets else None)
             with passing_changes(given, list(zip(parts or [None] * count, targets or [None] * count, strict=True))):
                 self._run(step, parts, targets, shared)
             self.peak_activations = tuple(step.peak_activations[row] for row in self._rows_here)
             loss = self._loss(count)
         return (loss, _joined(step)) if return_outputs else loss
+
+    def _shares(self, weights: Any, rows: int, count: int) -> list[Any]:
+        """Return the factors of the micro-batches' losses."""
+        if weights is None:
+            return [size / rows if self._mean else 1.0 for size in sizes_of(rows, count)]
+        if not self._mean:
+            raise ValueError('weights are for loss_reduction="mean": a sum has none')
+        return shares_of(weights, rows, count, self.stage_devices[-1])
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Any:
+        """Scale the gradients of all stages in place so that their norm is at most `max_norm`; return their norm.
+
+        The norm is that of the gradients of the undivided model, as by ``torch.nn.utils.clip_grad_norm_``, whose
+        arguments these are. With a `group`, all ranks call this, with the same arguments.
+
+        Raises:
+            RuntimeError: `error_if_nonfinite`, and the norm is not finite; on all ranks.
+
+        >>> pipeline = Pipeline([nn.Linear(1, 1, bias=False)], microbatches=1, loss=nn.functional.l1_loss)
+        >>> _ = pipeline.step(torch.full((1, 1), 3.0), torch.full((1, 1), 9.0))
+        >>> pipeline.clip_grad_norm_(1.0)
+        tensor(3.)
+        >>> round(pipeline.get_parameter("0.weight").grad.item(), 3)
+        -1.0
+        """
+        self.wait()
+        return clip_gradients(list(self.parameters()), max_norm, norm_type, error_if_nonfinite, self._ranks.group)
 
     def _loss(self, count: int) -> torch.Tensor | None:
         """Return the loss of the mini-batch; None: another process has the last stage."""

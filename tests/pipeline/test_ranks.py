@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from cudafuture.distributed import ProcessGroup
 from cudafuture.errors import InvalidStateError, RemoteError, WorkerLostError
@@ -58,7 +62,7 @@ def run_tables(device: str, checkpoints: list[Any], tables: list[str]) -> None:
     for table in tables:
         stages = 2 * size if table == "interleaved_1f1b" else size
         balance = [1] * (stages - 1) + [2]
-        for checkpoint in checkpoints:
+        for mode in checkpoints:
             for microbatches in (1, size, 5):
                 model = model_of(stages + 1)
                 pipeline = Pipeline(
@@ -67,7 +71,7 @@ def run_tables(device: str, checkpoints: list[Any], tables: list[str]) -> None:
                     balance=balance,
                     microbatches=microbatches,
                     schedule=table,
-                    checkpoint=checkpoint,
+                    checkpoint=mode,
                     loss=loss_of,
                     group=dist.group.WORLD,
                 )
@@ -252,6 +256,74 @@ def test_evaluation_returns_output_on_last_rank(world: World) -> None:
             pipeline(batch_of(7)[0])
 
     world.run(run)
+
+
+# ---- training
+
+
+def clip(layers: int) -> None:
+    size = dist.get_world_size()
+    for norm_type in (2.0, 1.0, math.inf):
+        for limit in (1e-3, 1e3):
+            plain = model_of(layers)
+            pipeline = Pipeline(
+                copy.deepcopy(plain), balance=[1] * layers, microbatches=2, loss=loss_of, group=dist.group.WORLD
+            )
+            x, y = batch_of(4)
+            pipeline.step(x, y)
+            loss_of(plain(x), y).backward()
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type)
+            torch.testing.assert_close(pipeline.clip_grad_norm_(limit, norm_type), expected)
+            gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+            for name, parameter in pipeline.named_parameters():
+                torch.testing.assert_close(parameter.grad, gradients[name])
+            pipeline.close()
+    assert size == layers
+
+
+@pytest.mark.world(2)
+def test_clipping_takes_norm_of_all_ranks(world: World) -> None:
+    world.run(clip, 2)
+
+
+def train_and_save(folder: str, microbatches: int) -> None:
+    pipeline = Pipeline(model_of(4), balance=[1, 3], microbatches=microbatches, loss=loss_of, group=dist.group.WORLD)
+    optimizer = torch.optim.Adam(pipeline.parameters())
+    for seed in range(3):
+        optimizer.zero_grad()
+        pipeline.step(*batch_of(4, seed))
+        optimizer.step()
+    model, state = get_state_dict(pipeline, optimizer)
+    checkpoint.save({"model": model, "optimizer": state}, checkpoint_id=folder)
+
+
+def load_and_train(folder: str) -> None:
+    """Compare with training without a break: with another number of ranks, and other stages."""
+    plain, model = model_of(4), model_of(4, seed=1)
+    pipeline = Pipeline(model, balance=[2, 1, 1], microbatches=2, loss=loss_of, group=dist.group.WORLD)
+    optimizer = torch.optim.Adam(pipeline.parameters())
+    of_model, state = get_state_dict(pipeline, optimizer)
+    checkpoint.load({"model": of_model, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(pipeline, optimizer, model_state_dict=of_model, optim_state_dict=state)
+    pipeline.step(*batch_of(4, 3))
+    optimizer.step()
+    of_plain = torch.optim.Adam(plain.parameters())
+    for seed in range(4):
+        of_plain.zero_grad()
+        x, y = batch_of(4, seed)
+        loss_of(plain(x), y).backward()
+        of_plain.step()
+    expected = plain.state_dict()
+    for name, value in pipeline.state_dict().items():
+        torch.testing.assert_close(value, expected[name])
+
+
+@pytest.mark.world
+def test_checkpoint_is_loaded_with_other_ranks(tmp_path: Path) -> None:
+    with World(2) as world:
+        world.run(train_and_save, str(tmp_path), 2)
+    with World(3) as world:
+        world.run(load_and_train, str(tmp_path))
 
 
 # ---- errors

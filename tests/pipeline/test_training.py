@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,58 @@ def test_label_sum_is_minibatch_loss(table: str, checkpoint: Any) -> None:
     expected = cross_entropy(plain(rows(11)), labels)
     expected.backward()
     torch.testing.assert_close([got, *gradients(model)], [expected.detach(), *gradients(plain)])
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("table", ["1f1b", "zb1p"])
+@pytest.mark.parametrize("tokens", [None, 5])
+def test_weights_make_minibatch_mean(tokens: int | None, table: str, checkpoint: Any) -> None:
+    """Rows count differently, also several labels for each row, and a whole micro-batch counts nothing."""
+    plain, model = model_of().eval(), model_of().eval()
+    labels = torch.arange(11 * (tokens or 1)) % 3
+    labels[: 4 * (tokens or 1)] = -100  # the whole first micro-batch
+    labels[-2:] = -100
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output.repeat_interleave(tokens or 1, 0), target, ignore_index=-100)
+
+    made = Pipeline(
+        model, ["cpu"] * 2, balance=[2, 2], microbatches=3, schedule=table, checkpoint=checkpoint, loss=loss
+    )
+    got = made.step(rows(11), labels, weights=labels != -100)
+    expected = loss(plain(rows(11)), labels)
+    expected.backward()
+    torch.testing.assert_close([got, *gradients(model)], [expected.detach(), *gradients(plain)])
+    with pytest.raises(ValueError, match="sum of the weights is 0"):
+        made.step(rows(11), labels, weights=labels == 7)
+    with pytest.raises(TypeError, match="weights are a tensor"):
+        made.step(rows(11), labels, weights=[1.0] * 11)
+    with pytest.raises(ValueError, match="6 rows for a mini-batch of 11"):
+        made.step(rows(11), labels, weights=torch.ones(6))
+
+
+@pytest.mark.sim(devices=2)
+def test_weights_on_device_make_minibatch_mean() -> None:
+    plain, model = model_of().eval(), model_of().eval()
+    labels = torch.arange(11) % 3
+    labels[:3] = -100
+    made = Pipeline(model, ["sim:0", "sim:1"], balance=[2, 2], microbatches=3, loss=lambda y, t: cross_entropy(y, t))
+    got = made.step(rows(11).to("sim:0"), labels.to("sim:1"), weights=(labels != -100).to("sim:1"))
+    expected = cross_entropy(plain(rows(11)), labels)
+    expected.backward()
+    torch.testing.assert_close(got.cpu(), expected.detach(), check_dtype=False)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
+@pytest.mark.parametrize("limit", [1e-3, 1e3])
+def test_clipping_takes_norm_of_all_stages(limit: float, norm_type: float) -> None:
+    plain, model = model_of().eval(), model_of().eval()
+    made = Pipeline(model, ["cpu"] * 2, balance=[2, 2], microbatches=3, loss=mse_loss)
+    made.step(rows(9), torch.zeros(9, 3, dtype=torch.float64))
+    mse_loss(plain(rows(9)), torch.zeros(9, 3, dtype=torch.float64)).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type)
+    torch.testing.assert_close(made.clip_grad_norm_(limit, norm_type), expected)
+    torch.testing.assert_close(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
