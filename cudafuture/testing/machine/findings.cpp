@@ -62,7 +62,7 @@ const char* name_of(Report::Kind kind) noexcept {
 
 Report describe(Finding&& f) {
   const Conflict& conflict = f.conflict;
-  if (conflict.earlier.epoch.time == 0) return std::move(f.report);
+  if (!f.has_conflict()) return std::move(f.report);
   const std::string earlier = operation_of(conflict.earlier) + " on " + f.earlier_agent;
   const std::string later = operation_of(conflict.later) + " on " + f.later_agent;
   const std::string bytes = std::to_string(f.bytes) + (f.bytes == 1 ? " byte" : " bytes");
@@ -83,21 +83,23 @@ Report describe(Finding&& f) {
   return report;
 }
 
-bool Findings::is_known(const Conflict& conflict) {
+// Adds the bytes if they are more bytes of the same later work.
+bool Findings::merge(const Conflict& conflict) {
   const auto same = [&](const Finding& f) {
     return same_place(f.conflict.earlier, conflict.earlier) && same_place(f.conflict.later, conflict.later);
   };
   const auto known = std::find_if(found_.rbegin(), found_.rend(), same);
-  if (known == found_.rend()) return is_full();
+  if (known == found_.rend()) return false;
   const bool elsewhere = conflict.end <= known->conflict.begin || known->conflict.end <= conflict.begin;
   const bool is_same_work = known->conflict.later.epoch == conflict.later.epoch;
   if (elsewhere && is_same_work) known->bytes += conflict.end - conflict.begin;
   return true;
 }
 
-void Findings::add(Conflict&& conflict, std::string earlier_agent, std::string later_agent) {
+void Findings::add(Conflict&& conflict, const std::string& earlier_agent, const std::string& later_agent) {
+  if (merge(conflict) || is_full()) return;
   const std::size_t bytes = conflict.end - conflict.begin;
-  found_.push_back({std::move(conflict), std::move(earlier_agent), std::move(later_agent), bytes, {}, -1});
+  found_.push_back({std::move(conflict), earlier_agent, later_agent, bytes, {}, -1});
   count_.store(found_.size(), std::memory_order_release);
 }
 

@@ -2,7 +2,7 @@
 // bytes are those of the first later work that was found.
 // Sentences are made when a finding is taken, since a Site may not be written out under the lock.
 //
-// Findings after the first kMostFindings are not kept: a loop that lacks one wait would find the same without end.
+// Findings after the first kMostFindings are dropped, since a program could race at ever new places.
 #pragma once
 
 #include <atomic>
@@ -32,6 +32,8 @@ struct Report {
 const char* name_of(Report::Kind kind) noexcept;
 
 struct Finding {
+  bool has_conflict() const noexcept { return conflict.earlier.exists(); }
+
   Conflict conflict;
   std::string earlier_agent;  // "stream 3 of sim:0", "the host"
   std::string later_agent;
@@ -45,8 +47,8 @@ Report describe(Finding&& finding);
 
 class Findings {
  public:
-  bool is_known(const Conflict& conflict);  // if so, and in the same work, its bytes are added
-  void add(Conflict&& conflict, std::string earlier_agent, std::string later_agent);
+  // Adds a conflict, or merges it into the finding of the same two places.
+  void add(Conflict&& conflict, const std::string& earlier_agent, const std::string& later_agent);
   void add(Report&& report, int broken_device = -1);
   std::vector<Finding> take_errors_of(int device);
   std::vector<Finding> take();
@@ -54,6 +56,7 @@ class Findings {
 
  private:
   bool is_full() const noexcept { return found_.size() >= kMostFindings; }
+  bool merge(const Conflict& conflict);  // returns false if there is no finding of its places
 
   std::vector<Finding> found_;
   std::atomic<std::size_t> count_{0};

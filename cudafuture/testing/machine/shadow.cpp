@@ -13,7 +13,7 @@ class Conflicts {
 
   void check(const Touch& earlier, std::uintptr_t begin, std::uintptr_t end) {
     const ClockEpoch epoch = earlier.epoch;
-    if (epoch.time == 0 || epoch.agent == later_.epoch.agent || clock_.has_seen(epoch)) return;
+    if (!earlier.exists() || epoch.agent == later_.epoch.agent || clock_.has_seen(epoch)) return;
     for (Conflict& known : found_) {
       if (known.earlier.epoch != epoch) continue;
       if (known.end == begin) known.end = end;
@@ -32,10 +32,9 @@ class Conflicts {
 
 }  // namespace
 
-std::vector<Conflict> Shadow::touch(const MemoryAccess& access, const VectorClock& clock, const Touch& touch) {
+std::vector<Conflict> Shadow::touch(const MemoryAccess& access, const VectorClock& clock, const HostAction& action) {
   if (access.begin >= access.end) return {};
-  Touch mine = touch;
-  mine.writes = access.writes;
+  const Touch mine{action, access.writes};
   const auto first = first_in(access.begin, access.end);
   Conflicts conflicts(clock, mine);
   for (auto at = first; at != cells_.end() && at->first < access.end; ++at) {
@@ -59,7 +58,7 @@ void Shadow::forget_seen(std::uintptr_t begin, std::uintptr_t end, const VectorC
       if (gone) drop(read);
       return gone;
     });
-    at = cell.write.epoch.time == 0 && cell.reads.empty() ? cells_.erase(at) : std::next(at);
+    at = !cell.write.exists() && cell.reads.empty() ? cells_.erase(at) : std::next(at);
   }
 }
 

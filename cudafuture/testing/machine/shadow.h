@@ -28,12 +28,18 @@ struct MemoryAccess {
   bool writes = false;
 };
 
-// An access with its agent, its time and its site.
-struct Touch {
-  ClockEpoch epoch;
-  bool writes = false;  // as its MemoryAccess says
+// An action of the host that accesses memory: it enqueues work on a stream, hands out memory, or touches memory itself.
+struct HostAction {
+  ClockEpoch epoch;  // of the stream; of the host if it touches memory itself
   SitePtr site;
-  bool allocates = false;  // the memory was handed out
+  bool allocates = false;  // the memory is handed out
+};
+
+// An action with what it does to a range of bytes.
+struct Touch : HostAction {
+  bool exists() const noexcept { return epoch.time != 0; }
+
+  bool writes = false;
 };
 
 struct Conflict {
@@ -45,8 +51,8 @@ struct Conflict {
 
 class Shadow {
  public:
-  // Notes the access and returns its races, at most one for each earlier touch.
-  std::vector<Conflict> touch(const MemoryAccess& access, const VectorClock& clock, const Touch& touch);
+  // Notes an access of an action and returns its races, at most one for each earlier touch.
+  std::vector<Conflict> touch(const MemoryAccess& access, const VectorClock& clock, const HostAction& action);
 
   // Forgets the accesses to these bytes that `seen` has seen: an allocator may hand out the memory once an event is
   // reached, and that orders nothing else.
@@ -54,13 +60,16 @@ class Shadow {
   void forget(std::uintptr_t begin, std::uintptr_t end);
   std::size_t ranges() const noexcept { return cells_.size(); }
 
-  // The sites of what was forgotten and overwritten, for the caller to destroy outside its lock.
+  // Returns the sites of forgotten and overwritten touches. The simulated accelerator destroys them after it has
+  // released its submission lock (~MachineCall), because the destructor of a Python stack may take other locks.
+  // fakecuda destroys them under the lock of CudaMachine: its sites leave their frames to torch, which frees them in a
+  // later call that holds Python's lock.
   std::vector<SitePtr> take_dropped() noexcept { return std::exchange(dropped_, {}); }
 
  private:
   struct Cell {
     std::uintptr_t end;
-    Touch write;               // epoch.time 0: none
+    Touch write;               // may not exist
     std::vector<Touch> reads;  // one for each agent
   };
   using Cells = std::map<std::uintptr_t, Cell>;

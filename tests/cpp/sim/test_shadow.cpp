@@ -18,10 +18,7 @@ constexpr bool kRead = false;
 struct Agents {
   std::vector<Conflict> touch(Agent agent, std::uintptr_t begin, std::uintptr_t end, bool writes,
                               const SitePtr& at = nullptr) {
-    Touch mine;
-    mine.epoch = clocks[agent].tick(agent);
-    mine.site = at;
-    return shadow.touch({begin, end, writes}, clocks[agent], mine);
+    return shadow.touch({begin, end, writes}, clocks[agent], {clocks[agent].tick(agent), at});
   }
   void order(Agent later, Agent earlier) { clocks[later].join(clocks[earlier]); }
 

@@ -160,7 +160,7 @@ void CudaMachine::enqueue(Lock& lock, CudaStream& stream, StreamOperation&& oper
     return;
   }
   join_legacy_streams(lock, stream);
-  if (takes_part_in_races(operation.kind)) races.enqueue(stream, operation);
+  if (takes_part_in_races(operation.kind)) races.note_accesses(stream, operation);
   push(lock, stream, std::move(operation));
 }
 

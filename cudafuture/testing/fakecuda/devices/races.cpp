@@ -2,10 +2,9 @@
 
 namespace fakecuda {
 
-void Races::enqueue(CudaStream& stream, const StreamOperation& operation) {
+void Races::note_accesses(CudaStream& stream, const StreamOperation& operation) {
   if (!enabled) return;
-  const Touch touch{detector_.tick(stream.clock), false, operation.site};
-  for (const MemoryAccess& access : operation.accesses) detector_.touch(access, stream.clock.vector(), touch);
+  detector_.enqueue(stream.clock, operation.accesses, operation.site);
   detector_.shadow.take_dropped();  // under the machine's lock: torch frees their frames in a call that has Python's
 }
 

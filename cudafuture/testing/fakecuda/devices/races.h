@@ -25,7 +25,8 @@ class Races {
   }
 
   void add_stream(CudaStream& stream, std::string name) { stream.clock.reset(detector_.add_agent(std::move(name))); }
-  void enqueue(CudaStream& stream, const StreamOperation& operation);
+  // Notes the accesses of an operation that the machine enqueues, and keeps its races.
+  void note_accesses(CudaStream& stream, const StreamOperation& operation);
   void host_saw(const CudaRecording& recording) { detector_.host_saw(recording.seen); }
   void host_saw(CudaStream& stream) { detector_.host_saw(stream.clock.snapshot()); }
   void forget(const void* begin, size_t size);

@@ -2,7 +2,7 @@
 //
 //     host ── submit / record / wait ──► Stream (first in, first out) ──► run: by the host thread that steps it
 //                      │
-//                      ├──► happens-before (VectorClock), Shadow ──► reports      known at submission
+//                      ├──► happens-before (VectorClock), Shadow ──► findings     known at submission
 //                      └──► virtual time (Cost, Speeds)                           whatever runs when
 //
 // There are no threads. Work runs inside the calls that the host makes, and the schedule says when:
@@ -190,7 +190,7 @@ class Accelerator {
 
  private:
   Accelerator();
-  struct State;
+  struct State;         // is runtime::Machine (machine.h), which this header does not show
   State* const state_;  // never destroyed
 };
 

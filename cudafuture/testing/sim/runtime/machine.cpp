@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -111,11 +112,8 @@ void Machine::submit(Lock& lock, Stream& stream, Work&& work) {
     ++runner.dropped_tasks;
     return;
   }
-  const ClockEpoch epoch = races.tick(stream.clock);
-  if (settings.detect) {
-    const Touch mine{epoch, false, work.site};
-    for (const MemoryAccess& access : work.accesses) races.touch(access, stream.clock.vector(), mine);
-  }
+  const ClockEpoch epoch =
+      settings.detect ? races.enqueue(stream.clock, work.accesses, work.site) : races.tick(stream.clock);
   const double ready = std::max(stream.time, HostClock::current().now());
   stream.time = device.engines.finish(work.cost, stream.speeds.value_or(settings.speeds), ready);
   runner.push(stream, StreamTask{std::move(work.run), std::move(work.site)});
@@ -249,10 +247,7 @@ void* Machine::allocate(Lock& lock, int index, std::size_t bytes, Stream& stream
                       mebibytes(settings.memory) + " that it has, " + mebibytes(from.in_use()) +
                       " are in use. Free tensors, or start the simulated accelerator with more memory");
   }
-  if (settings.detect) {
-    const ClockEpoch epoch = races.tick(stream.clock);
-    races.touch(MemoryAccess::of(pointer, bytes, true), stream.clock.vector(), {epoch, true, site, true});
-  }
+  if (settings.detect) races.allocate(stream.clock, pointer, bytes, site);
   if (settings.poison && device_of(stream).error == nullptr) poison(lock, stream, address_space::alias(pointer), bytes);
   runner.after_call(lock);
   return pointer;
@@ -290,12 +285,10 @@ void Machine::empty_cache(Lock& lock) {
 
 void Machine::host_access(const std::vector<MemoryAccess>& accesses, const SitePtr& site) {
   if (!settings.detect) return;
-  Touch mine{{}, false, site};
-  for (const MemoryAccess& access : accesses) {
-    if (!pinned.in_flight(access)) continue;
-    if (mine.epoch.time == 0) mine.epoch = races.tick_host();
-    races.touch(access, races.host(), mine);
-  }
+  std::vector<MemoryAccess> noted;
+  const auto in_flight = [&](const MemoryAccess& access) { return pinned.in_flight(access); };
+  std::copy_if(accesses.begin(), accesses.end(), std::back_inserter(noted), in_flight);
+  if (!noted.empty()) races.host_access(noted, site);
 }
 
 Statistics Machine::statistics() const {
