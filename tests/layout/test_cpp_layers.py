@@ -50,7 +50,7 @@ LAYERS = {
         "fakecuda/cudart": {"fakecuda/devices", "machine"},
         "fakecuda/driver": {"fakecuda/cudart", "fakecuda/devices", "machine"},
         "fakecuda/control": {"fakecuda/cudart", "fakecuda/devices", "machine"},
-        "fakecuda/operators": {"fakecuda/devices", "machine", "machine/operators"},
+        "fakecuda/operators": {"fakecuda/control", "fakecuda/devices", "machine", "machine/operators"},
         "fakecuda/nccl": {"fakecuda/devices", "machine"},
     },
     RPC_NATIVE: {

@@ -1,4 +1,5 @@
-// The functions that cudafuture.testing.fakecuda calls through ctypes: controls and counters for tests, and races.
+#include "fakecuda/control/control.h"
+
 #include <unistd.h>
 
 #include <cstdio>
@@ -82,7 +83,6 @@ void fakecuda_stop() {
   call.machine.stop(call.lock);
 }
 
-// The cudaError_t that all calls return, or 0.
 int fakecuda_device_error() {
   const CudaCall call(__func__);
   return call.machine.error;
@@ -118,7 +118,6 @@ char* fakecuda_skipped_kernels() {
 
 void fakecuda_free(void* text) { free(text); }
 
-// torch calls it when it is imported, which is soon enough to refuse wrong settings.
 void fakecuda_set_operators_redirected() {
   CudaSettings::of_environment();
   Registry::get().operators_are_redirected = true;

@@ -9,10 +9,9 @@
 #include <memory>
 #include <optional>
 
+#include "fakecuda/control/control.h"
 #include "fakecuda/operators/kernel.h"
 #include "machine/operators/inference.h"
-
-extern "C" int fakecuda_device_error();
 
 namespace fakecuda {
 namespace {

@@ -8,13 +8,11 @@
 #include <set>
 #include <string>
 
+#include "fakecuda/control/control.h"
 #include "fakecuda/operators/copy.h"
 #include "fakecuda/operators/kernel.h"
 #include "fakecuda/operators/redirect.h"
 #include "fakecuda/operators/site.h"
-
-extern "C" void fakecuda_stop();
-extern "C" void fakecuda_set_operators_redirected();
 
 namespace fakecuda {
 namespace {
