@@ -114,6 +114,14 @@ def test_loop_and_other_line_are_two_races() -> None:
     assert len(races()) == 2
 
 
+def test_long_loop_hides_no_later_race() -> None:
+    x = fill(Stream())
+    for _ in range(2000):
+        x.sum()
+    fill(Stream()).mul_(2)
+    assert [report.later.operation for report in races() if report.later] == ["aten::sum", "aten::mul_"]
+
+
 def test_detect_races_drops_earlier_ones() -> None:
     fill(Stream()).sum()
     with fakecuda.detect_races():

@@ -16,7 +16,7 @@ namespace {
 
 namespace nb = nanobind;
 
-constexpr std::size_t kMaxFrames = 24;
+constexpr std::size_t kMaxFrames = 24;  // of each stack, so that a site has a fixed size
 
 // Code objects of stacks that were destroyed on a thread without the GIL; the next thread with the GIL drops them.
 class Leftovers {
@@ -75,13 +75,13 @@ HostStack take_stack() {
   const nb::gil_scoped_acquire gil;
   leftovers().drop();
   auto stack = std::make_shared<Frames>();
-  std::uint64_t place = 0;
+  StackPlace place;
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
   while (frame != nullptr && stack->depth < kMaxFrames) {
     auto& kept = stack->frames[stack->depth++];
     kept = {reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)), PyFrame_GetLasti(frame)};
-    place = place * 31 + (reinterpret_cast<std::uintptr_t>(kept.code) ^ static_cast<unsigned>(kept.last_instruction));
+    place.add_frame(kept.code, kept.last_instruction);
     PyFrameObject* const outer = PyFrame_GetBack(frame);
     Py_DECREF(frame);
     frame = outer;

@@ -1,6 +1,6 @@
 #include "sim/device/here.h"
 
-#include <functional>
+#include <cstdint>
 #include <string_view>
 #include <utility>
 
@@ -20,9 +20,7 @@ class HostSite final : public Site {
     return stack_.frames == nullptr || format_hook == nullptr ? std::string() : format_hook(stack_.frames.get());
   }
   std::uint64_t place() const noexcept override {
-    if (stack_.frames == nullptr) return Site::place();
-    const std::string_view name = literal_ != nullptr ? std::string_view(literal_) : owned_;
-    return stack_.place ^ std::hash<std::string_view>{}(name);
+    return stack_.place.of(literal_ != nullptr ? std::string_view(literal_) : owned_);
   }
 
  private:

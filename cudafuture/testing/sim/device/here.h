@@ -1,7 +1,6 @@
 // The place in the host's program that does something now, as a Site.
 #pragma once
 
-#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -17,7 +16,7 @@ SitePtr here(std::string operation);
 // Hooks by which the embedding language provides stacks (bind/stacks.cpp). Without a hook a site has no stack.
 struct HostStack {
   std::shared_ptr<const void> frames;
-  std::uint64_t place = 0;  // the same for the same frames
+  StackPlace place;
 };
 using StackHook = HostStack (*)();
 using FormatHook = std::string (*)(const void* stack);
