@@ -50,6 +50,54 @@ def test_child_processes_use_fake_devices() -> None:
     assert output(program) == "6.0"
 
 
+def test_untaken_races_are_logged_at_exit() -> None:
+    program = """
+        import torch
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x = torch.ones(4, device="cuda")
+        x.sum()
+    """
+    done = run("--races", "--", sys.executable, "-c", textwrap.dedent(program))
+    assert done.returncode == 0
+    assert "the program took none of 1 reports of the race detector; the first: race: aten::sum on" in done.stderr
+    assert done.stderr.count("<string>:") == 2, "both places are shown"
+
+
+def test_forked_child_logs_no_races_of_parent() -> None:
+    program = """
+        import os, sys, torch
+        from cudafuture.testing import fakecuda
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x = torch.ones(4, device="cuda")
+        x.sum()
+        child = os.fork()
+        if child == 0:
+            sys.exit()
+        os.waitpid(child, 0)
+        fakecuda.races()
+    """
+    done = run("--races", "--", sys.executable, "-c", textwrap.dedent(program))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_exit_creates_no_devices() -> None:
+    program = """
+        import atexit, os
+        def use_in_child():
+            child = os.fork()  # whose CUDA calls fail if the parent has used its devices
+            if child == 0:
+                try:
+                    torch.ones(1, device="cuda")
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            print(os.waitpid(child, 0)[1])
+        atexit.register(use_in_child)  # the last handler to run
+        import torch
+    """
+    assert output(program, "--races") == "0"
+
+
 def test_exit_status_is_that_of_command() -> None:
     assert run("--", sys.executable, "-c", "raise SystemExit(7)").returncode == 7
 

@@ -21,7 +21,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the jitter schedule; default: 1")
     parser.add_argument("--devices", type=int, default=2, help="number of devices; default: 2")
     parser.add_argument("--memory", type=int, default=4096, metavar="MIB", help="memory of each device; default: 4096")
-    parser.add_argument("--races", action="store_true", help="detect races between streams")
+    parser.add_argument(
+        "--races",
+        action="store_true",
+        help="detect races between streams: fakecuda.detect_races() raises their reports, fakecuda.races() returns "
+        "them, and each process logs at its end those that it has not taken",
+    )
     parser.add_argument("--verbose", action="store_true", help="report contexts and kernels that are not run")
     parser.add_argument("command", nargs="+", metavar="COMMAND")
     given = parser.parse_args(arguments)

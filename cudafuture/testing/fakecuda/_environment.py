@@ -39,7 +39,7 @@ def environment(
         seed: of the random times of ``jitter``
         devices: the number of devices, 0 to 64
         memory: of each device, in bytes
-        races: detect races between streams
+        races: detect races between streams; each process logs at its end the reports that it has not taken
         verbose: report contexts, skipped kernels and unsupported calls on stderr
         base: the variables to add to; default: those of this process
 

@@ -8,16 +8,13 @@ import logging
 from cudafuture.testing.fakecuda._library import library, text
 from cudafuture.testing.machine._reports import Detection, Report, ReportQueue, Site
 
-__all__ = ["detect_races", "races"]
+__all__ = ["detect_races", "log_unread", "races"]
 
 
 def _take_new() -> list[Report]:
     if not library().fakecuda_detects_races():
         raise RuntimeError("this process does not detect races; run: python -m cudafuture.testing.fakecuda --races")
-    found: dict[object, Report] = {}
-    for report in (_report(each) for each in text("fakecuda_take_races").split("\x1d") if each):
-        found.setdefault((report.kind, report.earlier, report.later), report)  # a loop finds the same race often
-    return list(found.values())
+    return [_report(each) for each in text("fakecuda_take_races").split("\x1d") if each]
 
 
 def _report(fields: str) -> Report:
@@ -33,10 +30,22 @@ def _report(fields: str) -> Report:
 _reports = ReportQueue(_take_new, library, logging.getLogger("cudafuture.testing.fakecuda"))
 
 
-def races() -> list[Report]:
-    """Return the races found since the last call, each pair of code sites once.
+def log_unread() -> None:
+    """Log the races that the program has not taken: the module that torch loads calls it at the end of the process."""
+    _reports.log_unread()
 
-    Races are found from the order that streams and events impose, so they are found under every schedule.
+
+def races() -> list[Report]:
+    """Return the races found since the last call, each pair of code sites once. Print each with ``str()``.
+
+    Races are found when an operation is enqueued, from the order that streams and events impose, and not from the time
+    at which operations run. But a query that finds an event or a stream finished orders all later work of the process
+    after it, also a query of torch's allocators or of the NCCL watchdog, and its success depends on time. So a race can
+    stay hidden in one run and show in another: use the schedule ``lazy``, or ``jitter`` with several seeds.
+
+    Every report has the kind ``race``. torch's caching allocators reuse memory without a call of the runtime, so early
+    reuse is a ``race`` of the next write. In "stream 5 of cuda:0", 5 is the number of streams that the process had
+    created before, on all devices. torch creates the 32 streams of a pool together.
 
     Raises:
         RuntimeError: the process was started without race detection.

@@ -35,7 +35,10 @@ class Report:
 
     ``kind`` is ``race`` (two streams touch the same bytes, one writes, and neither waits for the other), ``reuse``
     (memory was reused while another stream may still use it: ``record_stream`` is missing), ``host_race``
-    (the host touches pinned memory that a copy in flight uses), ``wrong_device`` or ``error``.
+    (the host touches pinned memory that a copy in flight uses), ``wrong_device`` or ``error``. ``fakecuda`` reports
+    ``race`` alone: it does not see torch's allocator hand out memory, so that reuse is a ``race`` of the next write.
+
+    ``str()`` of a report is the text for a reader: the kind, the sentence, and both sites.
     """
 
     kind: str
@@ -72,28 +75,32 @@ class ReportQueue:
 
     Args:
         take_new: takes the detector's new reports.
-        machine: returns an object that changes when the devices start afresh; reports of earlier devices are dropped.
-        logger: of the notes in Python 3.10, whose exceptions have none.
+        generation: returns an object that changes when the devices start afresh, and None while they are off. Reports
+            of an earlier generation are dropped.
+        logger: of unread reports, and of the notes in Python 3.10, whose exceptions have none.
     """
 
     def __init__(
-        self, take_new: Callable[[], list[Report]], machine: Callable[[], object], logger: logging.Logger
+        self, take_new: Callable[[], list[Report]], generation: Callable[[], object], logger: logging.Logger
     ) -> None:
         self._take_new = take_new
-        self._machine = machine
+        self._generation = generation
         self._logger = logger
-        self._noted: list[tuple[object, Report]] = []  # reports that are notes of an exception, with their machine
+        self._noted: list[tuple[object, Report]] = []  # reports that are notes of an exception, with their generation
 
     def take(self) -> list[Report]:
         """Return the reports since the last call, and clear them."""
-        kept = [report for machine, report in self._noted if machine is self._machine()]
+        kept = [report for generation, report in self._noted if generation is self._generation()]
         self._noted.clear()
         return kept + self._take_new()
 
-    def take_unread(self) -> list[Report]:
-        """Return the reports that no exception shows, without errors, which torch has raised."""
+    def log_unread(self) -> None:
+        """Log, as the process ends, the reports that no exception shows; errors are left out: torch raised them."""
         self._noted.clear()
-        return [report for report in self._take_new() if report.kind != "error"]
+        found = [report for report in self._take_new() if report.kind != "error"]
+        if found:
+            text = "the program took none of %d reports of the race detector; the first: %s"
+            self._logger.warning(text, len(found), found[0])
 
     def raise_or_note(self, error: BaseException | None) -> None:
         """Raise RaceError for the reports, or make them a note of `error`."""
@@ -103,7 +110,7 @@ class ReportQueue:
             return
         if error is None:
             raise RaceError(found)
-        self._noted.extend((self._machine(), report) for report in found)  # the program may catch the error
+        self._noted.extend((self._generation(), report) for report in found)  # the program may catch the error
         note = "\n\n".join(["The race detector reports, which may be the cause:", *map(str, found)])
         if sys.version_info >= (3, 11):
             error.add_note(note)

@@ -28,7 +28,7 @@ _reports = ReportQueue(_take_new, settings, _logger)
 
 
 def races() -> list[Report]:
-    """Return the reports since the last call, and clear them.
+    """Return the reports since the last call, and clear them. Print each with ``str()``, which shows both places.
 
     >>> sim.enable()
     >>> with torch.Stream("sim"):
@@ -64,12 +64,9 @@ def detect_races() -> contextlib.AbstractContextManager[None]:
     return _SimDetection(_reports)
 
 
-def _log_unread_reports() -> None:
-    found: list[Report] = []
+def _log_unread() -> None:
     with contextlib.suppress(RuntimeError):  # a forked child has no accelerator
-        found = _reports.take_unread()
-    if found:
-        _logger.warning("the program took none of %d reports of the race detector; the first: %s", len(found), found[0])
+        _reports.log_unread()
 
 
-atexit.register(_log_unread_reports)
+atexit.register(_log_unread)

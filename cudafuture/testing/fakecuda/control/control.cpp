@@ -128,6 +128,14 @@ void fakecuda_set_race_sites(Registry::MakeSite make_site) { Registry::get().mak
 
 int fakecuda_detects_races() { return CudaMachine::get().settings.detect_races; }
 
+// How many findings have not been taken. The question does not create the machine, and a forked child, which cannot use
+// the devices, has none.
+int fakecuda_untaken_races() {
+  if (!CudaMachine::exists()) return 0;
+  const CudaCall call(__func__);
+  return call.machine.is_of_parent() ? 0 : static_cast<int>(call.machine.races.count());
+}
+
 // Takes what was found so far. The caller passes the text to fakecuda_free.
 char* fakecuda_take_races() {
   std::vector<machine::Finding> found;

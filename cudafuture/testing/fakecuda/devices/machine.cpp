@@ -55,7 +55,7 @@ CudaMachine::CudaMachine() : settings(CudaSettings::of_environment()) {
 // parent never ends here, so nothing may wait for it, nor notify the threads of the parent.
 void CudaMachine::leave_to_parent() {
   error = cudaErrorInitializationError;
-  stopped_ = true;
+  is_of_parent_ = stopped_ = true;
   synchronising_ = 0;
   runner_sleeps_ = false;
   mutex.unlock();

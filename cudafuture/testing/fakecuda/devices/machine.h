@@ -55,6 +55,8 @@ class CudaMachine {
   using Lock = std::unique_lock<std::mutex>;
   static CudaMachine& get();  // never destroyed: threads may use it until the process has gone
   static bool exists();       // false until the first call of get()
+  // Returns true in a child of fork() whose parent has made the machine: the child cannot use it.
+  bool is_of_parent() const { return is_of_parent_; }
 
   // A thread that holds this lock takes no other but the registry's. It guards everything below.
   std::mutex mutex;
@@ -129,6 +131,7 @@ class CudaMachine {
   Clock::time_point runner_sleeps_until_{};
   bool threads_started_ = false;
   bool stopped_ = false;
+  bool is_of_parent_ = false;
   uint64_t random_ = 1;
   int blocking_streams_ = 0;  // that were made without cudaStreamNonBlocking
   std::vector<bool> has_context_;

@@ -31,6 +31,7 @@ class Races {
   void host_saw(CudaStream& stream) { detector_.host_saw(stream.clock.snapshot()); }
   void forget(const void* begin, size_t size);
   std::vector<Finding> take() { return detector_.findings.take(); }
+  size_t count() const noexcept { return detector_.findings.count(); }
 
  private:
   RaceDetector detector_;
