@@ -323,6 +323,20 @@ def test_races_are_a_note_of_another_error() -> None:
     assert kinds() == []
 
 
+def race_disable_and_fail() -> None:
+    fill(torch.Stream("sim")).sum()
+    sim.disable()
+    raise ValueError("a wrong value")
+
+
+def test_error_survives_a_block_that_disables_the_devices() -> None:
+    with pytest.raises(ValueError, match="a wrong value"), sim.detect_races():
+        race_disable_and_fail()
+    assert kinds() == ["race"]
+    sim.enable()
+    assert kinds() == []
+
+
 def test_bytes_are_those_of_one_operation() -> None:
     side, buffers = torch.Stream("sim"), [torch.zeros(100, device="sim") for _ in range(2)]
     side.wait_stream(current())

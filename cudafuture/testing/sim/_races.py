@@ -8,7 +8,7 @@ import logging
 
 from cudafuture.testing.machine._reports import Detection, RaceError, Report, ReportQueue, Site
 from cudafuture.testing.sim import _C as _native
-from cudafuture.testing.sim._accelerator import settings
+from cudafuture.testing.sim._accelerator import is_enabled, settings
 
 __all__ = ["RaceError", "Report", "Site", "detect_races", "races"]
 
@@ -24,7 +24,11 @@ def _site(parts: tuple[str, str] | None) -> Site | None:
     return None if parts is None else Site.of(*parts)
 
 
-_reports = ReportQueue(_take_new, settings, _logger)
+def _generation() -> object:
+    return settings() if is_enabled() else None
+
+
+_reports = ReportQueue(_take_new, _generation, _logger)
 
 
 def races() -> list[Report]:
