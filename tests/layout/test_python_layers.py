@@ -53,13 +53,14 @@ RPC_EXT = (
     ("store",),
     ("_bench",),
 )
-# An adapter may import the private modules of the rooms that it adapts, a benchmark writes a trace file, and the
-# simulated accelerator and fakecuda share a machine.
+# An adapter may import the private modules of the rooms that it adapts, a benchmark writes a trace file, the simulated
+# accelerator and fakecuda share a machine, and the pytest plugin raises the races of the simulated accelerator.
 ADAPTED = {
     "cudafuture.bench": ("cudafuture.trace",),
     "cudafuture.compat.deepspeed": ("cudafuture.swap",),
     "cudafuture.compat.tensornvme": ("cudafuture.store", "cudafuture.io"),
     "cudafuture.compat.torchgpipe": ("cudafuture.pipeline",),
+    "cudafuture.testing": ("cudafuture.testing.sim",),
     "cudafuture.testing.fakecuda": ("cudafuture.testing.machine",),
     "cudafuture.testing.sim": ("cudafuture.testing.machine",),
 }

@@ -93,7 +93,7 @@ def test_script():
 """)
     assert "4 failed" in out
     assert out.count(">       ") == 3, "the line of the test, in each report but that of a whole test"
-    assert re.findall(r"^\S*(?:plugin|contextlib|launch|_report|_accelerator)\.py:\d+", out, re.MULTILINE) == []
+    assert re.findall(r"^\S*(?:plugin|contextlib|launch|_reports|_races|_accelerator)\.py:\d+", out, re.MULTILINE) == []
 
 
 def test_failed_device_work_fails_passed_test(run: Run) -> None:

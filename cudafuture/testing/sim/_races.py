@@ -10,7 +10,7 @@ from cudafuture.testing.machine._reports import Detection, RaceError, Report, Re
 from cudafuture.testing.sim import _C as _native
 from cudafuture.testing.sim._accelerator import is_enabled, settings
 
-__all__ = ["RaceError", "Report", "Site", "detect_races", "races"]
+__all__ = ["RaceError", "Report", "Site", "detect_races", "races", "raise_races"]
 
 _logger = logging.getLogger("cudafuture.testing.sim")
 
@@ -66,6 +66,12 @@ def detect_races() -> contextlib.AbstractContextManager[None]:
     cudafuture.testing.sim.RaceError: race: aten::sum on the default stream of sim:0 reads 16 bytes ...
     """
     return _SimDetection(_reports)
+
+
+def raise_races() -> None:
+    """Raise RaceError if there are reports that the program has not taken."""
+    __tracebackhide__ = True
+    _reports.raise_or_note(None)
 
 
 def _log_unread() -> None:
