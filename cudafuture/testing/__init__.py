@@ -14,6 +14,9 @@
 ``FaultyEngine`` is an I/O engine whose disk fails. ``torchrun`` launches a script as the command does. Neither
 ``torchrun`` nor ``world`` uses a port that could be taken, and neither leaves a process behind. The extra ``testing``
 installs the dependencies of the pytest plugin, which pytest then finds automatically.
+
+Two simulators, ``cudafuture.testing.sim`` and ``cudafuture.testing.fakecuda``, run stream code without a GPU and report
+its races.
 """
 
 from cudafuture.testing.faulty_engine import FaultyEngine

@@ -16,6 +16,8 @@ schedule    time at which an operation runs that no host thread waits for
 ``eager``   at once
 ==========  =========================================================================================================
 
+With ``--races``, ``detect_races()`` raises and ``races()`` returns the pairs of operations that nothing orders.
+
 Kernels that are not torch's operators (Triton, custom kernels) are skipped and counted. The driver's behaviour is
 modelled after its documentation, and times mean nothing. A test that fails here has found a bug. A test that passes
 here can still fail on a GPU.

@@ -27,7 +27,8 @@ schedule    time at which device work runs
 ==========  =========================================================================================================
 
 Races are found when work is enqueued, from the order of waits (vector clocks, as in FastTrack by Flanagan and Freund,
-2009), so they are found under every schedule. ``clock()`` is a virtual clock, which measures the overlap of copies and
+2009), so they are found under every schedule, unless the program polls: a query that returns True counts as a wait.
+``clock()`` is a virtual clock, which measures the overlap of copies and
 kernels exactly. Each host thread has its own clock, and joins another thread's when that thread passes work on with a
 CUDAFuture, so a loader beside a trainer can be modelled too.
 

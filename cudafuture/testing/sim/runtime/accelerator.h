@@ -18,8 +18,8 @@
 // A piece of work that throws breaks its device, as a CUDA error does: queued work is dropped there, and so is new
 // work. Every query and synchronization of that device throws the error until clear_error().
 //
-// Lock: one mutex, the submission lock, under which clocks, shadow, queues and memory change. No work runs, and no Site
-// is made or written out, under it. A HostClock has its own.
+// Lock: one mutex, the submission lock, under which vector clocks, shadow, queues and memory change. No work runs, and
+// no Site is made or written out, under it. Each HostClock, which measures virtual time, has a lock of its own.
 #pragma once
 
 #include <cstddef>
