@@ -2,8 +2,8 @@
 
 ::
 
-    send() ──► outbox of a rank ──► its thread ──► header ─ layout ─ body ─ tensors ──► thread of the other rank ──►
-                                                   over Gloo                            deliver(rank, message)
+    send() ──► outbox of a rank ──► numbers ─ layout ─ body ─ tensors ──► thread of the other rank ──►
+                                    over Gloo                             deliver(rank, message)
 
 The messages of two ranks arrive in the order in which they were sent; no rank has to expect one. Each rank has a thread
 that receives for each other rank, so that no message holds up another rank's, and the loss of a rank is noticed at
@@ -14,12 +14,13 @@ What is unpickled was sent by a rank of the group, which must be trusted.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
+from functools import partial
 from math import prod
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +36,7 @@ from cudafuture.transfer import are_dense, plain_view
 __all__ = ["Mailbox", "Message"]
 
 _HOST = torch.device("cpu")
-_NO_TIMEOUT = timedelta(days=10_000)  # a message may come at any time
-_TAG = 0
 _CLOSED = -1  # in place of a channel: the last message of a rank
-_HEADER = 5  # numbers: the channel, two of the sender, the bytes of the layout and of the body
 
 Tensors = Sequence[torch.Tensor]
 
@@ -148,10 +146,10 @@ class Mailbox:
             outbox = self._outboxes.get(rank)
             if outbox is None:
                 outbox = self._outboxes[rank] = _Outbox(self, rank)
-        outbox.queue.put(_Letter(channel, numbers, layout, body, tensors, failed))
+        outbox.put(_Letter(channel, numbers, layout, body, tensors, failed))
 
     def flush(self, ranks: Collection[int], timeout: float) -> bool:
-        """Wait until all messages to some ranks were sent; return whether they were, within `timeout` seconds for each.
+        """Wait until all messages to some ranks were sent, for at most `timeout` seconds; return whether they were.
 
         A message to a stopped process is not sent before that continues.
 
@@ -160,8 +158,8 @@ class Mailbox:
         """
         with self._lock:
             outboxes = [outbox for rank, outbox in self._outboxes.items() if rank in ranks]
-        marks = [outbox.mark() for outbox in outboxes]
-        return all(mark.wait(timeout) for mark in marks)
+        deadline = time.monotonic() + timeout
+        return all(outbox.flush(deadline) for outbox in outboxes)
 
     def close(self) -> None:
         """Send the other ranks the end of this one's messages, and refuse to send more. Do not block.
@@ -177,41 +175,27 @@ class Mailbox:
         for rank in range(self.size):
             if rank != self.rank:
                 outbox = outboxes.get(rank) or _Outbox(self, rank)
-                outbox.queue.put(_Letter(_CLOSED, (0, 0), None, None, (), None))
+                outbox.put(_Letter(_CLOSED, (0, 0), None, None, (), None))
 
     # ---- threads
 
     def _receive(self, rank: int) -> None:
         layouts: dict[int, tuple[Any, list[_Form]]] = {}
-        numbers = torch.empty(_HEADER, dtype=torch.int64, device=_HOST)
         try:
             while True:
-                self._fill(rank, numbers)
-                channel, first, second, layout_nbytes, body_nbytes = numbers.tolist()
+                (channel, first, second, has_layout, has_body), parts = _C.receive_message(self._gloo, rank)
                 if channel == _CLOSED:
                     self._lose(rank, None)
                     return
-                if layout_nbytes:
-                    layouts[channel] = self._unpickled(rank, layout_nbytes)
-                body = self._unpickled(rank, body_nbytes) if body_nbytes else None
+                if has_layout:
+                    layouts[channel] = _unpickled(parts.pop(0))
+                body = _unpickled(parts.pop(0)) if has_body else None
                 layout, forms = layouts[channel]
-                parts = [torch.empty(form.nbytes, dtype=torch.uint8, device=_HOST) for form in forms]
-                self._fill(rank, *(part for part in parts if len(part)))
                 tensors = [form.tensor_of(part) for form, part in zip(forms, parts, strict=True)]
                 self._deliver(rank, Message(channel, (first, second), layout, body, tensors))
                 del parts, tensors, body  # the next message may come much later
         except Exception as error:  # a lost connection, or an object that cannot be unpickled here
             self._lose(rank, error)
-
-    def _fill(self, rank: int, *tensors: torch.Tensor) -> None:
-        works = [self._gloo.recv([tensor], rank, _TAG) for tensor in tensors]
-        for work in works:
-            work.wait(_NO_TIMEOUT)
-
-    def _unpickled(self, rank: int, nbytes: int) -> Any:
-        received = torch.empty(nbytes, dtype=torch.uint8, device=_HOST)
-        self._fill(rank, received)
-        return pickle.loads(received.numpy().tobytes())
 
     def _lose(self, rank: int, error: BaseException | None) -> None:
         with self._lock:
@@ -248,62 +232,90 @@ class _Form(NamedTuple):
 
 
 class _Outbox:
-    """Messages to one rank, and the thread that sends them."""
+    """Messages to one rank.
+
+    The caller's thread begins a message whose tensors are on the host. One whose tensors are still copied to the host
+    is begun, as those behind it, in a serial queue.
+    """
 
     def __init__(self, mailbox: Mailbox, rank: int) -> None:
         self._mailbox, self._rank = mailbox, rank
+        self._copies = _C.serial_executor(f"cudafuture-to-{rank}")
+        self._lock = threading.RLock()  # guards the fields below, and the order of the messages
         self._layouts: dict[int, Any] = {}
+        self._waiting = 0  # messages in the serial queue
+        self._last: _C.SentMessage | None = None
         self._is_broken = False
-        self.queue: SimpleQueue[_Letter | threading.Event] = SimpleQueue()
-        _start(self._run, rank, f"cudafuture-to-{rank}")
 
-    def mark(self) -> threading.Event:
-        """Return an event that is set when the messages before it were sent."""
-        mark = threading.Event()
-        self.queue.put(mark)
-        return mark
-
-    def _run(self, rank: int) -> None:
-        while True:
-            letter = self.queue.get()
-            if isinstance(letter, threading.Event):
-                letter.set()
-                continue
-            if not self._is_broken:
-                self._send(letter)
-            if letter.channel == _CLOSED:
+    def put(self, letter: _Letter) -> None:
+        """Begin to send a message, behind the earlier ones."""
+        with self._lock:
+            if not self._waiting and not isinstance(letter.tensors, CUDAFuture):
+                self._begin(letter)
                 return
-            del letter  # the next one may come much later
+            self._waiting += 1
+        _C.submit(partial(self._begin_later, letter), self._copies, 0, "message")
 
-    def _send(self, letter: _Letter) -> None:
+    def flush(self, deadline: float) -> bool:
+        """Wait until all messages were sent, or cannot be sent; return whether they were, until then."""
+        with self._lock:
+            waiting, last = self._waiting, self._last
+        if waiting:
+            begun: CUDAFuture[None] = _C.submit(_nothing, self._copies, 0, "flush")
+            with contextlib.suppress(TimeoutError):
+                begun.wait(timeout=max(0.0, deadline - time.monotonic()))
+            last = self._last
         try:
-            parts = self._parts_of(letter)
+            return last is None or last.wait(max(0.0, deadline - time.monotonic()))
+        except RuntimeError:
+            return False
+
+    def _begin_later(self, letter: _Letter) -> None:
+        if isinstance(letter.tensors, CUDAFuture):
+            letter.tensors.exception()  # waits for the copies without the lock
+        with self._lock:
+            self._waiting -= 1
+            self._begin(letter)
+
+    def _begin(self, letter: _Letter) -> None:
+        if self._is_broken:
+            return
+        try:
+            numbers, parts = self._parts_of(letter)
         except BaseException as error:  # of the copy to the host, or of pickling
             if letter.failed is not None:
                 letter.failed(error)
             return
         try:
-            gloo = self._mailbox._gloo
-            works = [gloo.send([part], self._rank, _TAG) for part in parts]
-            for work in works:
-                work.wait(_NO_TIMEOUT)
-        except RuntimeError as error:
+            self._last = _C.send_message(self._mailbox._gloo, self._rank, numbers, parts)
+        except RuntimeError:  # the thread that receives from this rank reports it
             self._is_broken = True
-            self._mailbox._lose(self._rank, error)
 
-    def _parts_of(self, letter: _Letter) -> list[torch.Tensor]:
-        """Return what is sent: the header, and what follows it unless it is empty."""
+    def _parts_of(self, letter: _Letter) -> tuple[list[int], list[torch.Tensor]]:
         given = letter.tensors.wait() if isinstance(letter.tensors, CUDAFuture) else letter.tensors
         tensors = [plain_view(_without_gaps(tensor.detach())) for tensor in given]
         layout = letter.layout, [_Form(t.dtype, tuple(t.shape), t.stride()) for t in tensors]
-        body = b"" if letter.body is None else pickle.dumps(letter.body)
-        text = b""
-        if self._layouts.get(letter.channel) != layout:
-            text = pickle.dumps(layout)
+        pickled = []
+        has_layout = self._layouts.get(letter.channel) != layout
+        if has_layout:
+            pickled.append(_pickled(layout))
             self._layouts[letter.channel] = layout
-        header = torch.tensor([letter.channel, *letter.numbers, len(text), len(body)], dtype=torch.int64, device=_HOST)
-        pickled = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in (text, body) if each]
-        return [header, *pickled, *(_bytes_of(tensor) for tensor in tensors if tensor.numel())]
+        if letter.body is not None:
+            pickled.append(_pickled(letter.body))
+        numbers = [letter.channel, *letter.numbers, has_layout, letter.body is not None]
+        return numbers, [*pickled, *map(_bytes_of, tensors)]
+
+
+def _nothing() -> None:
+    """Mark a place in a queue."""
+
+
+def _pickled(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpickled(part: torch.Tensor) -> Any:
+    return pickle.loads(part.numpy().tobytes())
 
 
 def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:

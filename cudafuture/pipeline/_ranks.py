@@ -278,9 +278,11 @@ class Ranks:
         return self._shared(kind, link, self._timeout if timeout is None else timeout)
 
     def close(self) -> None:
-        """Leave the other ranks: this one takes part in no further step. Do not block."""
+        """Leave the other ranks: this one takes part in no further step."""
         with contextlib.suppress(InvalidStateError):  # closed already
             self.send_to_all(_MessageKind.LEAVE, self._number)
+            if self._broken is None:
+                self._mailbox.flush(range(self.size), _PATIENCE)  # also the verdict of the last step
         self._mailbox.close()
 
     # ---- a step on this rank
@@ -414,6 +416,10 @@ class Ranks:
     def _deliver(self, rank: int, message: Message) -> None:
         channel, (number, _) = message.channel, message.numbers
         with self._lock:
+            if channel >= _MessageKind.FIRST_KEY:
+                if number >= self._number:  # of a step that this rank has not ended
+                    self._pass_on(self._step(number), message)
+                return
             if channel == _MessageKind.LEAVE:
                 if self._number >= number:
                     self._break(WorkerLostError(f"rank {rank} has closed its pipeline", worker=f"rank {rank}"))
@@ -428,9 +434,7 @@ class Ranks:
             if number < self._number or channel == _MessageKind.ABANDON:
                 return  # of a step that this rank has ended
             step = self._step(number)
-            if channel >= _MessageKind.FIRST_KEY:
-                self._pass_on(step, message)
-            elif channel == _MessageKind.BEGIN:
+            if channel == _MessageKind.BEGIN:
                 with contextlib.suppress(InvalidStateError):  # stopped already
                     step.begun.set_result(message.body)
             elif channel == _MessageKind.STOP:

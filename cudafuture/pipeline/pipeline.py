@@ -118,7 +118,7 @@ class Pipeline(nn.Module):
             expect_callable("loss", loss, "loss(output, target)")
         expect_callable("link", link, "link()")
         self._ranks = Alone() if group is None else Ranks(group)
-        weakref.finalize(self, self._ranks.close).atexit = False
+        weakref.finalize(self, self._ranks.close)  # at exit, too
         with self._ranks.making() as making:
             layers, parts = divide(stages, balance, _RESERVED)
             self.devices = tuple(places_of(devices, len(parts)) if group is None else [place_of_rank(devices)])

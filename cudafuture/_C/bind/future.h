@@ -148,6 +148,7 @@ void bind_pending(nb::module_& m);
 void bind_trace(nb::module_& m);
 void bind_work_errors(nb::module_& m);
 void bind_gloo(nb::module_& m);
+void bind_messages(nb::module_& m);
 void bind_combine(nb::module_& m);
 void bind_arrivals(nb::module_& m);
 void bind_await(nb::module_& m);

@@ -67,6 +67,7 @@ NB_MODULE(_C, m) {
   bind_pending(m);
   bind_trace(m);
   bind_gloo(m);
+  bind_messages(m);
   bind_sync_edges(m);
   bind_host_clock(m);
   bind_storage(m);
