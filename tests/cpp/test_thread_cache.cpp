@@ -212,6 +212,16 @@ TEST_CASE_FIXTURE(Rules, "stop() waits only for tasks that are not leavable") {
     not_leavable.send();
     go_on.wait();
   });
+  Job ends_leavable([&] { ThreadCache::set_leavable(true); });
+  CHECK(cache->run(&ends_leavable) == ThreadCache::Run::begun);
+  ends_leavable.wait();
+  Signal next;
+  Job waits_next([&] {  // the thread of a task that has ended is usually idle now, and not leavable any more
+    next.send();
+    go_on.wait();
+  });
+  CHECK(cache->run(&waits_next) == ThreadCache::Run::begun);
+  next.wait();
   ThreadCache::set_leavable(true);  // no effect in a thread that is not the cache's
   CHECK(cache->run(&blocks) == ThreadCache::Run::begun);
   CHECK(cache->run(&waits) == ThreadCache::Run::begun);
@@ -220,6 +230,7 @@ TEST_CASE_FIXTURE(Rules, "stop() waits only for tasks that are not leavable") {
   std::thread ends([&] { go_on.send(); });
   cache->stop();
   CHECK(waits.done());
+  CHECK(waits_next.done());
   CHECK_FALSE(blocks.done());
   ends.join();
   go.send();

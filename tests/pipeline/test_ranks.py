@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
@@ -22,6 +23,7 @@ from cudafuture.pipeline import Pipeline, pop, skippable, stash
 from cudafuture.testing import World, sim
 from pipeline.reference import gradients_in_order, model_of
 from pipeline.tables import random_table, torch_table
+from support.child import Child
 from support.ranks import run_ranks, short_group
 from support.soak import soak_count
 
@@ -429,6 +431,36 @@ def test_ranks_make_same_pipeline(world: World) -> None:
         Pipeline([Keep(), Keep()], microbatches=2, loss=loss_of, group=dist.group.WORLD).step(*batch_of(4))
 
     world.run(run)
+
+
+ENDING = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from cudafuture.pipeline import Pipeline
+
+rank, size, store, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+stages = [nn.Linear(64, 64) for _ in range(size)]
+pipeline = Pipeline(stages, microbatches=4, loss=nn.functional.mse_loss, group=dist.group.WORLD)
+for _ in range(2):
+    pipeline.step(torch.ones(8, 64), torch.ones(8, 64))
+if how == "close":
+    pipeline.close()
+if how != "nothing":
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["close", "destroy", "nothing"])
+def test_ranks_exit_without_a_word(how: str, tmp_path: Path) -> None:
+    for turn in range(soak_count(20)):
+        with contextlib.ExitStack() as scope:
+            arguments = ["3", str(tmp_path / str(turn)), how]
+            ranks = [scope.enter_context(Child(ENDING, str(rank), *arguments)) for rank in range(3)]
+            for rank in ranks:
+                assert (rank.end(), rank.errors()) == (0, "")
 
 
 # ---- lost ranks

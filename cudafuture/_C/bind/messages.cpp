@@ -60,6 +60,7 @@ class SentMessage {
         posted.send(*backend, rank, part.alias());  // without Python's object: no thread takes the GIL
     }
     ThreadCache::get().run_or_call("cudafuture-msg", [state = state_, posted = std::move(posted)]() mutable noexcept {
+      const ParkingScope parking;       // the last owner of a storage takes the GIL
       ThreadCache::set_leavable(true);  // a peer that is stopped receives nothing
       const bool failed = !posted.wait();
       posted = Posted();

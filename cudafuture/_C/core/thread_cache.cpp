@@ -67,6 +67,7 @@ void ThreadCache::loop(Workers::iterator self) noexcept {
     lock.unlock();
     pthread_setname_np(pthread_self(), task->thread_name());
     task->perform();
+    self->leavable.store(false, std::memory_order_relaxed);  // that was about this task
     pthread_setname_np(pthread_self(), "cudafuture-idle");
     lock.lock();
     if (stopping_ || idle_.size() >= kMostIdle) break;
