@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cudafuture.distributed as cfd
-from cudafuture.bench._ranks import Measure, on_two_ranks
+from cudafuture.bench._ranks import Measure, on_ranks
 from cudafuture.bench._rows import Row, Suite, by_turns, control
 from cudafuture.combine import gather
 from cudafuture.future import CUDAFuture
@@ -44,7 +44,7 @@ def differences(measure: Measure, rounds: int, backend: str = "gloo") -> tuple[l
     Where the code and the buffers of a process happen to lie moves such a difference by up to 5 us, the same in all its
     rounds: one world shows nothing.
     """
-    worlds = [on_two_ranks(measure, max(1, rounds // WORLDS), backend) for _ in range(WORLDS)]
+    worlds = [on_ranks(measure, max(1, rounds // WORLDS), backend) for _ in range(WORLDS)]
 
     def beside_raw(which: int) -> list[float]:
         return [statistics.median(a - b for a, b in zip(world[which], world[1], strict=True)) for world in worlds]
@@ -187,7 +187,7 @@ def backend_steps(make_model: Callable[[Any], nn.Module], rounds: int) -> list[l
 
 
 def backend_step(name: str, make_model: Callable[[Any], nn.Module], rounds: int) -> Row:
-    ours, raw, again = on_two_ranks(partial(backend_steps, make_model), rounds)
+    ours, raw, again = on_ranks(partial(backend_steps, make_model), rounds)
     ratio = statistics.median(a / b for a, b in zip(ours, raw, strict=True))
     same = [a / b for a, b in zip(again, raw, strict=True)]
     us, them = statistics.median(ours), statistics.median(raw)
@@ -223,7 +223,7 @@ def resident_kib() -> float:
 
 
 def backend_memory(rounds: int) -> Row:
-    ours, raw = on_two_ranks(memory_of_backend, rounds)
+    ours, raw = on_ranks(memory_of_backend, rounds)
     what = 'growth by 10,000 all_reduces on backend "cudafuture", each with its future'
     return Row("backend memory", what, "KiB", max(ours), max(raw), "gloo", "KiB", max(ours), 512)
 
@@ -250,7 +250,7 @@ def in_flight(rounds: int) -> list[list[float]]:
 
 def many(rounds: int) -> Row:
     """Measure 100 all_reduces of 4 KiB at once, waited for together."""
-    ours, raw, again = on_two_ranks(in_flight, rounds)
+    ours, raw, again = on_ranks(in_flight, rounds)
     same = [a / b for a, b in zip(again, raw, strict=True)]
     us, them = statistics.median(ours), statistics.median(raw)
     what = "100 all_reduces of 4 KiB, then gather; for one"
@@ -348,7 +348,7 @@ def training(adam: bool, rounds: int) -> list[list[float]]:
 
 
 def steps(name: str, adam: bool, overlap: bool, rounds: int) -> Row:
-    plain, ddp, again, overlapped = on_two_ranks(partial(training, adam), rounds)
+    plain, ddp, again, overlapped = on_ranks(partial(training, adam), rounds)
     ours = overlapped if overlap else plain
     same = [a / b for a, b in zip(again, ddp, strict=True)]
     us, them = statistics.median(ours), statistics.median(ddp)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.futures import Future as TorchFuture
 from torch.futures import collect_all
 
-from cudafuture.bench._ranks import on_two_ranks
+from cudafuture.bench._ranks import on_ranks
 from cudafuture.bench._rows import Row, Suite, Timed, by_turns, control
 from cudafuture.combine import gather
 from cudafuture.future import CUDAFuture
@@ -245,7 +245,7 @@ def all_reduces(rounds: int) -> list[list[float]]:
 
 def gloo(rounds: int) -> Row:
     """Measure from_torch beside raw all_reduce + wait on Gloo, two processes, 1 KiB; the control is raw against raw."""
-    ours, raw, again, torch_future = on_two_ranks(all_reduces, rounds)
+    ours, raw, again, torch_future = on_ranks(all_reduces, rounds)
     added, same, torch_adds = ([a - b for a, b in zip(each, raw, strict=True)] for each in (ours, again, torch_future))
     us, them = statistics.median(ours), statistics.median(raw)
     words = (

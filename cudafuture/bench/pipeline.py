@@ -7,6 +7,8 @@ row names, so that the prediction of ``Schedule.check`` has the same figures. Ea
 rows of a task are real time; their peer is the worker of fairscale, which comes from torchgpipe:
 
     pip install --no-deps --no-build-isolation fairscale==0.4.13
+
+Those of ranks are steps over processes, in real time, beside torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from cudafuture.bench._ranks import on_ranks
 from cudafuture.bench._rows import Row, Skipped, Suite, control
 from cudafuture.pipeline import Costs, Pipeline, Workers
 from cudafuture.testing import sim
@@ -34,6 +38,8 @@ __all__ = ["SUITE"]
 CPU = torch.device("cpu")
 WIDTH = 16
 TASKS = 400
+PAUSE = 0.01  # seconds of a cell
+RANK_MICROBATCHES = 8
 now = time.perf_counter_ns
 
 
@@ -183,6 +189,82 @@ def submit(cores: int, rounds: int) -> Row:
     return Row(f"submit-{cores}", what, "ns", mine, peer, "fairscale", "x", mine / peer, 1.0, *same)
 
 
+# ---- processes
+
+
+class Pause(torch.autograd.Function):
+    """Identity that waits, forward and backward, as a host waits for its device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(PAUSE)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        time.sleep(PAUSE)
+        return gradients[0]
+
+
+class Pausing(nn.Module):
+    """Stage whose cells take 10 ms and no core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(512, device="cpu"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Pause.apply(x * self.scale)  # type: ignore[no-untyped-call]
+        return result
+
+
+def computing() -> nn.Sequential:
+    """Return a stage whose cells take some milliseconds of a core."""
+    return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(512, 512, device="cpu"), nn.Tanh())])
+
+
+def steps_of_ranks(make: Callable[[], nn.Module], rounds: int) -> list[list[float]]:
+    """Return the milliseconds of steps of 1F1B: ours, and twice those of torch.distributed.pipelining, in turn."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, y = (torch.randn(16 * RANK_MICROBATCHES, 512, device="cpu") for _ in range(2))
+    ours = Pipeline(
+        [make() for _ in range(size)],
+        "cpu",
+        microbatches=RANK_MICROBATCHES,
+        loss=nn.functional.mse_loss,
+        group=dist.group.WORLD,
+    )
+    stage = PipelineStage(make(), rank, size, torch.device("cpu"), group=dist.group.WORLD)
+    theirs = Schedule1F1B(stage, RANK_MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    given: dict[str, Any] = {"target": y} if rank == size - 1 else {}
+    steps = (partial(ours.step, x, y), *[partial(theirs.step, *[x][: rank == 0], **given)] * 2)
+    took: list[list[float]] = [[] for _ in steps]
+    for _ in range(5 * rounds):
+        for times, step in zip(took, steps, strict=True):
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            dist.barrier()
+            times.append((time.perf_counter() - began) * 1e3)
+    ours.close()
+    return [times[2:] for times in took]
+
+
+def ranks(make: Callable[[], nn.Module], size: int, rounds: int) -> Row:
+    """Measure a step of 1F1B over processes, beside torch's with the same table over Gloo."""
+    ours, theirs, again = on_ranks(partial(steps_of_ranks, make), rounds, size=size)
+    mine, peer = statistics.median(ours), statistics.median(theirs)
+    kind, predicted = "that compute", ""
+    if make is Pausing:
+        table = Pipeline([nn.Identity() for _ in range(size)], microbatches=RANK_MICROBATCHES).schedule
+        kind, predicted = "of 10 ms", f", predicted {table.check(Costs(PAUSE, PAUSE)).seconds * 1e3:.0f}"
+    what = f"step of 1f1b, {size} processes, {RANK_MICROBATCHES} micro-batches, cells {kind}{predicted}"
+    same = control("torch / torch", [b / a for a, b in zip(theirs, again, strict=True)])
+    return Row("ranks", what, "ms", mine, peer, "torch.distributed.pipelining", "x", mine / peer, 1.0, *same)
+
+
 TABLES = ("gpipe", "1f1b", "interleaved_1f1b", "zb1p")
 ROWS: dict[str, Callable[[int], Row]] = {
     f"{table}-{devices}-{'equal' if is_equal else 'unequal'}": partial(step_time, table, devices, is_equal)
@@ -193,4 +275,10 @@ ROWS: dict[str, Callable[[int], Row]] = {
 
 SUBMIT = {"submit-1": partial(submit, 1), "submit-2": partial(submit, 2)}
 
-SUITE = Suite("pipeline", "Steps of a pipeline", ROWS | SUBMIT, rounds=5, prepare=sim.prepare)
+RANKS = {
+    "ranks-compute-2": partial(ranks, computing, 2),
+    "ranks-pause-2": partial(ranks, Pausing, 2),
+    "ranks-pause-4": partial(ranks, Pausing, 4),
+}
+
+SUITE = Suite("pipeline", "Steps of a pipeline", ROWS | SUBMIT | RANKS, rounds=5, prepare=sim.prepare)
