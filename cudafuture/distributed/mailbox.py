@@ -244,7 +244,7 @@ class _Outbox:
         self._lock = threading.RLock()  # guards the fields below, and the order of the messages
         self._layouts: dict[int, Any] = {}
         self._waiting = 0  # messages in the serial queue
-        self._last: _C.SentMessage | None = None
+        self._last: _C.RankMessage | None = None
         self._is_broken = False
 
     def put(self, letter: _Letter) -> None:

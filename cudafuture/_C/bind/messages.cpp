@@ -40,9 +40,9 @@ BackendPtr backend_behind(nb::handle object) {
 at::Tensor empty_numbers(std::int64_t count) { return at::empty({count}, at::TensorOptions().dtype(at::kLong)); }
 
 // A message that was begun. A thread that waits for the backend keeps its tensors, which must not change until then.
-class SentMessage {
+class RankMessage {
  public:
-  SentMessage(const BackendPtr& backend, int rank, const std::vector<std::int64_t>& numbers,
+  RankMessage(const BackendPtr& backend, int rank, const std::vector<std::int64_t>& numbers,
               std::vector<at::Tensor> parts)
       : state_(std::make_shared<State>()) {
     const auto header_size = static_cast<std::int64_t>(2 + numbers.size() + parts.size());
@@ -59,7 +59,7 @@ class SentMessage {
       if (part.numel() > 0)
         posted.send(*backend, rank, part.alias());  // without Python's object: no thread takes the GIL
     }
-    ThreadCache::get().run_or_call("cudafuture-msg", [state = state_, posted = std::move(posted)]() mutable noexcept {
+    ThreadCache::get().run_or_call("cudafuture-send", [state = state_, posted = std::move(posted)]() mutable noexcept {
       const ParkingScope parking;       // the last owner of a storage takes the GIL
       ThreadCache::set_leavable(true);  // a peer that is stopped receives nothing
       const bool failed = !posted.wait();
@@ -110,7 +110,7 @@ class SentMessage {
   std::shared_ptr<State> state_;
 };
 
-SentMessage* send_message(nb::handle backend, int rank, const std::vector<std::int64_t>& numbers,
+RankMessage* send_message(nb::handle backend, int rank, const std::vector<std::int64_t>& numbers,
                           const std::vector<nb::handle>& parts) {
   std::vector<at::Tensor> tensors;
   tensors.reserve(parts.size());
@@ -120,7 +120,7 @@ SentMessage* send_message(nb::handle backend, int rank, const std::vector<std::i
   }
   const BackendPtr own = backend_behind(backend);
   const WithoutGil released;
-  return new SentMessage(own, rank, numbers, std::move(tensors));
+  return new RankMessage(own, rank, numbers, std::move(tensors));
 }
 
 // Receives into tensors, all of which are posted before the first is waited for.
@@ -164,7 +164,7 @@ nb::tuple receive_message(nb::handle backend, int rank) {
 }  // namespace
 
 void bind_messages(nb::module_& m) {
-  nb::class_<SentMessage>(m, "SentMessage").def("wait", &SentMessage::wait, nb::arg("timeout"));
+  nb::class_<RankMessage>(m, "RankMessage").def("wait", &RankMessage::wait, nb::arg("timeout"));
   m.def("send_message", send_message, nb::arg("backend"), nb::arg("rank"), nb::arg("numbers"), nb::arg("parts"),
         nb::rv_policy::take_ownership);
   m.def("receive_message", receive_message, nb::arg("backend"), nb::arg("rank"));
