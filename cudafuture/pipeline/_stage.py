@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,14 +38,21 @@ class StageMessage(NamedTuple):
     @classmethod
     def of(cls, value: Any, needs_gradient: Callable[[torch.Tensor], bool]) -> StageMessage:
         """Return a value split into leaves; its tensors are detached."""
+        return cls.split(value, needs_gradient)[0]
+
+    @classmethod
+    def split(cls, value: Any, needs_gradient: Callable[[torch.Tensor], bool]) -> tuple[StageMessage, list[Any]]:
+        """Return a value split into leaves, and these leaves before they were detached."""
         every, structure = _pytree.tree_flatten(value)
         leaves, indices = distinct(every)
+        detached, needs = [], []
         for leaf in leaves:
-            _expect_leaf(leaf)
-        needs = [isinstance(leaf, torch.Tensor) and needs_gradient(leaf) for leaf in leaves]
-        return cls(
-            [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure, indices, needs
-        )
+            is_tensor = isinstance(leaf, torch.Tensor)
+            if not is_tensor:
+                _expect_leaf(leaf)
+            detached.append(leaf.detach() if is_tensor else leaf)
+            needs.append(is_tensor and needs_gradient(leaf))
+        return cls(detached, structure, indices, needs), leaves
 
     def value(self) -> Any:
         """Return the value, assembled from its leaves."""
@@ -244,16 +251,13 @@ class Stage:
         given.refuse_overlap(f"stage {self.index}")
         has_graph = torch.is_grad_enabled()
         needs_gradient = self._needs_gradient(saved, has_graph)
-        message = StageMessage.of(value, needs_gradient)
+        message, leaves = StageMessage.split(value, needs_gradient)
         if has_graph:
-            leaves = distinct(_pytree.tree_leaves(value))[0]
             roots: dict[Any, Any] = {"loss": loss} if loss is not None else dict(enumerate(leaves))
             for key, tensor in (roots | given.stashed).items():
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     saved.roots[key] = get_gradient_edge(tensor)
-        sent = {leaf.untyped_storage()._cdata for leaf in message.leaves if isinstance(leaf, torch.Tensor)}
-        stashed = {skip: _apart(StageMessage.of(x, needs_gradient), sent) for skip, x in given.stashed.items()}
-        return Sent(message, stashed), loss
+        return Sent(message, _stashed(given.stashed, message, needs_gradient)), loss
 
     def _needs_gradient(self, saved: _Saved, has_graph: bool) -> Callable[[torch.Tensor], bool]:
         """Return a function that returns whether a tensor of the stage needs a gradient, or may need one."""
@@ -345,6 +349,16 @@ def _given(
     return [saved.roots[key] for key in keys], [gradients[key] for key in keys]
 
 
+def _stashed(
+    stashed: Mapping[Skip, torch.Tensor | None], message: StageMessage, needs_gradient: Callable[[torch.Tensor], bool]
+) -> dict[Skip, StageMessage]:
+    """Return the skips as messages, with memory apart from that of the stage's message."""
+    if not stashed:
+        return {}
+    sent = {leaf.untyped_storage()._cdata for leaf in message.leaves if isinstance(leaf, torch.Tensor)}
+    return {skip: _apart(StageMessage.of(x, needs_gradient), sent) for skip, x in stashed.items()}
+
+
 def _apart(message: StageMessage, others: set[int]) -> StageMessage:
     """Return the message with its own memory: the next stage may change its input in place."""
     leaf = message.leaves[0]
@@ -368,14 +382,15 @@ def _expect_leaf(leaf: Any) -> None:
         )
 
 
-@contextmanager
-def _without_autocast(device: torch.device) -> Iterator[None]:
-    """Run backward without the program's autocast: operations have the dtypes of their forward."""
-    with ExitStack() as scope:
-        for kind in {device.type, "cpu"}:
-            if torch.is_autocast_enabled(kind):
-                scope.enter_context(torch.autocast(kind, enabled=False))
-        yield
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a scope for backward without the program's autocast: operations have the dtypes of their forward."""
+    kinds = [kind for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        return nullcontext()
+    scope = ExitStack()
+    for kind in kinds:
+        scope.enter_context(torch.autocast(kind, enabled=False))
+    return scope
 
 
 def _described(value: object) -> str:

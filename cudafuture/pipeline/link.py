@@ -82,17 +82,17 @@ class LocalLink:
         ([1, 2], 'header')
         """
         while True:
-            awaited: CUDAFuture[None] = CUDAFuture(name=f"message {key}")
             with self._lock:
                 if self._is_closed:
                     raise LinkClosedError
                 if key in self._sent:
                     future, device, header = self._sent.pop(key)
                     break
-                known = self._awaited.setdefault(key, awaited)
-            if known is awaited:
-                _C.register(awaited)
-            known.wait()
+                awaited = self._awaited.get(key)
+                if awaited is None:
+                    awaited = self._awaited[key] = CUDAFuture(name=f"message {key}")
+                    _C.register(awaited)
+            awaited.wait()
         return future.wait(non_blocking=device.type != "cpu"), header
 
     def close(self) -> None:
