@@ -26,8 +26,10 @@ from cudafuture.errors import CollectiveError
 __all__ = ["kind_of", "make_by_plugin", "make_side_group", "store_of", "timeout_of"]
 
 
-def make_side_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+def make_side_group(group: dist.ProcessGroup, name: str, *, lives_with_group: bool = True) -> dist.ProcessGroup:
     """Return a process group of the same ranks, unknown to torch's registry; every rank must ask for `name`.
+
+    `lives_with_group`: keep it until `group` is gone; False: until the caller drops it.
 
     Raises:
         CollectiveError: the other ranks did not arrive within the group's timeout, or its backend cannot be recreated.
@@ -55,7 +57,8 @@ def make_side_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     full_name: Any = f"{group.group_name}/{name}"
     side_group._set_group_name(full_name)
     side_group._set_group_desc(f"callbacks of {group.group_name}")
-    weakref.finalize(group, side_group.shutdown).atexit = False  # a process that exits does not need the shutdown
+    if lives_with_group:
+        weakref.finalize(group, side_group.shutdown).atexit = False  # a process that exits does not need the shutdown
     return side_group
 
 

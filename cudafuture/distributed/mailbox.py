@@ -15,12 +15,12 @@ What is unpickled was sent by a rank of the group, which must be trusted.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from cudafuture._C import CUDAFuture
 from cudafuture.distributed._backends import backend_for
 from cudafuture.distributed._group import group_of, resolve
 from cudafuture.distributed._side_group import make_side_group
-from cudafuture.errors import InvalidStateError
+from cudafuture.errors import CUDAFutureError, InvalidStateError
 from cudafuture.transfer import are_dense, plain_view
 
 __all__ = ["Mailbox", "Message"]
@@ -52,7 +52,7 @@ class Message(NamedTuple):
     body: Any
     """Any other object; None: the sender gave none."""
     tensors: list[torch.Tensor]
-    """On the host, with the strides of the sender's tensors if these had no gaps."""
+    """On the host, with the strides of the sender's tensors if these had no gaps. Those that shared memory share it."""
 
 
 class Mailbox:
@@ -84,14 +84,16 @@ class Mailbox:
         """The number of ranks."""
         self.timeout: float = group_of(process_group).timeout
         """Of the group, in seconds."""
-        self._lock = threading.Lock()  # guards the fields below
+        self._process = os.getpid()
+        self._lock = threading.Lock()  # guards the next field
         self._lost: set[int] = set()
-        self._outboxes: dict[int, _Outbox] = {}
         self._is_closed = False
         number = next(group_of(process_group).mailboxes)
+        self._outboxes: dict[int, _Outbox] = {}
         if self.size > 1:
-            self._group = make_side_group(process_group, f"mailbox/{number}")
+            self._group = make_side_group(process_group, f"mailbox/{number}", lives_with_group=False)
             self._gloo: Any = backend_for(self._group, _HOST)
+            self._outboxes = {rank: _Outbox(self._gloo, rank) for rank in range(self.size) if rank != self.rank}
 
     def __repr__(self) -> str:
         return f"<Mailbox of rank {self.rank} of {self.size}>"
@@ -140,13 +142,11 @@ class Mailbox:
         >>> if box.size > 1:
         ...     box.send((box.rank + 1) % box.size, channel=0, tensors=[torch.ones(2)])
         """
-        with self._lock:
-            if self._is_closed:
-                raise InvalidStateError("the mailbox is closed")
-            outbox = self._outboxes.get(rank)
-            if outbox is None:
-                outbox = self._outboxes[rank] = _Outbox(self, rank)
-        outbox.put(_Letter(channel, numbers, layout, body, tensors, failed))
+        if self._is_closed:
+            raise InvalidStateError("the mailbox is closed")
+        if os.getpid() != self._process:
+            raise InvalidStateError("the mailbox belongs to the process that this one was forked from")
+        self._outboxes[rank].put(_Letter(channel, numbers, layout, body, tensors, failed))
 
     def flush(self, ranks: Collection[int], timeout: float) -> bool:
         """Wait until all messages to some ranks were sent, for at most `timeout` seconds; return whether they were.
@@ -156,46 +156,48 @@ class Mailbox:
         >>> Mailbox().flush([0, 1], 1.0)
         True
         """
-        with self._lock:
-            outboxes = [outbox for rank, outbox in self._outboxes.items() if rank in ranks]
+        outboxes = [outbox for rank, outbox in self._outboxes.items() if rank in ranks]
         deadline = time.monotonic() + timeout
         return all(outbox.flush(deadline) for outbox in outboxes)
 
     def close(self) -> None:
         """Send the other ranks the end of this one's messages, and refuse to send more. Do not block.
 
+        The connections are closed when all ranks have done so. In a forked process, nothing happens.
+
         >>> box = Mailbox()
         >>> box.close()
         """
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            outboxes = dict(self._outboxes)
-        for rank in range(self.size):
-            if rank != self.rank:
-                outbox = outboxes.get(rank) or _Outbox(self, rank)
-                outbox.put(_Letter(_CLOSED, (0, 0), None, None, (), None))
+        if self._is_closed or os.getpid() != self._process:
+            return
+        self._is_closed = True
+        for outbox in self._outboxes.values():
+            outbox.put(_Letter(_CLOSED, (0, 0), None, None, (), None))
 
     # ---- threads
 
     def _receive(self, rank: int) -> None:
         layouts: dict[int, tuple[Any, list[_Form]]] = {}
-        try:
-            while True:
+        while True:
+            try:
                 (channel, first, second, has_layout, has_body), parts = _C.receive_message(self._gloo, rank)
-                if channel == _CLOSED:
-                    self._lose(rank, None)
-                    return
+            except RuntimeError as error:
+                self._lose(rank, error)
+                return
+            if channel == _CLOSED:
+                self._lose(rank, None)
+                return
+            try:
                 if has_layout:
                     layouts[channel] = _unpickled(parts.pop(0))
                 body = _unpickled(parts.pop(0)) if has_body else None
                 layout, forms = layouts[channel]
-                tensors = [form.tensor_of(part) for form, part in zip(forms, parts, strict=True)]
+                tensors = [form.tensor_of(parts) for form in forms]
                 self._deliver(rank, Message(channel, (first, second), layout, body, tensors))
-                del parts, tensors, body  # the next message may come much later
-        except Exception as error:  # a lost connection, or an object that cannot be unpickled here
-            self._lose(rank, error)
+            except Exception as error:
+                self._lose(rank, CUDAFutureError(f"rank {self.rank} cannot read a message of rank {rank}: {error!r}"))
+                return
+            del parts, tensors, body  # the next message may come much later
 
     def _lose(self, rank: int, error: BaseException | None) -> None:
         with self._lock:
@@ -215,20 +217,71 @@ class _Letter(NamedTuple):
     tensors: Tensors | CUDAFuture[Tensors]
     failed: Callable[[BaseException], object] | None
 
+    def fail(self, error: BaseException) -> None:
+        if self.failed is not None:
+            self.failed(error)
+
 
 class _Form(NamedTuple):
-    """Form of a tensor without gaps."""
+    """Form of a tensor, and its place in the parts of a message. Tensors that share memory share a part."""
 
+    part: int
+    offset: int
+    """In bytes, a multiple of the size of an element."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+    def tensor_of(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the tensor in a received part."""
+        empty = torch.empty(0, dtype=self.dtype, device=_HOST)
+        storage = parts[self.part].untyped_storage()
+        return empty.set_(storage, self.offset // self.dtype.itemsize, self.shape, self.stride)
 
-    def tensor_of(self, part: torch.Tensor) -> torch.Tensor:
-        return part.view(self.dtype).as_strided(self.shape, self.stride)
+
+def _divided(tensors: list[torch.Tensor]) -> tuple[list[_Form], list[torch.Tensor]]:
+    """Return the forms of tensors, and the parts of bytes that hold them."""
+    forms: dict[int, _Form] = {}
+    parts: list[torch.Tensor] = []
+    for places in _neighbours(tensors):
+        if len(places) == 1:
+            tensor = _without_gaps(tensors[places[0]])
+            forms[places[0]] = _Form(len(parts), 0, tensor.dtype, tuple(tensor.shape), tensor.stride())
+            parts.append(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8))
+            continue
+        spans = [_span(tensors[i]) for i in places]
+        start, end = min(first for first, _ in spans) // 16 * 16, max(last for _, last in spans)
+        for i, (first, _) in zip(places, spans, strict=True):
+            forms[i] = _Form(len(parts), first - start, tensors[i].dtype, tuple(tensors[i].shape), tensors[i].stride())
+        storage = tensors[places[0]].untyped_storage()
+        parts.append(torch.empty(0, dtype=torch.uint8, device=_HOST).set_(storage, start, (end - start,), (1,)))
+    return [forms[i] for i in range(len(tensors))], parts
+
+
+def _neighbours(tensors: list[torch.Tensor]) -> list[list[int]]:
+    """Return the indices of the tensors: those whose ranges in one storage overlap are together."""
+    if len(tensors) == 1:
+        return [[0]]
+    groups: list[list[int]] = []
+    last: tuple[int, int] = (0, 0)  # the storage, and the end of the group
+    order = sorted((tensor.untyped_storage().data_ptr(), *_span(tensor), i) for i, tensor in enumerate(tensors))
+    for storage, start, end, i in order:
+        if groups and storage == last[0] and start < last[1] and end > start:
+            groups[-1].append(i)
+            last = storage, max(end, last[1])
+        else:
+            groups.append([i])
+            last = storage, end
+    return groups
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one behind its last."""
+    size, start = tensor.element_size(), int(tensor.storage_offset())
+    if not tensor.numel():
+        return start * size, start * size
+    elements = 1 + sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * size, (start + elements) * size
 
 
 class _Outbox:
@@ -238,8 +291,8 @@ class _Outbox:
     is begun, as those behind it, in a serial queue.
     """
 
-    def __init__(self, mailbox: Mailbox, rank: int) -> None:
-        self._mailbox, self._rank = mailbox, rank
+    def __init__(self, gloo: Any, rank: int) -> None:
+        self._gloo, self._rank = gloo, rank
         self._copies = _C.serial_executor(f"cudafuture-to-{rank}")
         self._lock = threading.RLock()  # guards the fields below, and the order of the messages
         self._layouts: dict[int, Any] = {}
@@ -249,12 +302,15 @@ class _Outbox:
 
     def put(self, letter: _Letter) -> None:
         """Begin to send a message, behind the earlier ones."""
+        error = None
         with self._lock:
-            if not self._waiting and not isinstance(letter.tensors, CUDAFuture):
-                self._begin(letter)
-                return
-            self._waiting += 1
-        _C.submit(partial(self._begin_later, letter), self._copies, 0, "message")
+            if self._waiting or isinstance(letter.tensors, CUDAFuture):
+                self._waiting += 1
+                _C.submit(partial(self._begin_later, letter), self._copies, 0, "message")
+            else:
+                error = self._begin(letter)
+        if error is not None:
+            letter.fail(error)
 
     def flush(self, deadline: float) -> bool:
         """Wait until all messages were sent, or cannot be sent; return whether they were, until then."""
@@ -275,35 +331,35 @@ class _Outbox:
             letter.tensors.exception()  # waits for the copies without the lock
         with self._lock:
             self._waiting -= 1
-            self._begin(letter)
+            error = self._begin(letter)
+        if error is not None:
+            letter.fail(error)
 
-    def _begin(self, letter: _Letter) -> None:
+    def _begin(self, letter: _Letter) -> BaseException | None:
+        """Begin to send a message; return the error of a copy to the host or of pickling, which keeps it here."""
         if self._is_broken:
-            return
+            return None
         try:
-            numbers, parts = self._parts_of(letter)
-        except BaseException as error:  # of the copy to the host, or of pickling
-            if letter.failed is not None:
-                letter.failed(error)
-            return
+            layout, numbers, parts = self._parts_of(letter)
+        except Exception as error:
+            return error
         try:
-            self._last = _C.send_message(self._mailbox._gloo, self._rank, numbers, parts)
+            self._last = _C.send_message(self._gloo, self._rank, numbers, parts)
+            self._layouts[letter.channel] = layout
         except RuntimeError:  # the thread that receives from this rank reports it
             self._is_broken = True
+        return None
 
-    def _parts_of(self, letter: _Letter) -> tuple[list[int], list[torch.Tensor]]:
+    def _parts_of(self, letter: _Letter) -> tuple[Any, list[int], list[torch.Tensor]]:
         given = letter.tensors.wait() if isinstance(letter.tensors, CUDAFuture) else letter.tensors
-        tensors = [plain_view(_without_gaps(tensor.detach())) for tensor in given]
-        layout = letter.layout, [_Form(t.dtype, tuple(t.shape), t.stride()) for t in tensors]
-        pickled = []
+        forms, parts = _divided([plain_view(_resolved(tensor.detach())) for tensor in given])
+        layout = letter.layout, forms
         has_layout = self._layouts.get(letter.channel) != layout
-        if has_layout:
-            pickled.append(_pickled(layout))
-            self._layouts[letter.channel] = layout
+        pickled = [_pickled(layout)] if has_layout else []
         if letter.body is not None:
             pickled.append(_pickled(letter.body))
         numbers = [letter.channel, *letter.numbers, has_layout, letter.body is not None]
-        return numbers, [*pickled, *map(_bytes_of, tensors)]
+        return layout, numbers, [*pickled, *parts]
 
 
 def _nothing() -> None:
@@ -318,14 +374,12 @@ def _unpickled(part: torch.Tensor) -> Any:
     return pickle.loads(part.numpy().tobytes())
 
 
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
 def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_conj() or tensor.is_neg():
-        return tensor.clone()
     return tensor if are_dense(tensor) else tensor.contiguous()
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _start(run: Callable[[int], None], rank: int, name: str) -> None:

@@ -15,10 +15,13 @@ these processes need another group and another pipeline.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
@@ -27,10 +30,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils import _pytree
 
+from cudafuture._arguments import expect_timeout
 from cudafuture._C import CUDAFuture
 from cudafuture.distributed.mailbox import Mailbox, Message
-from cudafuture.errors import InvalidStateError, RemoteError, WorkerLostError
+from cudafuture.errors import CUDAFutureError, InvalidStateError, RemoteError, WorkerLostError
 from cudafuture.future import copy
+from cudafuture.pipeline._sharing import expect_sendable
 from cudafuture.pipeline._stage import StageMessage
 from cudafuture.pipeline.link import Link, LinkClosedError
 
@@ -39,6 +44,7 @@ __all__ = ["Alone", "Ranks", "Receiver", "SharedStep"]
 T = TypeVar("T")
 _ANSWER_SHARE, _LONGEST_ANSWER = 0.1, 2.0  # of the timeout, and seconds: how long the others may take to answer
 _PATIENCE = 5.0  # seconds in which the last messages are sent
+_all: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
 
 class Receiver(NamedTuple):
@@ -71,10 +77,18 @@ class SharedStep:
         self.deadline = None if timeout is None else time.monotonic() + timeout
         self.describe: Callable[[], str] = lambda: "has not begun its cells"
         """Returns what this process does, as the rest of a sentence."""
+        self.fail: Callable[[BaseException], object] = lambda error: None
+        """Fails the cells of this process."""
         self.settings = ""
         """Text that is the same on all ranks, when they make the pipeline."""
         self.receivers: Sequence[Receiver] = ()
         """Of all messages between stages, when the ranks make the pipeline."""
+
+    def limit(self, timeout: float | None) -> None:
+        """Set the timeout of the step, unless it is None."""
+        expect_timeout("timeout", timeout)
+        if timeout is not None:
+            self.timeout, self.deadline = timeout, time.monotonic() + timeout
 
     def share(self, rows: int | None) -> int:
         """Return the rows of the mini-batch, which the process of stage 0 gives; the others give None."""
@@ -105,12 +119,14 @@ class Alone:
         return nullcontext(SharedStep(_NoLink(), None))
 
     @contextmanager
-    def step(self, kind: str, link: Link, timeout: float | None) -> Iterator[SharedStep]:
+    def step(self, kind: str, link: Link) -> Iterator[SharedStep]:
         """Return the scope of a step."""
-        yield SharedStep(link, timeout)
+        yield SharedStep(link, None)
 
     def close(self) -> None:
-        """Leave the others."""
+        """Close the connection to the others, of which there are none."""
+
+    leave = close
 
 
 class _MessageKind(IntEnum):
@@ -135,9 +151,12 @@ class _StepFailure(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> _StepFailure:
-        notes = getattr(error, "__notes__", ())
-        text = "\n".join([str(error), *notes])
-        return cls(rank, type(error).__qualname__, text, "".join(traceback.format_exception(error)))
+        try:
+            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            trace = "".join(traceback.format_exception(error))
+        except Exception:  # of its __str__
+            text, trace = "it has no text", ""
+        return cls(rank, type(error).__qualname__, text, trace)
 
     def sentence(self) -> str:
         return f"rank {self.rank} of the pipeline raised {self.type_name}: {self.text}"
@@ -247,12 +266,17 @@ class Ranks:
         self._number = 0  # of the step that this rank runs, or begins next
         self._broken: BaseException | None = None
         self._is_told = False  # by another rank
+        self._is_raised = False  # in the program
+        self._is_closed = False
+        self._gone: dict[int, BaseException] = {}  # by the first step in which a rank takes no part
+        self._process = os.getpid()
         self._receivers: list[Receiver] = []
         self.group = group
         self._mailbox = Mailbox(group)
         self.rank, self.size, self._timeout = self._mailbox.rank, self._mailbox.size, self._mailbox.timeout
         self._channels: dict[tuple[Any, ...], int] = {}
         self._mailbox.open(self._deliver, self._lose)
+        _all.add(self)
 
     @contextmanager
     def making(self) -> Iterator[SharedStep]:
@@ -261,12 +285,12 @@ class Ranks:
         Raises:
             ValueError: another rank could not make it, or has other settings.
         """
-        with self._shared("pipeline", _NoLink(), self._timeout) as step:
+        with self._shared("pipeline", _NoLink()) as step:
             yield step
             self._receivers = list(step.receivers)
             self._channels = {each.key: _MessageKind.FIRST_KEY + i for i, each in enumerate(self._receivers)}
 
-    def step(self, kind: str, link: Link, timeout: float | None) -> AbstractContextManager[SharedStep]:
+    def step(self, kind: str, link: Link) -> AbstractContextManager[SharedStep]:
         """Return the scope of a step, which all ranks enter.
 
         Raises:
@@ -275,21 +299,28 @@ class Ranks:
             TimeoutError: it has not ended in time, on some rank.
             InvalidStateError: an earlier step was abandoned.
         """
-        return self._shared(kind, link, self._timeout if timeout is None else timeout)
+        return self._shared(kind, link)
 
     def close(self) -> None:
-        """Leave the other ranks: this one takes part in no further step."""
-        with contextlib.suppress(InvalidStateError):  # closed already
+        """Close the pipeline on this rank: it takes part in no further step. Block until its last messages are sent."""
+        if self._broken is None and not self._is_closed and os.getpid() == self._process:
+            self._mailbox.flush(range(self.size), _PATIENCE)  # the verdict of the last step, too
+        self.leave()
+
+    def leave(self) -> None:
+        """Close the pipeline without blocking. In a forked process nothing happens."""
+        if self._is_closed or os.getpid() != self._process:
+            return
+        self._is_closed = True
+        with contextlib.suppress(InvalidStateError):
             self.send_to_all(_MessageKind.LEAVE, self._number)
-            if self._broken is None:
-                self._mailbox.flush(range(self.size), _PATIENCE)  # also the verdict of the last step
         self._mailbox.close()
 
     # ---- a step on this rank
 
     @contextmanager
-    def _shared(self, kind: str, link: Link, timeout: float) -> Iterator[_RankStep]:
-        step = self._enter(kind, link, timeout)
+    def _shared(self, kind: str, link: Link) -> Iterator[_RankStep]:
+        step = self._enter(kind, link)
         error: BaseException | None = None
         try:
             try:
@@ -317,15 +348,25 @@ class Ranks:
         if error is not None:
             raise error
 
-    def _enter(self, kind: str, link: Link, timeout: float) -> _RankStep:
+    def _enter(self, kind: str, link: Link) -> _RankStep:
         with self._lock:
+            if self._is_closed:
+                raise InvalidStateError("the pipeline is closed")
+            if os.getpid() != self._process:
+                raise InvalidStateError("the pipeline belongs to the process that this one was forked from")
+            for number, gone in self._gone.items():
+                if number <= self._number:
+                    self._break(gone)
+            if self._broken is not None and not self._is_raised:
+                self._is_raised = True
+                raise self._broken
             if self._broken is not None:
                 raise InvalidStateError(
                     f"the ranks of this pipeline cannot go on together: make another group and another pipeline. "
                     f"What happened: {self._broken}"
                 ) from self._broken
             step = self._step(self._number)
-            step.enter(kind, link, timeout)
+            step.enter(kind, link, self._timeout)
             if step.is_stopped:
                 step.close(is_over=False)
             early, step.early = step.early, []
@@ -369,12 +410,15 @@ class Ranks:
         """Let no rank wait for this one any more; add to the error what the others said."""
         with self._lock:
             self._break(error)
+            self._is_raised = True
             if self._is_told:
                 return
         if isinstance(error, TimeoutError):
             error.args = (f"{error}\n{self._answers_of(step)}",)
         kind = "WorkerLostError" if isinstance(error, WorkerLostError) else type(error).__qualname__
-        self.send_to_all(_MessageKind.ABANDON, step.number, (kind, str(error), getattr(error, "worker", "")))
+        text = _StepFailure.of(self.rank, error).text
+        with contextlib.suppress(InvalidStateError):  # closed, or in a forked process
+            self.send_to_all(_MessageKind.ABANDON, step.number, (kind, text, getattr(error, "worker", "")))
         awake = step.answers if isinstance(error, TimeoutError) else range(self.size)
         self._mailbox.flush(awake, _PATIENCE)
 
@@ -400,6 +444,7 @@ class Ranks:
         channel = self._channels[tuple(name)]
         are_tensors = [isinstance(leaf, torch.Tensor) for leaf in message.leaves]
         tensors: Any = [leaf for leaf in message.leaves if isinstance(leaf, torch.Tensor)]
+        expect_sendable(tensors)
         others = [leaf for leaf in message.leaves if not isinstance(leaf, torch.Tensor)]
         if any(tensor.device.type != "cpu" for tensor in tensors):
             tensors = copy(tensors, "cpu")
@@ -421,8 +466,7 @@ class Ranks:
                     self._pass_on(self._step(number), message)
                 return
             if channel == _MessageKind.LEAVE:
-                if self._number >= number:
-                    self._break(WorkerLostError(f"rank {rank} has closed its pipeline", worker=f"rank {rank}"))
+                self._goes(number, WorkerLostError(f"rank {rank} has closed its pipeline", worker=f"rank {rank}"))
                 return
             if channel == _MessageKind.ASK:
                 with contextlib.suppress(InvalidStateError):  # closed
@@ -459,8 +503,12 @@ class Ranks:
         leaves = [next(tensors) if is_tensor else next(others, None) for is_tensor in are_tensors]
         assert receiver.device is not None
         header = structure.spec, indices, needs_gradient
-        with contextlib.suppress(LinkClosedError):
+        try:
             step.link.send((*receiver.key, message.numbers[1]), leaves, receiver.device, header)
+        except LinkClosedError:
+            return
+        except Exception as error:  # of a copy to the device
+            step.fail(error)
 
     def _note_end(self, step: _RankStep, rank: int, end: tuple[_StepFailure | None, str]) -> None:
         with self._lock:
@@ -481,16 +529,22 @@ class Ranks:
     def _lose(self, rank: int, error: BaseException | None) -> None:
         if error is None:
             return  # it has sent LEAVE
+        text = f"rank {rank} of the pipeline is lost: it has died or ended, or the network has: {error}"
+        if isinstance(error, CUDAFutureError):  # a message that cannot be read
+            text = str(error)
+        lost = WorkerLostError(text, worker=f"rank {rank}")
         with self._lock:
             step = self._steps.get(self._number)
-            if step is not None and step.has_ended and (rank in step.ends if self.rank == 0 else rank != 0):
-                return  # it has ended the step, too, or rank 0 finds out
-            self._break(
-                WorkerLostError(
-                    f"rank {rank} of the pipeline is lost: it has died or ended, or the network has: {error}",
-                    worker=f"rank {rank}",
-                )
-            )
+            has_ended = step is not None and step.has_ended and (rank in step.ends if self.rank == 0 else rank != 0)
+            self._goes(self._number + has_ended, lost)  # if it has ended the step, too, or rank 0 finds out
+
+    def _goes(self, number: int, error: BaseException) -> None:
+        """Record that a rank takes no part in steps from a number on."""
+        step = self._steps.get(self._number)
+        if number <= self._number and step is not None and step.kind:
+            self._break(error)
+        else:
+            self._gone.setdefault(number, error)
 
     def _break(self, error: BaseException) -> None:
         if self._broken is None:
@@ -503,6 +557,13 @@ class Ranks:
         if step is None:
             step = self._steps[number] = _RankStep(self, number)
         return step
+
+
+@atexit.register
+def _close_all() -> None:
+    """Send the last messages of pipelines that the program has not closed."""
+    for ranks in list(_all):
+        ranks.close()
 
 
 def _abandoned_by(rank: int, number: int, kind: str, text: str, worker: str) -> BaseException:

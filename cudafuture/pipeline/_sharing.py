@@ -9,7 +9,7 @@ import torch
 
 from cudafuture._tensors import version_of
 
-__all__ = ["distinct", "refuse_overlap", "versions_of", "with_each"]
+__all__ = ["distinct", "expect_sendable", "refuse_overlap", "versions_of", "with_each"]
 
 
 def distinct(leaves: Sequence[Any]) -> tuple[list[Any], list[int]]:
@@ -46,6 +46,17 @@ def refuse_overlap(tensors: Sequence[torch.Tensor], has_changed: Sequence[bool],
                 f"{name} changes a tensor in place that shares memory with another tensor of its input: pass one "
                 "tensor twice, or a clone() of the other one"
             )
+
+
+def expect_sendable(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise TypeError for a tensor that cannot go to another process."""
+    for tensor in tensors:
+        kind = type(tensor).__name__
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_nested:
+            raise TypeError(f"a {kind}, or a nested tensor, cannot go to a stage of another process: send its parts")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            what = f"a tensor of {tensor.dtype} and {tensor.layout} on {tensor.device.type}"
+            raise TypeError(f"{what} cannot go to a stage of another process: send a dense tensor with data")
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

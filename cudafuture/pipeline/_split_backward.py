@@ -47,6 +47,14 @@ class WeightPart:
         if gradient is not None:
             self._came_in.setdefault(edge.node, []).append((edge, gradient))
 
+    def storages(self) -> frozenset[int]:
+        """Return the storages of the gradients that are kept."""
+        gradients = [gradient for given in self._came_in.values() for _, gradient in given]
+        gradients += [gradient for gradient in self._gradients if gradient is not None]
+        return frozenset(
+            gradient.untyped_storage()._cdata for gradient in gradients if gradient.layout is torch.strided
+        )
+
     def run(self) -> None:
         """Accumulate the gradients of the parameters."""
         # Parameters that are reached by several paths get the sum in one pass, as in a whole backward.

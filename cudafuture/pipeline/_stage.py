@@ -180,7 +180,7 @@ class Stage:
             with _without_autocast(self.device):
                 torch.autograd.backward(roots, given)
         del self._saved[microbatch]
-        return saved.gradients
+        return _apart_from_parameters(saved.gradients, frozenset())
 
     def input_gradient(
         self, microbatch: int, gradients: Mapping[Any, torch.Tensor | None]
@@ -191,7 +191,8 @@ class Stage:
         with _without_autocast(self.device):
             saved.weight_part = input_gradient(roots, given, saved.start) if roots else None
         saved.roots = {}
-        return saved.gradients
+        kept = saved.weight_part.storages() if saved.weight_part is not None else frozenset[int]()
+        return _apart_from_parameters(saved.gradients, kept)
 
     def weight_gradient(self, microbatch: int) -> None:
         """Accumulate the gradients of the parameters."""
@@ -347,6 +348,26 @@ def _given(
         gradients = {**gradients, "loss": None}
     keys = [key for key in saved.roots if key == "loss" or gradients.get(key) is not None]
     return [saved.roots[key] for key in keys], [gradients[key] for key in keys]
+
+
+def _apart_from_parameters(
+    gradients: dict[Any, torch.Tensor | None], kept: frozenset[int]
+) -> dict[Any, torch.Tensor | None]:
+    """Return gradients whose memory no other tensor has; `kept`: storages of which parameters may get a part later.
+
+    A sum over one row is a view, and may have become the gradient of a parameter, to which the next micro-batch adds.
+    """
+    return {
+        key: gradient.clone() if gradient is not None and _is_shared(gradient, kept) else gradient
+        for key, gradient in gradients.items()
+    }
+
+
+def _is_shared(tensor: torch.Tensor, kept: frozenset[int]) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()
+    return storage._cdata in kept or torch._C._storage_Use_Count(storage._cdata) > 2  # its tensor and its own object
 
 
 def _stashed(

@@ -87,7 +87,7 @@ class Step:
         self._ended: set[Cell] = set()
         self._running: dict[int, Cell] = {}  # by row
         self._awaited: dict[int, tuple[Any, ...]] = {}  # by stage: the key of a message
-        shared.describe = self._describe
+        shared.describe, shared.fail = self._describe, self.fail
 
     def feed(self, inputs: Sequence[StageMessage], targets: Sequence[StageMessage]) -> None:
         """Send the micro-batches to the first stage, and their targets to the last, if they are in this process."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cudafuture import _C
-from cudafuture._arguments import expect_callable, expect_timeout
+from cudafuture._arguments import expect_callable
 from cudafuture._C import CUDAFuture
 from cudafuture.errors import InvalidStateError
 from cudafuture.pipeline._clipping import clip_gradients
@@ -113,13 +113,13 @@ class Pipeline(nn.Module):
         group: Any = None,
     ) -> None:
         super().__init__()
-        _expect_choices(checkpoint, loss_reduction, microbatches)
-        if loss is not None:
-            expect_callable("loss", loss, "loss(output, target)")
-        expect_callable("link", link, "link()")
         self._ranks = Alone() if group is None else Ranks(group)
-        weakref.finalize(self, self._ranks.close)  # at exit, too
+        weakref.finalize(self, self._ranks.leave).atexit = False
         with self._ranks.making() as making:
+            _expect_choices(checkpoint, loss_reduction, microbatches)
+            if loss is not None:
+                expect_callable("loss", loss, "loss(output, target)")
+            expect_callable("link", link, "link()")
             layers, parts = divide(stages, balance, _RESERVED)
             self.devices = tuple(places_of(devices, len(parts)) if group is None else [place_of_rank(devices)])
             count = len(self.devices) if group is None else self._ranks.size
@@ -141,6 +141,7 @@ class Pipeline(nn.Module):
             devices_here = dict(zip(here, self.stage_devices, strict=True))
             making.settings = f"{self.schedule}\nwith {checkpoint=}, {loss_reduction=}, layers {dict(layers).keys()}"
             making.receivers = receivers_of(self._route, self.schedule.device_of, devices_here)
+            making.settings += f" and messages {[each.key for each in making.receivers]}" if self._route.popped else ""
         self.microbatches = microbatches
         self._checkpoint, self._mean, self._link = checkpoint, loss_reduction == "mean", link
         loss = loss if loss is not None else _output_is_loss
@@ -204,12 +205,12 @@ class Pipeline(nn.Module):
         >>> outputs.shape
         torch.Size([4, 1])
         """
-        expect_timeout("timeout", timeout)
-        if is_checkpointing() or is_recomputing():
-            raise RuntimeError("a pipeline cannot run inside a stage that is recomputed")
-        if not torch.is_grad_enabled():
-            raise RuntimeError("step() computes gradients: call it outside of no_grad() and inference_mode()")
-        with self._alone(), self._ranks.step("step", self._link(), timeout) as shared:
+        with self._alone(), self._ranks.step("step", self._link()) as shared:
+            shared.limit(timeout)
+            if is_checkpointing() or is_recomputing():
+                raise RuntimeError("a pipeline cannot run inside a stage that is recomputed")
+            if not torch.is_grad_enabled():
+                raise RuntimeError("step() computes gradients: call it outside of no_grad() and inference_mode()")
             rows = shared.share(rows_of(batch) if 0 in self._stages else None)
             schedule = self._schedule_for(rows)
             count = schedule.microbatches
@@ -251,7 +252,9 @@ class Pipeline(nn.Module):
         -1.0
         """
         self.wait()
-        return clip_gradients(list(self.parameters()), max_norm, norm_type, error_if_nonfinite, self._ranks.group)
+        return clip_gradients(
+            list(self.parameters()), max_norm, norm_type, error_if_nonfinite, self._ranks.group, self.devices[0]
+        )
 
     def _loss(self, count: int) -> torch.Tensor | None:
         """Return the loss of the mini-batch; None: another process has the last stage."""
@@ -264,7 +267,7 @@ class Pipeline(nn.Module):
         return loss
 
     def _infer(self, batch: Any) -> Any:
-        with self._alone(), self._ranks.step("call", self._link(), None) as shared:
+        with self._alone(), self._ranks.step("call", self._link()) as shared:
             schedule = self._schedule_for(shared.share(rows_of(batch) if 0 in self._stages else None))
             count = schedule.microbatches
             weights = [1.0] * count

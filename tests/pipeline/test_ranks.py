@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import math
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from cudafuture.testing import World, sim
 from pipeline.reference import gradients_in_order, model_of
 from pipeline.tables import random_table, torch_table
 from support.child import Child
+from support.patience import PATIENCE
 from support.ranks import run_ranks, short_group
 from support.soak import soak_count
 
@@ -429,6 +433,183 @@ def test_ranks_make_same_pipeline(world: World) -> None:
         with pytest.raises(ValueError, match="2 devices, but each rank of a group runs one row"):
             Pipeline([Keep(), Keep()], ["cpu"] * 2, microbatches=2, loss=loss_of, group=dist.group.WORLD)
         Pipeline([Keep(), Keep()], microbatches=2, loss=loss_of, group=dist.group.WORLD).step(*batch_of(4))
+
+    world.run(run)
+
+
+class Send(nn.Module):
+    """Sends a value of a kind that cannot go to another process in its first call."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        kind, self.kind = self.kind, ""
+        y = x + self.bias
+        values: dict[str, Callable[[], Any]] = {
+            "": lambda: (y, None),
+            "lambda": lambda: (y, lambda: None),
+            "sparse": lambda: (y, torch.eye(2).to_sparse()),
+            "quantized": lambda: (y, torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)),
+            "subclass": lambda: (y, Marked(x)),
+            "meta": lambda: (y, torch.ones(2, device="meta")),
+        }
+        return values[kind]()
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+class Take(nn.Module):
+    """Takes the first tensor of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep = Keep()
+
+    def forward(self, given: tuple[Tensor, Any]) -> Tensor:
+        taken: Tensor = self.keep(given[0])
+        return taken
+
+
+@pytest.mark.world(2)
+@pytest.mark.filterwarnings("ignore")
+def test_value_that_cannot_be_sent_is_error_on_all(world: World) -> None:
+    def run() -> None:
+        rank = dist.get_rank()
+        for kind in ("lambda", "sparse", "quantized", "subclass", "meta"):
+            pipeline = Pipeline([Send(kind), Take()], microbatches=2, loss=loss_of, group=dist.group.WORLD)
+            with pytest.raises(
+                RemoteError if rank else (TypeError, AttributeError), match=r"lambda|cannot go to a stage"
+            ):
+                pipeline.step(*batch_of(4))
+            pipeline.zero_grad()
+            pipeline.step(*batch_of(4))
+            pipeline.close()
+            with pytest.raises(InvalidStateError, match="is closed"):
+                pipeline.step(*batch_of(4))
+
+    world.run(run)
+
+
+class Views(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.cat([x, x], 1)
+        return wide, wide[:, 1::2], wide[:, ::2]
+
+
+class Change(nn.Module):
+    """Changes one of the tensors in place."""
+
+    def forward(self, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        wide, odd, even = given
+        return (even.mul_(2).sum(1) + odd.sum(1) + wide.sum(1))[:, None]
+
+
+@pytest.mark.world(2)
+def test_tensors_that_share_memory_share_it_on_other_ranks(world: World) -> None:
+    def run() -> None:
+        rank = dist.get_rank()
+        pipeline = Pipeline([Views(), Change()], microbatches=2, loss=loss_of, group=dist.group.WORLD)
+        with pytest.raises(RuntimeError, match="changes a tensor in place that shares memory"):
+            pipeline.step(*batch_of(4))
+        assert rank in (0, 1)
+
+    world.run(run)
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.world(2)
+def test_error_without_text_is_raised_on_all(world: World) -> None:
+    def run() -> None:
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            raise SilentError
+
+        rank = dist.get_rank()
+        pipeline = Pipeline([Keep(), Keep()], microbatches=2, loss=loss, group=dist.group.WORLD)
+        for _ in range(2):
+            with pytest.raises(SilentError if rank else RemoteError):
+                pipeline.step(*batch_of(4))
+
+    world.run(run)
+
+
+@pytest.mark.world(2)
+def test_arguments_are_refused_on_all(world: World) -> None:
+    def run() -> None:
+        rank = dist.get_rank()
+        modes: list[Any] = ["never", "sometimes"]
+        with pytest.raises(ValueError, match="sometimes"):
+            Pipeline([Keep(), Keep()], microbatches=2, loss=loss_of, checkpoint=modes[rank], group=dist.group.WORLD)
+        pipeline = Pipeline([Keep(), Keep()], microbatches=2, loss=loss_of, group=dist.group.WORLD)
+        with torch.set_grad_enabled(rank == 0), pytest.raises(RuntimeError, match=r"outside of no_grad"):
+            pipeline.step(*batch_of(4))
+        with pytest.raises(RemoteError if rank else ValueError, match="timeout"):
+            pipeline.step(*batch_of(4), timeout=5.0 if rank else -1.0)
+        pipeline.step(*batch_of(4), timeout=30.0)
+
+    world.run(run)
+
+
+FORKING = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from cudafuture import InvalidStateError
+from cudafuture.pipeline import Pipeline
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
+pipeline = Pipeline(stages, microbatches=2, loss=nn.functional.mse_loss, group=dist.group.WORLD)
+pipeline.step(torch.ones(4, 4), torch.ones(4, 4))
+child = os.fork()
+if child == 0:
+    try:
+        pipeline.step(torch.ones(4, 4), torch.ones(4, 4))
+    except InvalidStateError:
+        pipeline.close()
+        del pipeline
+        sys.exit(7)
+    sys.exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+pipeline.step(torch.ones(4, 4), torch.ones(4, 4))
+pipeline.close()
+"""
+
+
+@pytest.mark.slow
+def test_forked_process_leaves_pipeline_alone(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as scope:
+        ranks = [scope.enter_context(Child(FORKING, str(rank), str(tmp_path / "store"))) for rank in range(2)]
+        for rank in ranks:
+            assert (rank.end(), rank.errors()) == (0, "")
+
+
+@pytest.mark.world(2)
+def test_closed_pipelines_leave_no_connection(world: World) -> None:
+    def run() -> None:
+        def count() -> int:
+            return len(list(Path("/proc/self/fd").iterdir()))
+
+        for turn in range(12):
+            pipeline = Pipeline([Keep(), Keep()], microbatches=2, loss=loss_of, group=dist.group.WORLD)
+            pipeline.step(*batch_of(4))
+            pipeline.close()
+            del pipeline
+            if turn == 1:
+                before = count()
+        deadline = time.monotonic() + PATIENCE  # the threads that receive end after the other rank has closed
+        while count() > before + 12 and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        assert count() <= before + 12
 
     world.run(run)
 

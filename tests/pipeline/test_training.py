@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from cudafuture.compat.torchgpipe import GPipe
-from cudafuture.pipeline import Pipeline
+from cudafuture.pipeline import Pipeline, Schedule
 from cudafuture.testing import World
 
 
@@ -117,6 +118,48 @@ def test_evaluation_returns_minibatch_output(mode: Callable[[], Any], count: int
         torch.testing.assert_close(made(rows(count)), model(rows(count)))
     assert gradients(made) == [None] * 4
     assert not any(layer.training for layer in made)
+
+
+class AddBias(nn.Module):
+    """With one row, the gradients of the bias and of the input are views of one tensor."""
+
+    def __init__(self, after: Callable[[], None]) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.bias[None]
+        y.register_hook(lambda _: self.after())
+        return y
+
+
+class Late(nn.Module):
+    """Its first backward cell begins when the next stage has ended its last one."""
+
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.event = event
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x * self.scale
+        y.register_hook(lambda gradient: (self.event.wait(60), gradient)[1])
+        return y
+
+
+@pytest.mark.parametrize("kind", ["B", "I"])
+def test_gradients_that_were_sent_do_not_change(kind: str) -> None:
+    event, calls = threading.Event(), iter(range(10))
+    last = [f"1{k}{m}" for m in range(2) for k in ("IW" if kind == "I" else "B")]
+    table = Schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", *last]])
+    model = nn.Sequential(Late(event), AddBias(lambda: event.set() if next(calls) else None))
+    plain = nn.Sequential(Late(event), AddBias(lambda: None))
+    made = Pipeline(model, ["cpu"] * 2, balance=[1, 1], microbatches=2, schedule=table, loss=mse_loss)
+    x, y = rows(2), torch.zeros(2, 4, dtype=torch.float64)
+    made.step(x, y)
+    mse_loss(plain(x), y).backward()
+    torch.testing.assert_close(gradients(made), gradients(plain))
 
 
 @pytest.mark.world(2)
