@@ -31,6 +31,7 @@ from cudafuture.distributed._backends import backend_for
 from cudafuture.distributed._group import group_of, resolve
 from cudafuture.distributed._side_group import make_side_group
 from cudafuture.errors import CUDAFutureError, InvalidStateError
+from cudafuture.graph_breaks import break_graphs
 from cudafuture.transfer import are_dense, plain_view
 
 __all__ = ["Mailbox", "Message"]
@@ -390,3 +391,6 @@ def _start(run: Callable[[int], None], rank: int, name: str) -> None:
         run(rank)
 
     _C.submit(run_leavable, _C.serial_executor(name), 0, name)
+
+
+break_graphs(Mailbox)
