@@ -1,15 +1,30 @@
 """Generators of the built-in schedules. Each returns the cells of every device in order, without idle slots.
 
 Papers: GPipe: Huang et al. (2019). 1F1B: Narayanan et al., PipeDream (2019). Interleaved 1F1B: Narayanan et al.,
-Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM (2021). Split backward: Qi et al.,
-Zero Bubble Pipeline Parallelism (2023).
+Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM (2021). Looped BFS: Lamy-Poirier,
+Breadth-First Pipeline Parallelism (2022). Split backward: Qi et al., Zero Bubble Pipeline Parallelism (2023), and
+Pipeline Parallelism with Controllable Memory (2024).
 """
 
 from __future__ import annotations
 
-from cudafuture.pipeline._cells import Cell
+import itertools
+import operator
 
-__all__ = ["gpipe", "interleaved_1f1b", "one_f_one_b", "require_counts", "zb1p"]
+from cudafuture.pipeline._cells import Cell
+from cudafuture.pipeline._list_schedule import early_microbatch_first, forward_first, list_schedule
+from cudafuture.pipeline.analysis import Costs
+
+__all__ = [
+    "gpipe",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "looped_bfs",
+    "one_f_one_b",
+    "require_counts",
+    "zb1p",
+    "zbv",
+]
 
 
 def require_counts(**counts: int) -> None:
@@ -78,6 +93,47 @@ def interleaved_1f1b(devices: int, stages_per_device: int, microbatches: int) ->
         warm_up = (stages_per_device - 1) * sizes[0] + 2 * (devices - 1 - device)
         rows.append(_alternate(forwards, backwards, warm_up))
     return rows
+
+
+def looped_bfs(devices: int, stages_per_device: int, microbatches: int) -> list[list[Cell]]:
+    """Return the cells of looped BFS: each device runs all micro-batches of a stage before the next stage."""
+    require_counts(devices=devices, stages_per_device=stages_per_device, microbatches=microbatches)
+    chunks, batch = range(stages_per_device), range(microbatches)
+    return [
+        [Cell(c * devices + device, "F", m) for c in chunks for m in batch]
+        + [Cell(c * devices + device, "B", m) for c in reversed(chunks) for m in batch]
+        for device in range(devices)
+    ]
+
+
+def interleaved_zero_bubble(devices: int, stages_per_device: int, microbatches: int) -> list[list[Cell]]:
+    """Return the cells of interleaved stages whose weight gradients fill the idle time.
+
+    No device has more (stage, micro-batch) pairs open than device 0 under interleaved 1F1B.
+    """
+    require_counts(devices=devices, stages_per_device=stages_per_device, microbatches=microbatches)
+    first, *_ = interleaved_1f1b(devices, stages_per_device, microbatches)
+    most_open = max(itertools.accumulate(1 if cell.kind == "F" else -1 for cell in first))
+    return _zero_bubble([s % devices for s in range(devices * stages_per_device)], microbatches, most_open)
+
+
+def zbv(devices: int, microbatches: int) -> list[list[Cell]]:
+    """Return the cells of ZB-V: device d has the stages d and ``2 * devices - 1 - d``, so that the loss is on device 0.
+
+    No device has more than ``2 * devices`` (stage, micro-batch) pairs open: as much memory as device 0 under 1F1B.
+    """
+    require_counts(devices=devices, microbatches=microbatches)
+    return _zero_bubble([*range(devices), *reversed(range(devices))], microbatches, 2 * devices)
+
+
+def _zero_bubble(device_of: list[int], microbatches: int, most_open: int) -> list[list[Cell]]:
+    """Return the quicker one of the tables of two preferences, for equal cells."""
+    equal = Costs(forward=1, backward=2)
+    tables = [
+        list_schedule(device_of, microbatches, equal, most_open, preference, splits=True)
+        for preference in (early_microbatch_first, forward_first)
+    ]
+    return min((table for table in tables if table is not None), key=operator.itemgetter(0))[1]
 
 
 def _alternate(forwards: list[Cell], backwards: list[Cell], warm_up: int) -> list[Cell]:

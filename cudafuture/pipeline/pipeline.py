@@ -66,8 +66,9 @@ class Pipeline(nn.Module):
         balance: the number of layers in each stage, for an nn.Sequential; see ``pipeline.balance``.
         microbatches: parts of a mini-batch, along the first dimension of its tensors. A mini-batch with fewer rows has
             fewer parts; with your own table it is refused.
-        schedule: "gpipe", "1f1b" (default), "interleaved_1f1b" (the number of stages is a multiple of the number of
-            devices), "zb1p", or a Schedule. Stage `s` lies on the device of its row.
+        schedule: "gpipe", "1f1b" (default), "zb1p"; with a multiple of as many stages as devices "interleaved_1f1b",
+            "looped_bfs", "interleaved_zero_bubble"; with twice as many "zbv"; or a Schedule. Stage `s` lies on the
+            device of its row.
         checkpoint: "never" (default); "always": backward recomputes the forward cells, so that only their inputs are
             kept; "except_last": not for the last micro-batch.
         loss: ``loss(output, target)``, or ``loss(output)`` without a target, with one element; None (default): the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
@@ -10,11 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from cudafuture.errors import ScheduleError
 from cudafuture.pipeline import _builtin_schedules as builtin
 from cudafuture.pipeline._cells import Cell, parse_field, validate_rows
+from cudafuture.pipeline._search import found_tables
 from cudafuture.pipeline.analysis import Analysis, Costs, analyse, draw
 
 __all__ = ["Cell", "Schedule"]
+
+_NAMES = ("gpipe", "1f1b", "zb1p", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv")
+_SPLIT = ("zb1p", "interleaved_zero_bubble", "zbv")
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -122,30 +128,134 @@ class Schedule:
         return cls._align(builtin.zb1p(stages, microbatches, delay_weights), "zb1p")
 
     @classmethod
-    def build(cls, name: str, stages: int, microbatches: int, devices: int | None = None) -> Schedule:
-        """Return the built-in schedule `name`: "gpipe", "1f1b", "interleaved_1f1b" or "zb1p".
+    def looped_bfs(cls, devices: int, stages_per_device: int, microbatches: int) -> Schedule:
+        """Return looped BFS: a device runs all micro-batches of a stage before those of its next stage.
+
+        Stage s is on device ``s % devices``. It keeps all activations, as GPipe does, with less idle time.
+
+        Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (2022).
+        """
+        return cls._align(builtin.looped_bfs(devices, stages_per_device, microbatches), "looped_bfs")
+
+    @classmethod
+    def interleaved_zero_bubble(cls, devices: int, stages_per_device: int, microbatches: int) -> Schedule:
+        """Return interleaved stages with I and W cells, whose W cells fill the idle time.
+
+        Stage s is on device ``s % devices``. No device keeps more activations than device 0 under interleaved 1F1B.
+
+        Source: the placement of Narayanan et al. (2021), and the split of Qi et al. (2023), by list scheduling.
+        """
+        rows = builtin.interleaved_zero_bubble(devices, stages_per_device, microbatches)
+        return cls._align(rows, "interleaved_zero_bubble")
+
+    @classmethod
+    def zbv(cls, devices: int, microbatches: int) -> Schedule:
+        """Return ZB-V: two stages per device, to and fro, so that the first and the last one are on device 0.
+
+        The I and W cells leave next to no idle time if cells take equally long, with at most ``2 * devices`` open
+        pairs of a stage and a micro-batch on each device: the activations of device 0 under 1F1B.
+
+        Source: the placement and the limit of Qi et al., Pipeline Parallelism with Controllable Memory (2024); the
+        order is found by list scheduling.
+
+        >>> Schedule.zbv(4, 8).check(Costs(forward=1, backward=2)).seconds, Schedule.zbv(2, 2).device_of
+        (51.0, (0, 1, 1, 0))
+        """
+        return cls._align(builtin.zbv(devices, microbatches), "zbv")
+
+    @classmethod
+    def search(
+        cls,
+        stages: int,
+        microbatches: int,
+        devices: int,
+        costs: Costs,
+        *,
+        most_activations: int | None = None,
+        splits: bool = True,
+    ) -> Schedule:
+        """Return the quickest table that is found for the seconds of cells: never slower than a named one.
 
         Args:
-            name: name of the schedule.
-            stages: number of stages. Under "interleaved_1f1b" a multiple of `devices`.
+            stages: number of stages.
             microbatches: number of micro-batches.
-            devices: number of devices. Default: one per stage, which all but "interleaved_1f1b" need.
+            devices: number of devices.
+            costs: seconds of the cells of each stage, and of copies, as measured.
+            most_activations: most (stage, micro-batch) pairs that a device keeps for backward; None: any number.
+            splits: backward may be I and W. Default True.
+
+        Raises:
+            ScheduleError: no table keeps so few activations.
+            ValueError: the numbers do not fit together.
+
+        >>> costs = Costs(forward=[1, 2, 1, 2], backward=[2, 4, 2, 4])
+        >>> found = Schedule.search(4, 8, 2, costs, most_activations=8)
+        >>> found.device_of
+        (0, 0, 1, 1)
+        >>> found.check(costs).seconds < Schedule.interleaved_1f1b(2, 2, 8).check(costs).seconds
+        True
+        """
+        builtin.require_counts(stages=stages, microbatches=microbatches, devices=devices)
+        costs.require_stages(stages)
+        limit = stages * microbatches if most_activations is None else most_activations
+        builtin.require_counts(most_activations=limit)
+        if stages < devices:
+            raise ValueError(f"{stages} stages cannot lie on {devices} devices: each needs one")
+        best: tuple[float, Schedule] | None = None
+        for table in cls._candidates(stages, microbatches, devices, costs, limit, splits):
+            analysis = table.check(costs)
+            if max(analysis.peak_activations) <= limit and (best is None or analysis.seconds < best[0]):
+                best = analysis.seconds, table
+        if best is None:
+            raise ScheduleError(f"no table of {stages} stages on {devices} devices keeps at most {limit} activations")
+        return best[1]
+
+    @classmethod
+    def _candidates(
+        cls, stages: int, microbatches: int, devices: int, costs: Costs, limit: int, splits: bool
+    ) -> Iterator[Schedule]:
+        for name in _NAMES:
+            if splits or name not in _SPLIT:
+                with contextlib.suppress(ValueError):  # it has another number of stages
+                    yield cls.build(name, stages, microbatches, devices)
+        for rows in found_tables(stages, microbatches, devices, costs, limit, splits):
+            yield cls(rows, "search")
+
+    @classmethod
+    def build(cls, name: str, stages: int, microbatches: int, devices: int | None = None) -> Schedule:
+        """Return the built-in schedule `name`.
+
+        Args:
+            name: "gpipe", "1f1b", "zb1p" with one stage on each device; "interleaved_1f1b", "looped_bfs",
+                "interleaved_zero_bubble" with a multiple of `devices` stages; "zbv" with two on each device.
+            stages: number of stages.
+            microbatches: number of micro-batches.
+            devices: number of devices. Default: one per stage.
 
         Raises:
             ValueError: the name is unknown, or the numbers do not fit together.
         """
         devices = stages if devices is None else devices
         builtin.require_counts(stages=stages, microbatches=microbatches, devices=devices)
-        if name == "interleaved_1f1b":
+        alone = {"gpipe": cls.gpipe, "1f1b": cls.one_f_one_b, "zb1p": cls.zb1p}
+        looped = {
+            "interleaved_1f1b": cls.interleaved_1f1b,
+            "looped_bfs": cls.looped_bfs,
+            "interleaved_zero_bubble": cls.interleaved_zero_bubble,
+        }
+        if name in looped:
             if stages % devices:
                 raise ValueError(f"{name} needs a multiple of {devices} stages for {devices} devices, but has {stages}")
-            return cls.interleaved_1f1b(devices, stages // devices, microbatches)
-        makers = {"gpipe": cls.gpipe, "1f1b": cls.one_f_one_b, "zb1p": cls.zb1p}
-        if name not in makers:
-            raise ValueError(f"unknown schedule {name!r}: pass one of {', '.join([*makers, 'interleaved_1f1b'])}")
+            return looped[name](devices, stages // devices, microbatches)
+        if name == "zbv":
+            if stages != 2 * devices:
+                raise ValueError(f"zbv needs two stages per device, but has {stages} stages and {devices} devices")
+            return cls.zbv(devices, microbatches)
+        if name not in alone:
+            raise ValueError(f"unknown schedule {name!r}: pass one of {', '.join(_NAMES)}")
         if devices != stages:
             raise ValueError(f"{name} needs one device per stage, but has {stages} stages and {devices} devices")
-        return makers[name](stages, microbatches)
+        return alone[name](stages, microbatches)
 
     @classmethod
     def _align(cls, rows: list[list[Cell]], name: str) -> Schedule:

@@ -755,7 +755,7 @@ PIPELINES = [
         lambda t: step_of(t, schedule="1F1B"),
         "call",
         ValueError,
-        "unknown schedule '1F1B': pass one of gpipe, 1f1b, zb1p, interleaved_1f1b",
+        "unknown schedule '1F1B': pass one of gpipe, 1f1b, zb1p, interleaved_1f1b, looped_bfs",
     ),
     Mistake(
         "name_of_a_loss",

@@ -78,14 +78,15 @@ def expect_plain(pipeline: Pipeline, model: nn.Sequential, balance: list[int], r
         assert torch.equal(gradient, expected[name]), name
 
 
-TABLES = ["gpipe", "1f1b", "interleaved_1f1b", "zb1p"]
+LOOPED = ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv"]  # two stages on each device
+TABLES = ["gpipe", "1f1b", "zb1p", *LOOPED]
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 def test_gradients_equal_plain_model(devices: int, table: str, checkpoint: Any) -> None:
-    stages = 2 * devices if table == "interleaved_1f1b" else devices
+    stages = 2 * devices if table in LOOPED else devices
     balance = [1] * stages
     balance[-1] += 1
     for microbatches in range(1, 9):
@@ -107,7 +108,7 @@ def test_gradients_equal_plain_model(devices: int, table: str, checkpoint: Any) 
 @pytest.mark.parametrize("table", TABLES)
 def test_devices_are_ordered_after_each_other(schedule: str, table: str, checkpoint: Any) -> None:
     stages = 4
-    devices = [f"sim:{i}" for i in range(2 if table == "interleaved_1f1b" else stages)]
+    devices = [f"sim:{i}" for i in range(2 if table in LOOPED else stages)]
     model = model_of(stages)
     pipeline = Pipeline(
         copy.deepcopy(model),
@@ -423,7 +424,7 @@ def test_skips_cross_stages_under_every_table(table: str, checkpoint: Any) -> No
     model = nn.Sequential(*layers)
     pipeline = Pipeline(
         copy.deepcopy(model),
-        ["cpu"] * (2 if table == "interleaved_1f1b" else 4),
+        ["cpu"] * (2 if table in LOOPED else 4),
         balance=[2, 1, 1, 2],
         microbatches=4,
         schedule=table,

@@ -31,7 +31,8 @@ from support.patience import PATIENCE
 from support.ranks import run_ranks, short_group
 from support.soak import soak_count
 
-TABLES = ["gpipe", "1f1b", "interleaved_1f1b", "zb1p"]
+LOOPED = ["interleaved_1f1b", "interleaved_zero_bubble", "zbv"]  # two stages on each rank
+TABLES = ["gpipe", "1f1b", "zb1p", *LOOPED]
 WIDTH = 6
 
 
@@ -66,7 +67,7 @@ def expect_plain(pipeline: Pipeline, model: nn.Sequential, balance: list[int], r
 def run_tables(device: str, checkpoints: list[Any], tables: list[str]) -> None:
     size = dist.get_world_size()
     for table in tables:
-        stages = 2 * size if table == "interleaved_1f1b" else size
+        stages = 2 * size if table in LOOPED else size
         balance = [1] * (stages - 1) + [2]
         for mode in checkpoints:
             for microbatches in (1, size, 5):

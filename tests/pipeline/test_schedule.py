@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import random
@@ -15,6 +16,7 @@ from cudafuture.errors import ScheduleError
 from cudafuture.pipeline.analysis import Costs
 from cudafuture.pipeline.schedule import Cell, Schedule
 from pipeline.tables import EventSimulation, random_costs, random_table, torch_schedule, torch_table
+from support.soak import soak_count
 
 SIZES = [(p, m) for p in range(1, 6) for m in (1, 2, 3, 4, 5, 8, 11)]
 
@@ -136,17 +138,82 @@ def test_interleaving_divides_bubble(devices: int, per_device: int) -> None:
             assert seconds == 36 * microbatches + 36 * (devices - 1) / per_device
 
 
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 7])
+def test_zbv_leaves_next_to_no_idle_time(devices: int) -> None:
+    for microbatches in range(devices, 3 * devices + 2):
+        table = Schedule.zbv(devices, microbatches)
+        assert table.device_of == (*range(devices), *reversed(range(devices)))
+        analysis = table.check(Costs(forward=1, backward=2))
+        assert analysis.seconds <= 6 * microbatches + devices - 1 + devices // 2
+        assert max(analysis.peak_activations) <= 2 * devices
+        if devices > 1:
+            theirs = torch_table("ZBVZeroBubble", devices, 2, microbatches).check(Costs(forward=1, backward=2))
+            assert analysis.seconds <= theirs.seconds + ((devices, microbatches) == (7, 10))
+
+
+@pytest.mark.parametrize("per_device", [1, 2, 3])
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_looped_tables_shorten_step(devices: int, per_device: int) -> None:
+    costs = Costs(forward=1, backward=2)
+    for microbatches in range(1, 12):
+        plain = Schedule.interleaved_1f1b(devices, per_device, microbatches).check(costs)
+        split = Schedule.interleaved_zero_bubble(devices, per_device, microbatches)
+        broad = Schedule.looped_bfs(devices, per_device, microbatches)
+        assert split.device_of == broad.device_of == tuple(s % devices for s in range(devices * per_device))
+        assert split.check(costs).seconds <= plain.seconds
+        assert max(split.check(costs).peak_activations) <= plain.peak_activations[0]
+        if microbatches >= devices:
+            assert broad.check(costs).seconds == per_device * (3 * microbatches) + 3 * (devices - 1)
+
+
+@pytest.mark.parametrize("seed", range(soak_count(400, 40)))
+def test_found_table_is_not_slower_than_named_ones(seed: int) -> None:
+    rng = random.Random(seed)
+    devices = rng.randrange(1, 5)
+    stages, microbatches = devices * rng.randrange(1, 3), rng.randrange(1, 9)
+    costs = random_costs(seed, stages)
+    named = []
+    for name in ("gpipe", "1f1b", "zb1p", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv"):
+        with contextlib.suppress(ValueError):
+            named.append(Schedule.build(name, stages, microbatches, devices).check(costs))
+    found = Schedule.search(stages, microbatches, devices, costs)
+    assert (found.stages, found.microbatches, len(found.rows)) == (stages, microbatches, devices)
+    assert found.check(costs).seconds <= min(each.seconds for each in named)
+    limit = min(max(each.peak_activations) for each in named)
+    small = Schedule.search(stages, microbatches, devices, costs, most_activations=limit)
+    assert max(small.check(costs).peak_activations) <= limit
+    whole = Schedule.search(stages, microbatches, devices, costs, splits=False)
+    assert all(cell is None or cell.kind in "FB" for row in whole.rows for cell in row)
+    assert whole.check(costs).seconds >= found.check(costs).seconds
+
+
+def test_search_finds_better_table_for_slow_stage() -> None:
+    costs = Costs(forward=[1, 1, 4, 1], backward=[2, 2, 8, 2])
+    found = Schedule.search(4, 8, 4, costs).check(costs)
+    assert found.seconds < Schedule.one_f_one_b(4, 8).check(costs).seconds
+    assert found.seconds >= 8 * 12  # of the slow stage alone
+    with pytest.raises(ScheduleError, match="keeps at most 1 activations"):
+        Schedule.search(4, 8, 2, costs, most_activations=1)
+    with pytest.raises(ValueError, match="2 stages cannot lie on 3 devices"):
+        Schedule.search(2, 8, 3, Costs())
+
+
 def test_schedule_is_built_by_name() -> None:
     assert Schedule.build("gpipe", 3, 4) == Schedule.gpipe(3, 4)
     assert Schedule.build("1f1b", 3, 4, devices=3) == Schedule.one_f_one_b(3, 4)
     assert Schedule.build("interleaved_1f1b", 6, 4, devices=2) == Schedule.interleaved_1f1b(2, 3, 4)
     assert Schedule.build("zb1p", 3, 4).name == "zb1p"
+    assert Schedule.build("looped_bfs", 6, 4, 2) == Schedule.looped_bfs(2, 3, 4)
+    assert Schedule.build("interleaved_zero_bubble", 6, 4, 2) == Schedule.interleaved_zero_bubble(2, 3, 4)
+    assert Schedule.build("zbv", 6, 4, 3) == Schedule.zbv(3, 4)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("2f2b", 2, 2), "unknown schedule '2f2b': pass one of gpipe, 1f1b, zb1p, interleaved_1f1b"),
+        (("2f2b", 2, 2), "unknown schedule '2f2b': pass one of gpipe, 1f1b, zb1p, interleaved_1f1b, looped_bfs"),
+        (("zbv", 4, 2, 4), "two stages per device, but has 4 stages and 4 devices"),
+        (("looped_bfs", 5, 2, 2), "multiple of 2 stages for 2 devices, but has 5"),
         (("gpipe", 4, 2, 2), "one device per stage, but has 4 stages and 2 devices"),
         (("interleaved_1f1b", 5, 2, 2), "multiple of 2 stages for 2 devices, but has 5"),
         (("1f1b", 0, 2), "stages=0"),
@@ -397,6 +464,7 @@ def test_torch_1f1b_with_short_row_is_refused() -> None:
 
 
 OURS = [Schedule.gpipe(4, 3), Schedule.one_f_one_b(4, 6), Schedule.interleaved_1f1b(4, 2, 7), Schedule.zb1p(4, 6)]
+OURS += [Schedule.looped_bfs(4, 3, 5), Schedule.interleaved_zero_bubble(4, 2, 9), Schedule.zbv(4, 7)]
 OURS.append(random_table(6, stages=8, microbatches=3, devices=4))  # torch needs a cell on each device
 
 
