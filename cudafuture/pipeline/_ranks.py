@@ -329,7 +329,8 @@ class Ranks:
                 error = raised
             failures = self._end(step, error)
         except BaseException as raised:  # the ranks cannot go on together
-            error = self._broken if isinstance(raised, LinkClosedError) and self._broken is not None else raised
+            broken = self._broken  # by another rank, which knows why this one waited in vain
+            error = broken if broken is not None and isinstance(raised, (LinkClosedError, TimeoutError)) else raised
             self._abandon(step, error)
             raise error from None
         finally:
