@@ -61,6 +61,16 @@ class Schedule:
     >>> Schedule.build("interleaved_1f1b", stages=4, microbatches=2, devices=2)
     Schedule(name='interleaved_1f1b', devices=2, stages=4, microbatches=2)
 
+    >>> Schedule.zbv(4, 8).check(Costs(forward=1, backward=2)).seconds, Schedule.zbv(2, 2).device_of
+    (51.0, (0, 1, 1, 0))
+
+    The quickest table that is found for measured seconds:
+
+    >>> costs = Costs(forward=[1, 2, 1, 2], backward=[2, 4, 2, 4])
+    >>> found = Schedule.search(4, 8, 2, costs, most_activations=8)
+    >>> found.device_of, found.check(costs).seconds < Schedule.interleaved_1f1b(2, 2, 8).check(costs).seconds
+    ((0, 1, 1, 0), True)
+
     A schedule from a file, without its fields of communication:
 
     >>> print(Schedule.from_csv(io.StringIO("0F0,0SEND_F0,0RECV_B0,0B0\n,1F0,1B0\n")))
@@ -157,9 +167,6 @@ class Schedule:
 
         Source: the placement and the limit of Qi et al., Pipeline Parallelism with Controllable Memory (2024); the
         order is found by list scheduling.
-
-        >>> Schedule.zbv(4, 8).check(Costs(forward=1, backward=2)).seconds, Schedule.zbv(2, 2).device_of
-        (51.0, (0, 1, 1, 0))
         """
         return cls._align(builtin.zbv(devices, microbatches), "zbv")
 
@@ -187,13 +194,6 @@ class Schedule:
         Raises:
             ScheduleError: no table keeps so few activations.
             ValueError: the numbers do not fit together.
-
-        >>> costs = Costs(forward=[1, 2, 1, 2], backward=[2, 4, 2, 4])
-        >>> found = Schedule.search(4, 8, 2, costs, most_activations=8)
-        >>> found.device_of
-        (0, 0, 1, 1)
-        >>> found.check(costs).seconds < Schedule.interleaved_1f1b(2, 2, 8).check(costs).seconds
-        True
         """
         builtin.require_counts(stages=stages, microbatches=microbatches, devices=devices)
         costs.require_stages(stages)
