@@ -86,8 +86,6 @@ class Mailbox:
         self.timeout: float = group_of(process_group).timeout
         """Of the group, in seconds."""
         self._process = os.getpid()
-        self._lock = threading.Lock()  # guards the next field
-        self._lost: set[int] = set()
         self._is_closed = False
         number = next(group_of(process_group).mailboxes)
         self._outboxes: dict[int, _Outbox] = {}
@@ -183,10 +181,10 @@ class Mailbox:
             try:
                 (channel, first, second, has_layout, has_body), parts = _C.receive_message(self._gloo, rank)
             except RuntimeError as error:
-                self._lose(rank, error)
+                self._told_lost(rank, error)
                 return
             if channel == _CLOSED:
-                self._lose(rank, None)
+                self._told_lost(rank, None)
                 return
             try:
                 if has_layout:
@@ -196,16 +194,11 @@ class Mailbox:
                 tensors = [form.tensor_of(parts) for form in forms]
                 self._deliver(rank, Message(channel, (first, second), layout, body, tensors))
             except Exception as error:
-                self._lose(rank, CUDAFutureError(f"rank {self.rank} cannot read a message of rank {rank}: {error!r}"))
+                self._told_lost(
+                    rank, CUDAFutureError(f"rank {self.rank} cannot read a message of rank {rank}: {error!r}")
+                )
                 return
             del parts, tensors, body  # the next message may come much later
-
-    def _lose(self, rank: int, error: BaseException | None) -> None:
-        with self._lock:
-            if rank in self._lost:
-                return
-            self._lost.add(rank)
-        self._told_lost(rank, error)
 
 
 class _Letter(NamedTuple):

@@ -29,7 +29,7 @@ from pipeline.tables import random_table, torch_table
 from support.child import Child
 from support.patience import PATIENCE
 from support.ranks import run_ranks, short_group
-from support.soak import soak_count
+from support.soak import SOAK, soak_count
 
 LOOPED = ["interleaved_1f1b", "interleaved_zero_bubble", "zbv"]  # two stages on each rank
 TABLES = ["gpipe", "1f1b", "zb1p", *LOOPED]
@@ -91,12 +91,13 @@ def run_tables(device: str, checkpoints: list[Any], tables: list[str]) -> None:
 @pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.world(n)) for n in (1, 2, 3)])
 def test_gradients_equal_plain_model(size: int, world: World) -> None:
     assert world.size == size
-    world.run(run_tables, "cpu", ["never", "except_last", "always"], TABLES)
+    modes = ["never", "except_last", "always"] if SOAK or size == 2 else ["except_last"]
+    world.run(run_tables, "cpu", modes, TABLES)
 
 
 def run_tables_on_simulator(rank: int, schedule: Any) -> None:
     sim.enable(devices=1, seed=rank, schedule=schedule)
-    run_tables("sim:0", ["never", "always"], ["1f1b", "zb1p"])
+    run_tables("sim:0", ["never", "always"] if SOAK else ["always"], ["1f1b", "zb1p"])
     races = sim.races()
     sim.disable()
     assert not races, races[0]
@@ -269,7 +270,6 @@ def test_evaluation_returns_output_on_last_rank(world: World) -> None:
 
 
 def clip(layers: int) -> None:
-    size = dist.get_world_size()
     for norm_type in (2.0, 1.0, math.inf):
         for limit in (1e-3, 1e3):
             plain = model_of(layers)
@@ -285,7 +285,6 @@ def clip(layers: int) -> None:
             for name, parameter in pipeline.named_parameters():
                 torch.testing.assert_close(parameter.grad, gradients[name])
             pipeline.close()
-    assert size == layers
 
 
 @pytest.mark.world(2)
