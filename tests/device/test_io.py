@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from cudafuture import gather, wait
 from cudafuture.errors import StorageError
@@ -207,14 +206,15 @@ def test_target_may_be_dropped_after_read(accelerator: Device) -> None:
         file.write(torch.full((SIZE,), 5.0)).wait(timeout=PATIENCE)
         stream = accelerator.stream()
         with accelerator.on(stream):
+            before = torch.accelerator.memory_allocated(accelerator.index())
             x = accelerator.empty()
             with accelerator.hold(stream):
                 read = file.read(x)
                 wait([read], timeout=PATIENCE)
-                memory = StorageWeakRef(x.untyped_storage())
                 del x, read
                 gc.collect()
-                while not memory.expired():  # the engine's thread drops its reference after it has completed the future
+                # The engine's thread drops its reference after it has completed the future.
+                while torch.accelerator.memory_allocated(accelerator.index()) > before:
                     time.sleep(0)
                 others = [accelerator.empty().fill_(9.0) for _ in range(8)]
             assert [accelerator.read(other) for other in others] == [9.0] * 8

@@ -40,6 +40,29 @@ def test_bytes_in_use_are_counted() -> None:
     assert sim.statistics().allocated_bytes == before
 
 
+def test_torch_reads_statistics_of_each_device() -> None:
+    x = torch.empty(1 << 20, dtype=torch.uint8, device="sim:1")
+    torch.accelerator.reset_peak_memory_stats(1)
+    torch.accelerator.reset_accumulated_memory_stats(1)
+    y = torch.empty(2 << 20, dtype=torch.uint8, device="sim:1")
+    assert torch.accelerator.memory_allocated(1) == torch.accelerator.memory_reserved(1) == 3 << 20
+    del y
+    stats = torch.accelerator.memory_stats(1)
+    assert [stats[f"allocated_bytes.all.{name}"] for name in ("current", "peak", "allocated", "freed")] == [
+        1 << 20,
+        3 << 20,
+        2 << 20,
+        2 << 20,
+    ]
+    torch.accelerator.reset_peak_memory_stats(1)
+    assert torch.accelerator.max_memory_allocated(1) == 1 << 20
+    assert torch.accelerator.max_memory_reserved(1) == torch.accelerator.memory_reserved(1) == 3 << 20
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved(1) == 1 << 20
+    assert torch.accelerator.memory_allocated(0) == torch.accelerator.max_memory_allocated(0) == 0
+    del x
+
+
 def test_too_much_is_refused_with_numbers() -> None:
     sim.enable(memory=1 << 20)
     with pytest.raises(torch.OutOfMemoryError, match="sim:0"):

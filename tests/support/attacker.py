@@ -8,6 +8,7 @@ import functools
 import hmac
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -174,8 +175,13 @@ class Stranger:
         return message_of(lambda: _native._invoke_rpc_builtin(to, operator, float(PATIENCE), *args).wait())
 
     def remote(self, function: Any, *args: object) -> str:
-        """Make an RRef of the result of a function."""
-        return message_of(lambda: rpc.remote(self.workers[0], function, args=args).to_here())
+        """Make an RRef of the result of a function, and release it: until then its owner cannot shut down."""
+        message = message_of(lambda: rpc.remote(self.workers[0], function, args=args).to_here())
+        if not message:
+            _engine.forget_users(PATIENCE)
+            while _engine.calls_in_flight(self._agent):
+                time.sleep(0)
+        return message
 
 
 class _Listener:

@@ -9,6 +9,17 @@ namespace sim {
 namespace {
 
 void release_device(void* pointer) { Accelerator::get().deallocate(pointer); }
+constexpr auto kAllPools = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+
+c10::CachingAllocator::Stat torch_stat(const ByteCount& bytes) {
+  c10::CachingAllocator::Stat stat;
+  stat.current = static_cast<std::int64_t>(bytes.current);
+  stat.peak = static_cast<std::int64_t>(bytes.peak);
+  stat.allocated = static_cast<std::int64_t>(bytes.added);
+  stat.freed = static_cast<std::int64_t>(bytes.removed);
+  return stat;
+}
+
 void release_pinned(void* pointer) { Accelerator::get().deallocate_pinned(pointer); }
 
 struct SimDeviceAllocator final : c10::DeviceAllocator {
@@ -33,9 +44,15 @@ struct SimDeviceAllocator final : c10::DeviceAllocator {
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     Accelerator::get().record_use(data.get(), stream_name(stream));
   }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
-  void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    const MemoryStatistics memory = Accelerator::get().memory_statistics(device);
+    c10::CachingDeviceAllocator::DeviceStats all;
+    all.allocated_bytes[kAllPools] = torch_stat(memory.allocated);
+    all.reserved_bytes[kAllPools] = torch_stat(memory.reserved);
+    return all;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex device) override { Accelerator::get().reset_memory_totals(device); }
+  void resetPeakStats(c10::DeviceIndex device) override { Accelerator::get().reset_memory_peak(device); }
 };
 
 // A scope like that in which torch's pinned allocator for CUDA works: in relaxed mode if the current stream is in a

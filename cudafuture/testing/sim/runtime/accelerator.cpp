@@ -253,6 +253,21 @@ void Accelerator::empty_cache() {
   state_->empty_cache(entry.lock);
 }
 
+MemoryStatistics Accelerator::memory_statistics(int device) const {
+  const MachineCall entry(*state_);
+  return state_->memory(device).statistics();
+}
+
+void Accelerator::reset_memory_totals(int device) {
+  const MachineCall entry(*state_);
+  state_->memory(device).reset_totals();
+}
+
+void Accelerator::reset_memory_peak(int device) {
+  const MachineCall entry(*state_);
+  state_->memory(device).reset_peak();
+}
+
 // ---- pinned memory
 
 void* Accelerator::allocate_pinned(std::size_t bytes) {

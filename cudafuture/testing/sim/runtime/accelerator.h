@@ -22,6 +22,7 @@
 // no Site is made or written out, under it. Each HostClock, which measures virtual time, has a lock of its own.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -103,6 +104,32 @@ struct Statistics {
   std::uint64_t deferred_blocks = 0;  // freed, and held back for other streams
 };
 
+// Bytes of one kind: now, at most since the last reset, and in all.
+struct ByteCount {
+  std::uint64_t current = 0;
+  std::uint64_t peak = 0;
+  std::uint64_t added = 0;
+  std::uint64_t removed = 0;
+
+  void add(std::uint64_t bytes) noexcept {
+    current += bytes;
+    added += bytes;
+    peak = std::max(peak, current);
+  }
+  void remove(std::uint64_t bytes) noexcept {
+    current -= bytes;
+    removed += bytes;
+  }
+  void reset_totals() noexcept { added = removed = 0; }
+  void reset_peak() noexcept { peak = current; }
+};
+
+// The memory of one device.
+struct MemoryStatistics {
+  ByteCount allocated;  // in use by tensors
+  ByteCount reserved;   // taken from the arena: in use, free, or held back for other streams
+};
+
 class Accelerator {
  public:
   static Accelerator& get() noexcept;  // never destroyed
@@ -165,6 +192,9 @@ class Accelerator {
   // unchanged.
   static void* alias(const void* pointer) noexcept;
   void empty_cache();  // releases free memory
+  MemoryStatistics memory_statistics(int device) const;
+  void reset_memory_totals(int device);
+  void reset_memory_peak(int device);
 
   // ---- pinned host memory: cached too, and not handed out again before the streams that use it have got there. An
   // allocation counts as a query, since torch's allocator for CUDA queries events and calls cudaHostAlloc.

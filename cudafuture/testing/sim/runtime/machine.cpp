@@ -72,7 +72,10 @@ void Machine::drop_everything() {
     trash.errors.push_back(std::exchange(device.error, nullptr));
   }
   for (SimDevice& device : devices) {
-    if (device.memory.has_value()) device.memory->release(races.shadow);
+    if (!device.memory.has_value()) continue;
+    device.memory->release(races.shadow);
+    device.memory->reset_totals();
+    device.memory->reset_peak();
   }
   pinned.start(races.shadow);
   races.restart();
@@ -244,7 +247,7 @@ void* Machine::allocate(Lock& lock, int index, std::size_t bytes, Stream& stream
   }
   if (pointer == nullptr) {
     throw OutOfMemory(name_of_device(index) + " has no room for " + std::to_string(bytes) + " bytes: of " +
-                      mebibytes(settings.memory) + " that it has, " + mebibytes(from.in_use()) +
+                      mebibytes(settings.memory) + " that it has, " + mebibytes(from.statistics().allocated.current) +
                       " are in use. Free tensors, or start the simulated accelerator with more memory");
   }
   if (settings.detect) races.allocate(stream.clock, pointer, bytes, site);
@@ -297,8 +300,8 @@ Statistics Machine::statistics() const {
   all.dropped = runner.dropped_tasks;
   for (const SimDevice& device : devices) {
     if (!device.memory.has_value()) continue;
-    all.allocated_bytes += device.memory->in_use();
-    all.reserved_bytes += device.memory->reserved();
+    all.allocated_bytes += device.memory->statistics().allocated.current;
+    all.reserved_bytes += device.memory->statistics().reserved.current;
     all.deferred_blocks += device.memory->deferred();
   }
   return all;

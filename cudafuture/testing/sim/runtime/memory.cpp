@@ -15,9 +15,10 @@ void* AcceleratorMemory::take(std::size_t bytes, Stream& owner, std::size_t limi
     const auto fresh = arena_.take(size);
     if (!fresh.has_value()) return nullptr;
     begin = *fresh;
+    statistics_.reserved.add(size);
   }
   blocks_.emplace(begin, Block{found, &owner, {}});
-  in_use_ += found;
+  statistics_.allocated.add(found);
   return reinterpret_cast<void*>(begin);
 }
 
@@ -40,7 +41,7 @@ void AcceleratorMemory::give(const void* pointer, Shadow& shadow) {
   const Block& block = at->second;
   Deferred freed{at->first, block.size, block.owner, {}};
   for (Stream* user : block.users) freed.until.push_back(user->record());
-  in_use_ -= block.size;
+  statistics_.allocated.remove(block.size);
   blocks_.erase(at);
   if (!free_if_reached(freed, shadow)) deferred_.push_back(std::move(freed));
 }
@@ -83,10 +84,21 @@ void AcceleratorMemory::release(Shadow& shadow) {
       for (const std::uintptr_t begin : begins) {
         shadow.forget(begin, begin + size);
         arena_.give(begin, size);
+        statistics_.reserved.remove(size);
       }
     }
   }
   free_.clear();
+}
+
+void AcceleratorMemory::reset_totals() noexcept {
+  statistics_.allocated.reset_totals();
+  statistics_.reserved.reset_totals();
+}
+
+void AcceleratorMemory::reset_peak() noexcept {
+  statistics_.allocated.reset_peak();
+  statistics_.reserved.reset_peak();
 }
 
 }  // namespace sim::runtime

@@ -31,8 +31,9 @@ class AcceleratorMemory {
   void release(Shadow& shadow);  // returns free memory to the arena, for any stream: no work may be running
   void give_pages_back() { arena_.give_pages_back(); }
 
-  std::size_t in_use() const noexcept { return in_use_; }
-  std::size_t reserved() const noexcept { return arena_.taken(); }
+  const MemoryStatistics& statistics() const noexcept { return statistics_; }
+  void reset_totals() noexcept;
+  void reset_peak() noexcept;
   std::size_t deferred() const noexcept { return deferred_.size(); }
 
  private:
@@ -57,7 +58,7 @@ class AcceleratorMemory {
   std::map<Stream*, FreeList> free_;
   std::vector<Deferred> deferred_;
   std::uint64_t looked_at_ = 0;
-  std::size_t in_use_ = 0;
+  MemoryStatistics statistics_;
 };
 
 }  // namespace sim::runtime
