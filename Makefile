@@ -51,7 +51,7 @@ setup: $(STATE)/built
 
 setup-test: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 
-demo: $(STATE)/built $(STATE)/has-demo
+demo: $(STATE)/built $(STATE)/has-cli
 	$(PY) examples/demo.py
 
 # Tests of one process once more, with a simulated accelerator for the default device; the seed chooses its schedule.

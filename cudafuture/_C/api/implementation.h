@@ -1,16 +1,19 @@
 // The parts that the sources of this folder share. Other modules do not include this header.
 #pragma once
 
+#include <cstdint>
 #include <exception>
 #include <new>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "api/error.h"
 #include "api/promise.h"
 #include "bind/errors.h"
 #include "core/error.h"
 #include "core/future.h"
+#include "io/aligned.h"
 #include "io/failure.h"
 
 namespace cudafuture::api {
@@ -43,6 +46,10 @@ auto call_with_gil(Function&& function) {
     PyErr_SetObject(error.type().ptr(), error.ptr());
   }
   throw PythonError();
+}
+
+inline io::Shape shape_from(c10::ScalarType dtype, const std::vector<std::int64_t>& sizes) {
+  return {dtype, {sizes.begin(), sizes.end()}};
 }
 
 class NativePromise final : public Promise {

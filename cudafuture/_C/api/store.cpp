@@ -41,10 +41,6 @@ void begin(const CallPtr& call, Begin&& function) {
   }
 }
 
-io::Shape shape_from(c10::ScalarType dtype, const std::vector<std::int64_t>& sizes) {
-  return {dtype, {sizes.begin(), sizes.end()}};
-}
-
 io::Memory memory_at(const std::byte* data, std::size_t size) {
   io::Memory memory;
   memory.add(const_cast<std::byte*>(data), size);

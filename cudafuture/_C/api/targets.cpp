@@ -76,7 +76,7 @@ class NativeTargets final : public Targets {
 
   void begin(std::size_t i, c10::ScalarType dtype, const std::vector<std::int64_t>& sizes) override {
     Target& target = targets_[i];
-    const io::Shape shape{dtype, {sizes.begin(), sizes.end()}};
+    const io::Shape shape = shape_from(dtype, sizes);
     if (target.shape) {
       if (*target.shape != shape) throw value_failure(bind::differ(shape, *target.shape));
       return;
