@@ -108,6 +108,7 @@ soak: $(STATE)/built $(STATE)/has-test $(STATE)/has-demo
 	CUDAFUTURE_TRACE=$(abspath build/trace) $(PYTEST) $(RECORDING:%=--ignore %) --timeout 3600 -o faulthandler_timeout=4000
 	CUDAFUTURE_TEST_BACKEND=cudafuture $(PYTEST) tests/collectives --timeout 3600 -o faulthandler_timeout=4000
 	$(MAKE) --no-print-directory test-native
+	$(PY) -m pip wheel --no-build-isolation --no-deps -C build-dir=build/{wheel_tag}-files -C cmake.define.CUDAFUTURE_UNITY=OFF -w build/files .
 	$(MAKE) --no-print-directory test-cuda
 	$(MAKE) --no-print-directory gpu-kit
 	tools/gpu_rehearsal.sh $(GPU_VENV)

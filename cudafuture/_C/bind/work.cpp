@@ -21,6 +21,7 @@
 #include "core/capture.h"
 #include "core/context.h"
 #include "core/error.h"
+#include "core/process.h"
 #include "core/stream_pool.h"
 
 namespace cudafuture::bind {

@@ -8,6 +8,8 @@
 
 namespace sim {
 
+using namespace machine;
+
 // Takes the host's stack, which is cheap; the stack is formatted when a report needs it. Never call it under a lock.
 // `operation` must have static storage duration, or be a std::string.
 SitePtr here(const char* operation);

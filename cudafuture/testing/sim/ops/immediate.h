@@ -8,6 +8,8 @@
 
 namespace sim {
 
+using namespace machine;
+
 // The new results, on the device.
 Values run_now(const Facts& facts, c10::ArrayRef<c10::IValue> arguments, int device);
 
