@@ -177,9 +177,10 @@ class Mailbox:
 
     def _receive(self, rank: int) -> None:
         layouts: dict[int, tuple[Any, list[_Form]]] = {}
+        receiver = _C.MessageReceiver(self._gloo, rank)
         while True:
             try:
-                (channel, first, second, has_layout, has_body), parts = _C.receive_message(self._gloo, rank)
+                (channel, first, second, has_layout, has_body), parts = receiver.receive()
             except RuntimeError as error:
                 self._told_lost(rank, error)
                 return
@@ -286,12 +287,11 @@ class _Outbox:
     """
 
     def __init__(self, gloo: Any, rank: int) -> None:
-        self._gloo, self._rank = gloo, rank
+        self._sender = _C.MessageSender(gloo, rank)
         self._copies = _C.serial_executor(f"cudafuture-to-{rank}")
         self._lock = threading.RLock()  # guards the fields below, and the order of the messages
         self._layouts: dict[int, Any] = {}
         self._waiting = 0  # messages in the serial queue
-        self._last: _C.RankMessage | None = None
         self._is_broken = False
 
     def put(self, letter: _Letter) -> None:
@@ -309,16 +309,12 @@ class _Outbox:
     def flush(self, deadline: float) -> bool:
         """Wait until all messages were sent, or cannot be sent; return whether they were, until then."""
         with self._lock:
-            waiting, last = self._waiting, self._last
+            waiting = self._waiting
         if waiting:
             begun: CUDAFuture[None] = _C.submit(_nothing, self._copies, 0, "flush")
             with contextlib.suppress(TimeoutError):
                 begun.wait(timeout=max(0.0, deadline - time.monotonic()))
-            last = self._last
-        try:
-            return last is None or last.wait(max(0.0, deadline - time.monotonic()))
-        except RuntimeError:
-            return False
+        return self._sender.wait(max(0.0, deadline - time.monotonic()))
 
     def _begin_later(self, letter: _Letter) -> None:
         if isinstance(letter.tensors, CUDAFuture):
@@ -338,7 +334,7 @@ class _Outbox:
         except Exception as error:
             return error
         try:
-            self._last = _C.send_message(self._gloo, self._rank, numbers, parts)
+            self._sender.send(numbers, parts, letter.channel == _CLOSED)
             self._layouts[letter.channel] = layout
         except RuntimeError:  # the thread that receives from this rank reports it
             self._is_broken = True

@@ -1,10 +1,11 @@
 // Messages between two ranks of a c10d backend with send and recv, such as Gloo's: numbers, and tensors of bytes.
 //
-//     send_message ──► numbers, and the sizes of the parts ──► the parts ──► receive_message
+//     MessageSender ──► numbers, the sizes of the parts, small parts ──► large parts ──► MessageReceiver
 //
-// The numbers have a fixed size on their way, so that the receiver need not know what comes. A thread that waits here
-// holds no GIL.
-#include <ATen/ops/empty.h>
+// The receiver need not know what comes: it has always asked for the first kFirst bytes of the next message. A message
+// that fits into them goes on its way at once, and wakes one thread; the parts of a larger one wait until the receiver
+// has asked for them, too. A thread that waits here holds no GIL.
+#include <ATen/EmptyTensor.h>
 #include <nanobind/stl/vector.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -12,15 +13,17 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "bind/conduit.h"
 #include "bind/future.h"
+#include "core/process.h"
 #include "core/thread_cache.h"
 
 namespace cudafuture::bind {
@@ -29,7 +32,8 @@ namespace {
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-constexpr std::int64_t kFirst = 32;  // numbers in the first tensor; more follow in a second one
+constexpr std::int64_t kFirst = 256 << 10;  // bytes: to copy them twice takes less time than to ask for them
+constexpr std::size_t kMostUnseen = 16;     // messages that were sent, perhaps, before a thread looks
 constexpr int kTag = 0;
 constexpr std::chrono::milliseconds kAnyTime = std::chrono::hours(24 * 10'000);
 
@@ -37,54 +41,83 @@ BackendPtr backend_behind(nb::handle object) {
   return BackendPtr::unsafe_reclaim_from_nonowning(behind<c10d::Backend>(object));
 }
 
-at::Tensor empty_numbers(std::int64_t count) { return at::empty({count}, at::TensorOptions().dtype(at::kLong)); }
+at::Tensor empty_bytes(std::int64_t size) { return at::detail::empty_cpu({size}, at::kByte); }
 
-// A message that was begun. A thread that waits for the backend keeps its tensors, which must not change until then.
-class RankMessage {
+// The numbers before the parts of a message, on their way.
+struct Header {
+  enum Flag : std::int64_t { parts_follow = 1, is_last = 2 };
+  std::int64_t count;  // of numbers
+  std::int64_t parts;
+  std::int64_t flags;
+
+  std::int64_t size() const { return kWords + count + parts; }
+  static constexpr std::int64_t kWords = 3;
+};
+
+std::int64_t bytes_of(const std::vector<at::Tensor>& parts) {
+  std::int64_t bytes = 0;
+  for (const at::Tensor& part : parts) bytes += part.numel();
+  return bytes;
+}
+
+// Messages to one rank. The calls of send() are ordered by their caller.
+class MessageSender {
  public:
-  RankMessage(const BackendPtr& backend, int rank, const std::vector<std::int64_t>& numbers,
-              std::vector<at::Tensor> parts)
-      : state_(std::make_shared<State>()) {
-    const auto header_size = static_cast<std::int64_t>(2 + numbers.size() + parts.size());
-    const at::Tensor header = empty_numbers(std::max(header_size, kFirst));
-    auto* at = header.mutable_data_ptr<std::int64_t>();
-    *at++ = static_cast<std::int64_t>(numbers.size());
-    *at++ = static_cast<std::int64_t>(parts.size());
-    for (const std::int64_t number : numbers) *at++ = number;
-    for (const at::Tensor& part : parts) *at++ = part.numel();
-    Posted posted;
-    posted.send(*backend, rank, header.narrow(0, 0, kFirst));
-    if (header_size > kFirst) posted.send(*backend, rank, header.narrow(0, kFirst, header_size - kFirst));
-    for (const at::Tensor& part : parts) {
-      if (part.numel() > 0)
-        posted.send(*backend, rank, part.alias());  // without Python's object: no thread takes the GIL
+  MessageSender(nb::handle backend, int rank) : backend_(backend_behind(backend)), rank_(rank) {}
+  ~MessageSender() {
+    if (is_forked_child()) {
+      new std::vector<Posted>(std::move(unseen_));  // they belong to the parent
+    } else {
+      look_at_sent();
     }
-    ThreadCache::get().run_or_call("cudafuture-send", [state = state_, posted = std::move(posted)]() mutable noexcept {
-      const ParkingScope parking;       // the last owner of a storage takes the GIL
-      ThreadCache::set_leavable(true);  // a peer that is stopped receives nothing
-      const bool failed = !posted.wait();
-      posted = Posted();
-      const std::lock_guard lock(state->mutex);
-      state->has_failed = failed;
-      state->is_done = true;
-      state->done.notify_all();
-    });
+  }
+  MessageSender(const MessageSender&) = delete;
+  MessageSender& operator=(const MessageSender&) = delete;
+
+  // Begins to send a message; never blocks. A thread that waits for the backend keeps the parts of a large message,
+  // which must not change until then. Throws if the connection is lost.
+  void send(const std::vector<std::int64_t>& numbers, const std::vector<nb::handle>& parts, bool is_last) {
+    std::vector<at::Tensor> tensors;
+    tensors.reserve(parts.size());
+    for (const nb::handle part : parts) {
+      if (!THPVariable_Check(part.ptr())) throw nb::type_error("parts are tensors");
+      tensors.push_back(THPVariable_Unpack(part.ptr()));
+    }
+    const WithoutGil released;
+    Header header{static_cast<std::int64_t>(numbers.size()), static_cast<std::int64_t>(tensors.size()), 0};
+    if (is_last) header.flags |= Header::is_last;
+    const std::int64_t header_bytes = header.size() * 8;
+    const std::int64_t all_bytes = header_bytes + bytes_of(tensors);
+    const bool is_small = all_bytes <= kFirst;
+    if (!is_small) header.flags |= Header::parts_follow;
+    const at::Tensor first = empty_bytes(is_small ? all_bytes : header_bytes);
+    write(first, header, numbers, tensors, is_small);
+    Posted posted;
+    posted.send(*backend_, rank_, first.narrow(0, 0, std::min(first.numel(), kFirst)));
+    if (first.numel() > kFirst) posted.send(*backend_, rank_, first.narrow(0, kFirst, first.numel() - kFirst));
+    for (const at::Tensor& part : tensors) {
+      // Without Python's object: no thread takes the GIL.
+      if (!is_small && part.numel() > 0) posted.send(*backend_, rank_, part.alias());
+    }
+    const std::lock_guard lock(mutex_);
+    unseen_.push_back(std::move(posted));
+    if (!is_small || is_last || unseen_.size() == kMostUnseen) look_at(std::exchange(unseen_, {}));
   }
 
-  // Waits until the message was sent; returns false after `timeout` seconds. Throws if it could not be sent.
+  // Waits until all messages were sent; returns false after `timeout` seconds, or if one could not be sent.
   bool wait(double timeout) {
     const WithoutGil released;
+    look_at_sent();
     std::unique_lock lock(state_->mutex);
-    state_->done.wait_for(lock, std::chrono::duration<double>(timeout), [this] { return state_->is_done; });
-    if (state_->has_failed) throw std::runtime_error("the message could not be sent");
-    return state_->is_done;
+    state_->done.wait_for(lock, std::chrono::duration<double>(timeout), [this] { return state_->waiting == 0; });
+    return state_->waiting == 0 && !state_->has_failed;
   }
 
  private:
   struct State {
     std::mutex mutex;
     std::condition_variable done;
-    bool is_done = false;
+    int waiting = 0;  // threads
     bool has_failed = false;
   };
 
@@ -107,67 +140,135 @@ class RankMessage {
     }
   };
 
-  std::shared_ptr<State> state_;
+  static void write(const at::Tensor& first, const Header& header, const std::vector<std::int64_t>& numbers,
+                    const std::vector<at::Tensor>& parts, bool with_parts) {
+    auto* words = reinterpret_cast<std::int64_t*>(first.mutable_data_ptr());
+    for (const std::int64_t word : {header.count, header.parts, header.flags}) *words++ = word;
+    words = std::copy(numbers.begin(), numbers.end(), words);
+    for (const at::Tensor& part : parts) *words++ = part.numel();
+    if (!with_parts) return;
+    auto* bytes = reinterpret_cast<std::byte*>(words);
+    for (const at::Tensor& part : parts) {
+      const auto* const from = static_cast<const std::byte*>(part.const_data_ptr());
+      bytes = std::copy_n(from, part.numel(), bytes);
+    }
+  }
+
+  void look_at_sent() {
+    const std::lock_guard lock(mutex_);
+    if (!unseen_.empty()) look_at(std::exchange(unseen_, {}));
+  }
+
+  // Lets a thread wait until these were sent.
+  void look_at(std::vector<Posted> sent) {
+    {
+      const std::lock_guard lock(state_->mutex);
+      ++state_->waiting;
+    }
+    ThreadCache::get().run_or_call("cudafuture-send", [state = state_, sent = std::move(sent)]() mutable noexcept {
+      const ParkingScope parking;       // the last owner of a storage takes the GIL
+      ThreadCache::set_leavable(true);  // a peer that is stopped receives nothing
+      bool has_failed = false;
+      for (Posted& posted : sent) {
+        has_failed = !posted.wait() || has_failed;
+        posted = {};
+      }
+      const std::lock_guard lock(state->mutex);
+      state->has_failed = state->has_failed || has_failed;
+      --state->waiting;
+      state->done.notify_all();
+    });
+  }
+
+  const BackendPtr backend_;
+  const int rank_;
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
+  std::mutex mutex_;  // guards what follows
+  std::vector<Posted> unseen_;
 };
 
-RankMessage* send_message(nb::handle backend, int rank, const std::vector<std::int64_t>& numbers,
-                          const std::vector<nb::handle>& parts) {
-  std::vector<at::Tensor> tensors;
-  tensors.reserve(parts.size());
-  for (const nb::handle part : parts) {
-    if (!THPVariable_Check(part.ptr())) throw nb::type_error("parts are tensors");
-    tensors.push_back(THPVariable_Unpack(part.ptr()));
-  }
-  const BackendPtr own = backend_behind(backend);
-  const WithoutGil released;
-  return new RankMessage(own, rank, numbers, std::move(tensors));
-}
+// Messages of one rank, for one thread.
+class MessageReceiver {
+ public:
+  MessageReceiver(nb::handle backend, int rank) : backend_(backend_behind(backend)), rank_(rank) {}
 
-// Receives into tensors, all of which are posted before the first is waited for.
-void receive(c10d::Backend& backend, int rank, const std::vector<at::Tensor>& tensors) {
-  std::vector<WorkPtr> works;
-  works.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.numel() == 0) continue;
+  // Waits for the next message; returns its numbers and its parts. Throws if the connection is lost.
+  nb::tuple receive() {
+    std::vector<std::int64_t> words;
+    std::vector<at::Tensor> parts;
+    {
+      const WithoutGil released;
+      if (!first_) first_ = ask(bytes_);
+      std::exchange(first_, {})->wait(kAnyTime);
+      words = receive_header();
+      const auto count = Header::kWords + words[0];
+      for (std::int64_t i = count; i < count + words[1]; ++i) parts.push_back(empty_bytes(words[i]));
+      const bool parts_follow = (words[2] & Header::parts_follow) != 0;
+      std::vector<WorkPtr> works;
+      if (parts_follow) {
+        for (const at::Tensor& part : parts) {
+          if (part.numel() > 0) works.push_back(ask(part));
+        }
+      } else {
+        const auto* from = static_cast<const std::byte*>(bytes_.const_data_ptr()) + words.size() * 8;
+        for (const at::Tensor& part : parts) {
+          std::copy_n(from, part.numel(), static_cast<std::byte*>(part.mutable_data_ptr()));
+          from += part.numel();
+        }
+      }
+      if ((words[2] & Header::is_last) == 0) ask_for_next();
+      for (const WorkPtr& work : works) work->wait(kAnyTime);
+    }
+    nb::list numbers;
+    for (std::int64_t i = 0; i < words[0]; ++i) numbers.append(words[Header::kWords + i]);
+    return nb::make_tuple(std::move(numbers), nb::steal(THPVariable_WrapList(parts)));
+  }
+
+ private:
+  WorkPtr ask(const at::Tensor& tensor) {
     std::vector<at::Tensor> one{tensor};
-    works.push_back(backend.recv(one, rank, kTag));
+    return backend_->recv(one, rank_, kTag);
   }
-  for (const WorkPtr& work : works) work->wait(kAnyTime);
-}
 
-nb::tuple receive_message(nb::handle backend, int rank) {
-  const BackendPtr own = backend_behind(backend);
-  std::vector<std::int64_t> header(kFirst);
-  std::vector<at::Tensor> parts;
-  {
-    const WithoutGil released;
-    const at::Tensor first = empty_numbers(kFirst);
-    receive(*own, rank, {first});
-    std::copy_n(first.const_data_ptr<std::int64_t>(), kFirst, header.begin());
-    const std::int64_t size = 2 + header[0] + header[1];
-    if (size > kFirst) {
-      const at::Tensor rest = empty_numbers(size - kFirst);
-      receive(*own, rank, {rest});
-      const auto* const at = rest.const_data_ptr<std::int64_t>();
-      header.insert(header.end(), at, at + rest.numel());
+  std::vector<std::int64_t> receive_header() {
+    const auto* const at = reinterpret_cast<const std::int64_t*>(bytes_.const_data_ptr());
+    const Header header{at[0], at[1], at[2]};
+    std::vector<std::int64_t> words(header.size());
+    const std::int64_t here = std::min(header.size(), kFirst / 8);
+    std::copy_n(at, here, words.begin());
+    if (here < header.size()) {
+      const at::Tensor rest = empty_bytes((header.size() - here) * 8);
+      ask(rest)->wait(kAnyTime);
+      std::copy_n(reinterpret_cast<const std::int64_t*>(rest.const_data_ptr()), header.size() - here,
+                  words.begin() + here);
     }
-    for (std::int64_t i = 2 + header[0]; i < size; ++i) {
-      parts.push_back(at::empty({header[i]}, at::TensorOptions().dtype(at::kByte)));
-    }
-    receive(*own, rank, parts);
+    return words;
   }
-  nb::list numbers;
-  for (std::int64_t i = 2; i < 2 + header[0]; ++i) numbers.append(header[i]);
-  return nb::make_tuple(std::move(numbers), nb::steal(THPVariable_WrapList(parts)));
-}
+
+  void ask_for_next() noexcept {
+    try {
+      first_ = ask(bytes_);
+    } catch (const std::exception&) {  // the connection is lost: the next receive() says so
+      first_ = {};
+    }
+  }
+
+  const BackendPtr backend_;
+  const int rank_;
+  const at::Tensor bytes_ = empty_bytes(kFirst);
+  WorkPtr first_;  // that fills bytes_; null: not asked for
+};
 
 }  // namespace
 
 void bind_messages(nb::module_& m) {
-  nb::class_<RankMessage>(m, "RankMessage").def("wait", &RankMessage::wait, nb::arg("timeout"));
-  m.def("send_message", send_message, nb::arg("backend"), nb::arg("rank"), nb::arg("numbers"), nb::arg("parts"),
-        nb::rv_policy::take_ownership);
-  m.def("receive_message", receive_message, nb::arg("backend"), nb::arg("rank"));
+  nb::class_<MessageSender>(m, "MessageSender")
+      .def(nb::init<nb::handle, int>(), nb::arg("backend"), nb::arg("rank"))
+      .def("send", &MessageSender::send, nb::arg("numbers"), nb::arg("parts"), nb::arg("is_last"))
+      .def("wait", &MessageSender::wait, nb::arg("timeout"));
+  nb::class_<MessageReceiver>(m, "MessageReceiver")
+      .def(nb::init<nb::handle, int>(), nb::arg("backend"), nb::arg("rank"))
+      .def("receive", &MessageReceiver::receive);
 }
 
 }  // namespace cudafuture::bind
