@@ -334,7 +334,7 @@ class _Outbox:
         except Exception as error:
             return error
         try:
-            self._sender.send(numbers, parts, letter.channel == _CLOSED)
+            self._sender.send(numbers, parts)
             self._layouts[letter.channel] = layout
         except RuntimeError:  # the thread that receives from this rank reports it
             self._is_broken = True

@@ -15,6 +15,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -34,7 +35,9 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr std::int64_t kFirst = 256 << 10;  // bytes: to copy them twice takes less time than to ask for them
 constexpr std::size_t kMostUnseen = 16;     // messages that were sent, perhaps, before a thread looks
-constexpr int kTag = 0;
+constexpr std::size_t kAhead = 2;           // messages that a receiver has asked for
+constexpr int kFirstTag = 0;
+constexpr int kPartsTag = 1;  // of what follows the first bytes: the order of each tag is its own
 constexpr std::chrono::milliseconds kAnyTime = std::chrono::hours(24 * 10'000);
 
 BackendPtr backend_behind(nb::handle object) {
@@ -45,10 +48,9 @@ at::Tensor empty_bytes(std::int64_t size) { return at::detail::empty_cpu({size},
 
 // The numbers before the parts of a message, on their way.
 struct Header {
-  enum Flag : std::int64_t { parts_follow = 1, is_last = 2 };
   std::int64_t count;  // of numbers
   std::int64_t parts;
-  std::int64_t flags;
+  std::int64_t parts_follow;
 
   std::int64_t size() const { return kWords + count + parts; }
   static constexpr std::int64_t kWords = 3;
@@ -76,7 +78,7 @@ class MessageSender {
 
   // Begins to send a message; never blocks. A thread that waits for the backend keeps the parts of a large message,
   // which must not change until then. Throws if the connection is lost.
-  void send(const std::vector<std::int64_t>& numbers, const std::vector<nb::handle>& parts, bool is_last) {
+  void send(const std::vector<std::int64_t>& numbers, const std::vector<nb::handle>& parts) {
     std::vector<at::Tensor> tensors;
     tensors.reserve(parts.size());
     for (const nb::handle part : parts) {
@@ -85,23 +87,24 @@ class MessageSender {
     }
     const WithoutGil released;
     Header header{static_cast<std::int64_t>(numbers.size()), static_cast<std::int64_t>(tensors.size()), 0};
-    if (is_last) header.flags |= Header::is_last;
     const std::int64_t header_bytes = header.size() * 8;
     const std::int64_t all_bytes = header_bytes + bytes_of(tensors);
     const bool is_small = all_bytes <= kFirst;
-    if (!is_small) header.flags |= Header::parts_follow;
+    header.parts_follow = !is_small;
     const at::Tensor first = empty_bytes(is_small ? all_bytes : header_bytes);
     write(first, header, numbers, tensors, is_small);
     Posted posted;
-    posted.send(*backend_, rank_, first.narrow(0, 0, std::min(first.numel(), kFirst)));
-    if (first.numel() > kFirst) posted.send(*backend_, rank_, first.narrow(0, kFirst, first.numel() - kFirst));
+    posted.send(*backend_, rank_, first.narrow(0, 0, std::min(first.numel(), kFirst)), kFirstTag);
+    if (first.numel() > kFirst) {
+      posted.send(*backend_, rank_, first.narrow(0, kFirst, first.numel() - kFirst), kPartsTag);
+    }
     for (const at::Tensor& part : tensors) {
       // Without Python's object: no thread takes the GIL.
-      if (!is_small && part.numel() > 0) posted.send(*backend_, rank_, part.alias());
+      if (!is_small && part.numel() > 0) posted.send(*backend_, rank_, part.alias(), kPartsTag);
     }
     const std::lock_guard lock(mutex_);
     unseen_.push_back(std::move(posted));
-    if (!is_small || is_last || unseen_.size() == kMostUnseen) look_at(std::exchange(unseen_, {}));
+    if (!is_small || unseen_.size() == kMostUnseen) look_at(std::exchange(unseen_, {}));
   }
 
   // Waits until all messages were sent; returns false after `timeout` seconds, or if one could not be sent.
@@ -125,9 +128,9 @@ class MessageSender {
     std::vector<at::Tensor> tensors;
     std::vector<WorkPtr> works;
 
-    void send(c10d::Backend& backend, int rank, at::Tensor tensor) {
+    void send(c10d::Backend& backend, int rank, at::Tensor tensor, int tag) {
       std::vector<at::Tensor> one{std::move(tensor)};
-      works.push_back(backend.send(one, rank, kTag));
+      works.push_back(backend.send(one, rank, tag));
       tensors.push_back(std::move(one.front()));
     }
     bool wait() noexcept {
@@ -143,7 +146,7 @@ class MessageSender {
   static void write(const at::Tensor& first, const Header& header, const std::vector<std::int64_t>& numbers,
                     const std::vector<at::Tensor>& parts, bool with_parts) {
     auto* words = reinterpret_cast<std::int64_t*>(first.mutable_data_ptr());
-    for (const std::int64_t word : {header.count, header.parts, header.flags}) *words++ = word;
+    for (const std::int64_t word : {header.count, header.parts, header.parts_follow}) *words++ = word;
     words = std::copy(numbers.begin(), numbers.end(), words);
     for (const at::Tensor& part : parts) *words++ = part.numel();
     if (!with_parts) return;
@@ -198,25 +201,28 @@ class MessageReceiver {
     std::vector<at::Tensor> parts;
     {
       const WithoutGil released;
-      if (!first_) first_ = ask(bytes_);
-      std::exchange(first_, {})->wait(kAnyTime);
-      words = receive_header();
+      while (asked_.size() < kAhead) {
+        const at::Tensor bytes = empty_bytes(kFirst);
+        asked_.push_back({bytes, ask(bytes, kFirstTag)});
+      }
+      Asked next = std::move(asked_.front());
+      asked_.pop_front();
+      next.work->wait(kAnyTime);
+      words = header_in(next.bytes);
       const auto count = Header::kWords + words[0];
       for (std::int64_t i = count; i < count + words[1]; ++i) parts.push_back(empty_bytes(words[i]));
-      const bool parts_follow = (words[2] & Header::parts_follow) != 0;
       std::vector<WorkPtr> works;
-      if (parts_follow) {
+      if (words[2] != 0) {
         for (const at::Tensor& part : parts) {
-          if (part.numel() > 0) works.push_back(ask(part));
+          if (part.numel() > 0) works.push_back(ask(part, kPartsTag));
         }
       } else {
-        const auto* from = static_cast<const std::byte*>(bytes_.const_data_ptr()) + words.size() * 8;
+        const auto* from = static_cast<const std::byte*>(next.bytes.const_data_ptr()) + words.size() * 8;
         for (const at::Tensor& part : parts) {
           std::copy_n(from, part.numel(), static_cast<std::byte*>(part.mutable_data_ptr()));
           from += part.numel();
         }
       }
-      if ((words[2] & Header::is_last) == 0) ask_for_next();
       for (const WorkPtr& work : works) work->wait(kAnyTime);
     }
     nb::list numbers;
@@ -225,38 +231,34 @@ class MessageReceiver {
   }
 
  private:
-  WorkPtr ask(const at::Tensor& tensor) {
+  struct Asked {
+    at::Tensor bytes;
+    WorkPtr work;  // that fills them
+  };
+
+  WorkPtr ask(const at::Tensor& tensor, int tag) {
     std::vector<at::Tensor> one{tensor};
-    return backend_->recv(one, rank_, kTag);
+    return backend_->recv(one, rank_, tag);
   }
 
-  std::vector<std::int64_t> receive_header() {
-    const auto* const at = reinterpret_cast<const std::int64_t*>(bytes_.const_data_ptr());
+  std::vector<std::int64_t> header_in(const at::Tensor& bytes) {
+    const auto* const at = reinterpret_cast<const std::int64_t*>(bytes.const_data_ptr());
     const Header header{at[0], at[1], at[2]};
     std::vector<std::int64_t> words(header.size());
     const std::int64_t here = std::min(header.size(), kFirst / 8);
     std::copy_n(at, here, words.begin());
     if (here < header.size()) {
       const at::Tensor rest = empty_bytes((header.size() - here) * 8);
-      ask(rest)->wait(kAnyTime);
+      ask(rest, kPartsTag)->wait(kAnyTime);
       std::copy_n(reinterpret_cast<const std::int64_t*>(rest.const_data_ptr()), header.size() - here,
                   words.begin() + here);
     }
     return words;
   }
 
-  void ask_for_next() noexcept {
-    try {
-      first_ = ask(bytes_);
-    } catch (const std::exception&) {  // the connection is lost: the next receive() says so
-      first_ = {};
-    }
-  }
-
   const BackendPtr backend_;
   const int rank_;
-  const at::Tensor bytes_ = empty_bytes(kFirst);
-  WorkPtr first_;  // that fills bytes_; null: not asked for
+  std::deque<Asked> asked_;
 };
 
 }  // namespace
@@ -264,7 +266,7 @@ class MessageReceiver {
 void bind_messages(nb::module_& m) {
   nb::class_<MessageSender>(m, "MessageSender")
       .def(nb::init<nb::handle, int>(), nb::arg("backend"), nb::arg("rank"))
-      .def("send", &MessageSender::send, nb::arg("numbers"), nb::arg("parts"), nb::arg("is_last"))
+      .def("send", &MessageSender::send, nb::arg("numbers"), nb::arg("parts"))
       .def("wait", &MessageSender::wait, nb::arg("timeout"));
   nb::class_<MessageReceiver>(m, "MessageReceiver")
       .def(nb::init<nb::handle, int>(), nb::arg("backend"), nb::arg("rank"))
