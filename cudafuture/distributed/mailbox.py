@@ -14,7 +14,6 @@ What is unpickled was sent by a rank of the group, which must be trusted.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import threading
@@ -150,7 +149,7 @@ class Mailbox:
     def flush(self, ranks: Collection[int], timeout: float) -> bool:
         """Wait until all messages to some ranks were sent, for at most `timeout` seconds; return whether they were.
 
-        A message to a stopped process is not sent before that continues.
+        Few messages to a stopped process are sent before that continues.
 
         >>> Mailbox().flush([0, 1], 1.0)
         True
@@ -177,7 +176,7 @@ class Mailbox:
 
     def _receive(self, rank: int) -> None:
         layouts: dict[int, tuple[Any, list[_Form]]] = {}
-        receiver = _C.MessageReceiver(self._gloo, rank)
+        receiver = _C.RankMessageReceiver(self._gloo, rank)
         while True:
             try:
                 (channel, first, second, has_layout, has_body), parts = receiver.receive()
@@ -287,7 +286,7 @@ class _Outbox:
     """
 
     def __init__(self, gloo: Any, rank: int) -> None:
-        self._sender = _C.MessageSender(gloo, rank)
+        self._sender = _C.RankMessageSender(gloo, rank)
         self._copies = _C.serial_executor(f"cudafuture-to-{rank}")
         self._lock = threading.RLock()  # guards the fields below, and the order of the messages
         self._layouts: dict[int, Any] = {}
@@ -312,8 +311,10 @@ class _Outbox:
             waiting = self._waiting
         if waiting:
             begun: CUDAFuture[None] = _C.submit(_nothing, self._copies, 0, "flush")
-            with contextlib.suppress(TimeoutError):
+            try:
                 begun.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                return False
         return self._sender.wait(max(0.0, deadline - time.monotonic()))
 
     def _begin_later(self, letter: _Letter) -> None:

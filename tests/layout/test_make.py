@@ -72,7 +72,7 @@ def test_chosen_python_is_used_without_environment(checkout: Path) -> None:
 def test_finished_setup_is_not_repeated(checkout: Path, command: str) -> None:
     state = checkout / ".venv" / ".cudafuture"
     state.mkdir(parents=True)
-    for step in ("python", "has-build", "has-test", "has-demo", "has-lint", "built"):
+    for step in ("python", "has-build", "has-test", "has-demo", "has-cli", "has-lint", "built"):
         (state / step).touch()
     assert [s for s in would_do(checkout, command) if "pip install" in s or "environment.py" in s] == []
 

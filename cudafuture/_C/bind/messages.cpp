@@ -1,6 +1,6 @@
 // Messages between two ranks of a c10d backend with send and recv, such as Gloo's: numbers, and tensors of bytes.
 //
-//     MessageSender ──► numbers, the sizes of the parts, small parts ──► large parts ──► MessageReceiver
+//     RankMessageSender ──► numbers, the sizes of the parts, small parts ──► large parts ──► RankMessageReceiver
 //
 // The receiver need not know what comes: it has always asked for the first kFirst bytes of the next message. A message
 // that fits into them goes on its way at once, and wakes one thread; the parts of a larger one wait until the receiver
@@ -47,7 +47,7 @@ BackendPtr backend_behind(nb::handle object) {
 at::Tensor empty_bytes(std::int64_t size) { return at::detail::empty_cpu({size}, at::kByte); }
 
 // The numbers before the parts of a message, on their way.
-struct Header {
+struct MessageHeader {
   std::int64_t count;  // of numbers
   std::int64_t parts;
   std::int64_t parts_follow;
@@ -63,18 +63,18 @@ std::int64_t bytes_of(const std::vector<at::Tensor>& parts) {
 }
 
 // Messages to one rank. The calls of send() are ordered by their caller.
-class MessageSender {
+class RankMessageSender {
  public:
-  MessageSender(nb::handle backend, int rank) : backend_(backend_behind(backend)), rank_(rank) {}
-  ~MessageSender() {
+  RankMessageSender(nb::handle backend, int rank) : backend_(backend_behind(backend)), rank_(rank) {}
+  ~RankMessageSender() {
     if (is_forked_child()) {
       new std::vector<Posted>(std::move(unseen_));  // they belong to the parent
     } else {
       look_at_sent();
     }
   }
-  MessageSender(const MessageSender&) = delete;
-  MessageSender& operator=(const MessageSender&) = delete;
+  RankMessageSender(const RankMessageSender&) = delete;
+  RankMessageSender& operator=(const RankMessageSender&) = delete;
 
   // Begins to send a message; never blocks. A thread that waits for the backend keeps the parts of a large message,
   // which must not change until then. Throws if the connection is lost.
@@ -86,7 +86,7 @@ class MessageSender {
       tensors.push_back(THPVariable_Unpack(part.ptr()));
     }
     const WithoutGil released;
-    Header header{static_cast<std::int64_t>(numbers.size()), static_cast<std::int64_t>(tensors.size()), 0};
+    MessageHeader header{static_cast<std::int64_t>(numbers.size()), static_cast<std::int64_t>(tensors.size()), 0};
     const std::int64_t header_bytes = header.size() * 8;
     const std::int64_t all_bytes = header_bytes + bytes_of(tensors);
     const bool is_small = all_bytes <= kFirst;
@@ -143,7 +143,7 @@ class MessageSender {
     }
   };
 
-  static void write(const at::Tensor& first, const Header& header, const std::vector<std::int64_t>& numbers,
+  static void write(const at::Tensor& first, const MessageHeader& header, const std::vector<std::int64_t>& numbers,
                     const std::vector<at::Tensor>& parts, bool with_parts) {
     auto* words = reinterpret_cast<std::int64_t*>(first.mutable_data_ptr());
     for (const std::int64_t word : {header.count, header.parts, header.parts_follow}) *words++ = word;
@@ -191,9 +191,9 @@ class MessageSender {
 };
 
 // Messages of one rank, for one thread.
-class MessageReceiver {
+class RankMessageReceiver {
  public:
-  MessageReceiver(nb::handle backend, int rank) : backend_(backend_behind(backend)), rank_(rank) {}
+  RankMessageReceiver(nb::handle backend, int rank) : backend_(backend_behind(backend)), rank_(rank) {}
 
   // Waits for the next message; returns its numbers and its parts. Throws if the connection is lost.
   nb::tuple receive() {
@@ -209,7 +209,7 @@ class MessageReceiver {
       asked_.pop_front();
       next.work->wait(kAnyTime);
       words = header_in(next.bytes);
-      const auto count = Header::kWords + words[0];
+      const auto count = MessageHeader::kWords + words[0];
       for (std::int64_t i = count; i < count + words[1]; ++i) parts.push_back(empty_bytes(words[i]));
       std::vector<WorkPtr> works;
       if (words[2] != 0) {
@@ -226,7 +226,7 @@ class MessageReceiver {
       for (const WorkPtr& work : works) work->wait(kAnyTime);
     }
     nb::list numbers;
-    for (std::int64_t i = 0; i < words[0]; ++i) numbers.append(words[Header::kWords + i]);
+    for (std::int64_t i = 0; i < words[0]; ++i) numbers.append(words[MessageHeader::kWords + i]);
     return nb::make_tuple(std::move(numbers), nb::steal(THPVariable_WrapList(parts)));
   }
 
@@ -243,7 +243,7 @@ class MessageReceiver {
 
   std::vector<std::int64_t> header_in(const at::Tensor& bytes) {
     const auto* const at = reinterpret_cast<const std::int64_t*>(bytes.const_data_ptr());
-    const Header header{at[0], at[1], at[2]};
+    const MessageHeader header{at[0], at[1], at[2]};
     std::vector<std::int64_t> words(header.size());
     const std::int64_t here = std::min(header.size(), kFirst / 8);
     std::copy_n(at, here, words.begin());
@@ -264,13 +264,13 @@ class MessageReceiver {
 }  // namespace
 
 void bind_messages(nb::module_& m) {
-  nb::class_<MessageSender>(m, "MessageSender")
+  nb::class_<RankMessageSender>(m, "RankMessageSender")
       .def(nb::init<nb::handle, int>(), nb::arg("backend"), nb::arg("rank"))
-      .def("send", &MessageSender::send, nb::arg("numbers"), nb::arg("parts"))
-      .def("wait", &MessageSender::wait, nb::arg("timeout"));
-  nb::class_<MessageReceiver>(m, "MessageReceiver")
+      .def("send", &RankMessageSender::send, nb::arg("numbers"), nb::arg("parts"))
+      .def("wait", &RankMessageSender::wait, nb::arg("timeout"));
+  nb::class_<RankMessageReceiver>(m, "RankMessageReceiver")
       .def(nb::init<nb::handle, int>(), nb::arg("backend"), nb::arg("rank"))
-      .def("receive", &MessageReceiver::receive);
+      .def("receive", &RankMessageReceiver::receive);
 }
 
 }  // namespace cudafuture::bind
