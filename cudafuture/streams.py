@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -63,9 +64,13 @@ def own_stream(device: torch.device | str | int, priority: int = 0) -> torch.Str
     """
     try:
         stream = _C.acquire_stream(device, priority)
-    except (RuntimeError, TypeError):
+    except TypeError:
         parse_device("device", device)
         raise
+    except RuntimeError:
+        parse_device("device", device)
+        gc.collect()  # streams of objects in reference cycles that nothing uses
+        stream = _C.acquire_stream(device, priority)
     weakref.finalize(stream, _C.release_stream, stream.device, stream.stream_id, priority).atexit = False
     return stream
 

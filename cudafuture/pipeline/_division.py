@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from cudafuture.pipeline.skip import Skippable, inspect_skip_layout, verify_skip
 __all__ = [
     "divide",
     "layers_of",
+    "move_stages",
     "place_of_rank",
     "places_of",
     "receivers_of",
@@ -128,6 +130,57 @@ def place_of_rank(devices: Any) -> torch.device:
         raise ValueError(f"devices has {len(given)} devices, but each rank of a group runs one row: name its device")
     device = parse_device("each of devices", given[0])
     return device if device.type == "cpu" else _C.with_index(device)
+
+
+def move_stages(
+    stages: Sequence[nn.Module],
+    devices: Sequence[torch.device],
+    initialize: Callable[[nn.Module], object] | None = None,
+) -> None:
+    """Move each stage to its device. Layers of one device still share their tensors, even where torch replaces them.
+
+    Tensors on the meta device get memory there; `initialize` then fills a stage that had such ones. None: the
+    ``reset_parameters()`` of its modules.
+
+    Raises:
+        ValueError: `initialize` is None, and a module has no ``reset_parameters()``.
+    """
+    shared = [
+        (tensors, name, id(tensor))
+        for stage in stages
+        for module in stage.modules()
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
+    unmade = [[module for module in stage.modules() if _is_unmade(module)] for stage in stages]
+    for stage, device in zip(stages, devices, strict=True):
+        stage._apply(partial(_moved, device))
+    moved: dict[int, torch.Tensor | None] = {}
+    for tensors, name, key in shared:
+        if tensors[name] is not moved.setdefault(key, tensors[name]):
+            tensors[name] = moved[key]  # type: ignore[assignment]
+    with torch.no_grad():
+        for stage, modules in zip(stages, unmade, strict=True):
+            if modules and initialize is not None:
+                initialize(stage)
+            for module in modules if initialize is None else ():
+                reset: Any = getattr(module, "reset_parameters", None)
+                if reset is None:
+                    raise ValueError(
+                        f"a {type(module).__name__} has tensors on the meta device, and no reset_parameters() to fill "
+                        "them: pass initialize="
+                    )
+                reset()
+
+
+def _is_unmade(module: nn.Module) -> bool:
+    """Return True if a module has tensors of its own on the meta device."""
+    return any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+
+
+def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
 
 def receivers_of(route: Route, row_of: Sequence[int], devices: Mapping[int, torch.device]) -> list[Receiver]:

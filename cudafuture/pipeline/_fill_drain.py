@@ -58,7 +58,7 @@ from cudafuture.pipeline.skip import SkipNamespace, SkipTracker, inspect_skip_la
 from cudafuture.pipeline.stream import AbstractStream, current_stream, new_stream, use_stream
 from cudafuture.pipeline.workers import Workers
 
-__all__ = ["FillDrain", "move_stages"]
+__all__ = ["FillDrain"]
 
 _Key = tuple[SkipNamespace | None, str]
 
@@ -103,24 +103,6 @@ class FillDrain:
             partition.module = stage
         with passing_changes(minibatch, microbatches):
             return concatenate(_ForwardPass(microbatches, self._partitions, checkpointed).run())
-
-
-def move_stages(stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Move each stage to its device. Layers of one device still share their tensors, even where torch replaces them."""
-    shared = [
-        (tensors, name, id(tensor))
-        for stage in stages
-        for module in stage.modules()
-        for tensors in (module._parameters, module._buffers)
-        for name, tensor in tensors.items()
-        if tensor is not None
-    ]
-    for stage, device in zip(stages, devices, strict=True):
-        stage.to(device)
-    moved: dict[int, torch.Tensor | None] = {}
-    for tensors, name, key in shared:
-        if tensors[name] is not moved.setdefault(key, tensors[name]):
-            tensors[name] = moved[key]  # type: ignore[assignment]
 
 
 @dataclass

@@ -158,15 +158,15 @@ class _StepFailure(NamedTuple):
             text, trace = "it has no text", ""
         return cls(rank, type(error).__qualname__, text, trace)
 
-    def sentence(self) -> str:
-        return f"rank {self.rank} of the pipeline raised {self.type_name}: {self.text}"
+    def sentence(self, noun: str) -> str:
+        return f"{noun} {self.rank} of the pipeline raised {self.type_name}: {self.text}"
 
-    def error(self) -> RemoteError:
+    def error(self, noun: str) -> RemoteError:
         return RemoteError(
-            self.sentence(),
+            self.sentence(noun),
             type_name=self.type_name,
             remote_traceback=self.traceback,
-            worker=f"rank {self.rank}",
+            worker=f"{noun} {self.rank}",
         )
 
 
@@ -258,9 +258,11 @@ class Ranks:
 
     Args:
         group: a process group; its timeout is that of steps without one.
+        noun: for a process in messages.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, noun: str = "rank") -> None:
+        self._noun = noun
         self._lock = threading.RLock()  # guards the fields below
         self._steps: dict[int, _RankStep] = {}
         self._number = 0  # of the step that this rank runs, or begins next
@@ -290,8 +292,8 @@ class Ranks:
             self._receivers = list(step.receivers)
             self._channels = {each.key: _MessageKind.FIRST_KEY + i for i, each in enumerate(self._receivers)}
 
-    def step(self, kind: str, link: Link) -> AbstractContextManager[SharedStep]:
-        """Return the scope of a step, which all ranks enter.
+    def step(self, kind: str, link: Link | None) -> AbstractContextManager[SharedStep]:
+        """Return the scope of a step, which all ranks enter; without a link they exchange no messages of stages.
 
         Raises:
             RemoteError: a cell of another rank failed.
@@ -299,7 +301,7 @@ class Ranks:
             TimeoutError: it has not ended in time, on some rank.
             InvalidStateError: an earlier step was abandoned.
         """
-        return self._shared(kind, link)
+        return self._shared(kind, link or _NoLink())
 
     def close(self) -> None:
         """Close the pipeline on this rank: it takes part in no further step. Block until its last messages are sent."""
@@ -341,10 +343,11 @@ class Ranks:
             raise error
         if failures:
             first, *others = failures
-            raised_here: Any = first.error() if kind != "pipeline" else ValueError(first.sentence())
+            noun = self._noun
+            raised_here: Any = first.error(noun) if kind != "pipeline" else ValueError(first.sentence(noun))
             if hasattr(raised_here, "add_note"):
                 for other in others:
-                    raised_here.add_note(f"then rank {other.rank}: {other.type_name}: {other.text}")
+                    raised_here.add_note(f"then {noun} {other.rank}: {other.type_name}: {other.text}")
             raise raised_here
         if error is not None:
             raise error
@@ -403,7 +406,7 @@ class Ranks:
             own = step.ends[0][1]
             for rank, (_, settings) in sorted(step.ends.items()):
                 if settings != own:
-                    text = f"rank 0 makes a pipeline of\n{own}\nbut rank {rank} one of\n{settings}"
+                    text = f"{self._noun} 0 makes a pipeline of\n{own}\nbut {self._noun} {rank} one of\n{settings}"
                     return [_StepFailure(rank, "ValueError", text, "")]
         return found
 
@@ -425,9 +428,9 @@ class Ranks:
 
     def _answers_of(self, step: _RankStep) -> str:
         with self._lock:
-            lines = [f"rank {rank} {answer}" for rank, answer in sorted(step.answers.items())]
-            lines += [f"rank {rank} does not answer: it is stopped, or dead" for rank in step.silent_ranks()]
-        return "\n".join([f"rank {self.rank} {step.describe()}", *lines])
+            lines = [f"{self._noun} {rank} {answer}" for rank, answer in sorted(step.answers.items())]
+            lines += [f"{self._noun} {rank} does not answer: it is stopped, or dead" for rank in step.silent_ranks()]
+        return "\n".join([f"{self._noun} {self.rank} {step.describe()}", *lines])
 
     # ---- messages
 
@@ -467,7 +470,8 @@ class Ranks:
                     self._pass_on(self._step(number), message)
                 return
             if channel == _MessageKind.LEAVE:
-                self._goes(number, WorkerLostError(f"rank {rank} has closed its pipeline", worker=f"rank {rank}"))
+                one = f"{self._noun} {rank}"
+                self._goes(number, WorkerLostError(f"{one} has closed its pipeline", worker=one))
                 return
             if channel == _MessageKind.ASK:
                 with contextlib.suppress(InvalidStateError):  # closed
@@ -475,7 +479,7 @@ class Ranks:
                 return
             if channel == _MessageKind.ABANDON:
                 self._is_told = self._is_told or self._broken is None
-                self._break(_abandoned_by(rank, number, *message.body))
+                self._break(_abandoned_by(f"{self._noun} {rank}", number, *message.body))
             if number < self._number or channel == _MessageKind.ABANDON:
                 return  # of a step that this rank has ended
             step = self._step(number)
@@ -530,10 +534,11 @@ class Ranks:
     def _lose(self, rank: int, error: BaseException | None) -> None:
         if error is None:
             return  # it has sent LEAVE
-        text = f"rank {rank} of the pipeline is lost: it has died or ended, or the network has: {error}"
+        one = f"{self._noun} {rank}"
+        text = f"{one} of the pipeline is lost: it has died or ended, or the network has: {error}"
         if isinstance(error, CUDAFutureError):  # a message that cannot be read
             text = str(error)
-        lost = WorkerLostError(text, worker=f"rank {rank}")
+        lost = WorkerLostError(text, worker=one)
         with self._lock:
             step = self._steps.get(self._number)
             has_ended = step is not None and step.has_ended and (rank in step.ends if self.rank == 0 else rank != 0)
@@ -567,10 +572,10 @@ def _close_all() -> None:
         ranks.close()
 
 
-def _abandoned_by(rank: int, number: int, kind: str, text: str, worker: str) -> BaseException:
-    message = f"rank {rank} has abandoned step {number}: {text}"
+def _abandoned_by(who: str, number: int, kind: str, text: str, worker: str) -> BaseException:
+    message = f"{who} has abandoned step {number}: {text}"
     if kind == "WorkerLostError":
         return WorkerLostError(message, worker=worker)
     if kind == "TimeoutError":
         return TimeoutError(message)
-    return RemoteError(message, type_name=kind, worker=f"rank {rank}")
+    return RemoteError(message, type_name=kind, worker=who)

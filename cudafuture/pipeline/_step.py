@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from cudafuture._C import CUDAFuture
 from cudafuture.pipeline._ranks import SharedStep
 from cudafuture.pipeline._stage import Skip, Stage, StageMessage
 from cudafuture.pipeline.link import Link, LinkClosedError
@@ -83,6 +85,8 @@ class Step:
         self._lock = threading.Lock()  # guards the fields below
         self.errors: list[tuple[Cell | None, BaseException]] = []
         self.outputs: dict[int, StageMessage] = {}
+        self.ended: dict[int, CUDAFuture[bool]] = {s: CUDAFuture(name=f"cells of stage {s}") for s in stages}
+        """By stage: complete when it runs no more cells; True if all of them have ended."""
         self.peak_activations = [0] * len(schedule.rows)
         self._ended: set[Cell] = set()
         self._running: dict[int, Cell] = {}  # by row
@@ -100,7 +104,16 @@ class Step:
 
     def run_row(self, row: int) -> None:
         """Run the cells of a device in their order; stop after an error in any row."""
+        try:
+            self._run_cells(row)
+        finally:
+            for s in self._stages:
+                if self._schedule.device_of[s] == row and not self.ended[s].done():
+                    self.ended[s].set_result(False)
+
+    def _run_cells(self, row: int) -> None:
         live = 0
+        left = Counter(cell.stage for cell in self._schedule.rows[row] if cell is not None)
         for cell in self._schedule.rows[row]:
             if cell is None or (self._is_inference and cell.kind != "F"):
                 continue
@@ -116,6 +129,9 @@ class Step:
                 with self._lock:
                     self._ended.add(cell)
                     del self._running[row]
+                left[cell.stage] -= 1
+                if not left[cell.stage]:
+                    self.ended[cell.stage].set_result(True)
             except LinkClosedError:
                 return
             except BaseException as error:

@@ -22,6 +22,7 @@ from cudafuture.pipeline._clipping import clip_gradients
 from cudafuture.pipeline._division import (
     divide,
     layers_of,
+    move_stages,
     place_of_rank,
     places_of,
     receivers_of,
@@ -29,7 +30,7 @@ from cudafuture.pipeline._division import (
     route_of,
     table_of,
 )
-from cudafuture.pipeline._fill_drain import FillDrain, move_stages
+from cudafuture.pipeline._fill_drain import FillDrain
 from cudafuture.pipeline._minibatch import (
     expect_tensors,
     join,
@@ -42,6 +43,7 @@ from cudafuture.pipeline._minibatch import (
     split_target,
 )
 from cudafuture.pipeline._ranks import Alone, Ranks, SharedStep
+from cudafuture.pipeline._replicas import GradientReduction, OneReplica, Replicas
 from cudafuture.pipeline._stage import Stage, StageMessage
 from cudafuture.pipeline._step import Step
 from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
@@ -80,6 +82,12 @@ class Pipeline(nn.Module):
         link: creates the link between the stages of this process for each step. Default: LocalLink.
         group: a torch process group, a ProcessGroup, or the group of one dimension of a device mesh: rank `r` runs row
             `r` of the table, and has only the stages of that row. None (default): this process runs all rows.
+        replicas: such a group of the processes that run the same rows for other samples. They begin with the parameters
+            and buffers of its first rank, and each step averages the gradients (adds them, with
+            ``loss_reduction="sum"``). None (default): no other process does.
+        initialize: fills the tensors of a stage that was made on the meta device, ``initialize(stage)``, where this
+            process has the stage, with the names of the undivided model. None (default): ``reset_parameters()`` of each
+            module that has such tensors.
 
     Parameters keep the names that they have in the nn.Sequential (for a list of modules: in ``nn.Sequential(*list)``),
     so ``state_dict()`` is that of the undivided model. Create the optimizer after the pipeline.
@@ -112,15 +120,21 @@ class Pipeline(nn.Module):
         deferred_batch_norm: bool = False,
         link: Callable[[], Link] = LocalLink,
         group: Any = None,
+        replicas: Any = None,
+        initialize: Callable[[nn.Module], object] | None = None,
     ) -> None:
         super().__init__()
         self._ranks = Alone() if group is None else Ranks(group)
-        weakref.finalize(self, self._ranks.leave).atexit = False
-        with self._ranks.making() as making:
+        self._replicas = OneReplica() if replicas is None else Replicas(replicas)
+        for ranks in (self._ranks, self._replicas):
+            weakref.finalize(self, ranks.leave).atexit = False
+        with self._ranks.making() as making, self._replicas.making() as making_replica:
             _expect_choices(checkpoint, loss_reduction, microbatches)
             if loss is not None:
                 expect_callable("loss", loss, "loss(output, target)")
             expect_callable("link", link, "link()")
+            if initialize is not None:
+                expect_callable("initialize", initialize, "initialize(stage)")
             layers, parts = divide(stages, balance, _RESERVED)
             self.devices = tuple(places_of(devices, len(parts)) if group is None else [place_of_rank(devices)])
             count = len(self.devices) if group is None else self._ranks.size
@@ -137,12 +151,16 @@ class Pipeline(nn.Module):
             self.stages = tuple(parts[s] for s in here)
             """The parts of the model that this process has, each on its device."""
             self.stage_devices = tuple(self._device_of(s) for s in here)
-            move_stages(self.stages, self.stage_devices)
+            move_stages(self.stages, self.stage_devices, initialize)
             self._route = route_of(parts)
             devices_here = dict(zip(here, self.stage_devices, strict=True))
             making.settings = f"{self.schedule}\nwith {checkpoint=}, {loss_reduction=}, layers {dict(layers).keys()}"
             making.receivers = receivers_of(self._route, self.schedule.device_of, devices_here)
             making.settings += f" and messages {[each.key for each in making.receivers]}" if self._route.popped else ""
+            if making_replica is not None:
+                named = [(name, p.shape, p.dtype, p.requires_grad) for name, p in self.named_parameters()]
+                making_replica.settings = f"{making.settings} and parameters {named}"
+        self._replicas.copy_first(self.stages)
         self.microbatches = microbatches
         self._checkpoint, self._mean, self._link = checkpoint, loss_reduction == "mean", link
         loss = loss if loss is not None else _output_is_loss
@@ -150,7 +168,7 @@ class Pipeline(nn.Module):
         self._stages = {
             s: Stage(s, parts[s], device, loss if s == self._last else None) for s, device in devices_here.items()
         }
-        self._fill_drain = FillDrain(self.stages, self.stage_devices) if group is None else None
+        self._fill_drain: FillDrain | None = None  # made by the first call, since it takes streams
         self._batch_norms = [layer for layer in self.modules() if isinstance(layer, DeferredBatchNorm)]
         self._workers = [Workers([device], name="cudafuture-pipeline") for device in self.devices]
         # Held for the length of a step. A thread that Ctrl-C kept from releasing it can take it again; the cells, which
@@ -172,6 +190,7 @@ class Pipeline(nn.Module):
         *,
         weights: Any = None,
         return_outputs: bool = False,
+        average: bool = True,
         timeout: float | None = None,
     ) -> Any:
         """Run forward and backward of a mini-batch; return its loss, without a graph, on the device of the last stage.
@@ -186,11 +205,15 @@ class Pipeline(nn.Module):
             weights: tensor whose rows are those of the target, such as ``labels != ignore_index``: the loss of a
                 micro-batch is weighted by its share of their sum. None (default): by its rows.
             return_outputs: return ``(loss, outputs)``. Default False.
+            average: average the gradients over the `replicas`. Default True. False, on all of them: only accumulate; a
+                later step averages what has been accumulated.
             timeout: seconds after which the step is abandoned. None (default): no limit; with a `group`, its timeout.
 
         With a `group` all ranks call this. The rank of the first stage uses its `batch`, that of the last stage its
         `target`; the other ranks ignore theirs, and get None as loss and outputs. The step ends well on all ranks or
-        raises on all: another rank's error is a ``RemoteError`` here.
+        raises on all: another rank's error is a ``RemoteError`` here. So do `replicas`, whose losses are their own; the
+        gradients of a stage are on their way while cells of other stages run. A parameter that no replica has used gets
+        a gradient of zeros.
 
         Raises:
             Exception: the first error of any cell, with its traceback; later ones are notes on it. Gradients of cells
@@ -206,8 +229,14 @@ class Pipeline(nn.Module):
         >>> outputs.shape
         torch.Size([4, 1])
         """
-        with self._alone(), self._ranks.step("step", self._link()) as shared:
+        replicas = self._replicas if average else OneReplica()
+        with (
+            self._alone(),
+            self._ranks.step("step", self._link()) as shared,
+            replicas.step(self._stages.values()) as reduction,
+        ):
             shared.limit(timeout)
+            reduction.limit(timeout)
             if is_checkpointing() or is_recomputing():
                 raise RuntimeError("a pipeline cannot run inside a stage that is recomputed")
             if not torch.is_grad_enabled():
@@ -223,7 +252,8 @@ class Pipeline(nn.Module):
             step = Step(self._stages, schedule, shared, self._route, shares, recomputes, keeps_outputs=return_outputs)
             given = (batch if parts else None, target if targets else None)
             with passing_changes(given, list(zip(parts or [None] * count, targets or [None] * count, strict=True))):
-                self._run(step, parts, targets, shared)
+                self._run(step, parts, targets, shared, reduction)
+            reduction.finish()
             self.peak_activations = tuple(step.peak_activations[row] for row in self._rows_here)
             loss = self._loss(count)
         return (loss, _joined(step)) if return_outputs else loss
@@ -231,7 +261,8 @@ class Pipeline(nn.Module):
     def _shares(self, weights: Any, rows: int, count: int) -> list[Any]:
         """Return the factors of the micro-batches' losses."""
         if weights is None:
-            return [size / rows if self._mean else 1.0 for size in sizes_of(rows, count)]
+            # The sum of the replicas' gradients is the average of gradients that are larger.
+            return [size / rows if self._mean else float(self._replicas.size) for size in sizes_of(rows, count)]
         if not self._mean:
             raise ValueError('weights are for loss_reduction="mean": a sum has none')
         return shares_of(weights, rows, count, self.stage_devices[-1])
@@ -265,7 +296,7 @@ class Pipeline(nn.Module):
         loss = losses[0]
         for m in range(1, count):
             loss = loss + losses[m]
-        return loss
+        return loss if self._mean else loss / self._replicas.size
 
     def _infer(self, batch: Any) -> Any:
         with self._alone(), self._ranks.step("call", self._link()) as shared:
@@ -275,7 +306,7 @@ class Pipeline(nn.Module):
             step = Step(self._stages, schedule, shared, self._route, weights, lambda m: False, is_inference=True)
             parts = self._split(batch, count)
             with passing_changes(batch if parts else None, parts):
-                self._run(step, parts, [], shared)
+                self._run(step, parts, [], shared, GradientReduction())
         return _joined(step)
 
     @contextmanager
@@ -327,8 +358,10 @@ class Pipeline(nn.Module):
             layer.set_chunks(count)
         return split(batch, count) if 0 in self._stages else []
 
-    def _run(self, step: Step, parts: list[Any], targets: list[Any], shared: SharedStep) -> None:
-        """Run the rows of this process on their devices' threads."""
+    def _run(
+        self, step: Step, parts: list[Any], targets: list[Any], shared: SharedStep, reduction: GradientReduction
+    ) -> None:
+        """Run the rows of this process on their devices' threads, and begin to reduce the gradients of their stages."""
         inputs, wanted = ([StageMessage.of(part, lambda _: False) for part in each] for each in (parts, targets))
         step.feed(inputs, wanted)
         futures = self._rows = []
@@ -338,6 +371,10 @@ class Pipeline(nn.Module):
                 run = functools.partial(step.run_row, row)
                 stream = streams[0] if streams else None
                 futures.append(workers.submit(device, run, stream=stream, name=f"row {row} of the step"))
+            for s in sorted(self._stages, reverse=True) if reduction.is_needed else ():
+                if not shared.wait(step.ended[s]):
+                    break
+                reduction.begin(self._stages[s])
             for future in futures:
                 shared.wait(future)
         except TimeoutError:
@@ -388,8 +425,10 @@ class Pipeline(nn.Module):
         """
         if not torch.is_grad_enabled():
             return self._infer(batch)
-        if self._fill_drain is None:
+        if self._ranks.group is not None:
             raise RuntimeError("a pipeline over several processes is trained by step()")
+        if self._fill_drain is None:
+            self._fill_drain = FillDrain(self.stages, self.stage_devices)
         expect_tensors(batch)
         count = min(self.microbatches, rows_of(batch))
         for layer in self._batch_norms:
@@ -451,6 +490,7 @@ class Pipeline(nn.Module):
             raise InvalidStateError("a cell cannot close its pipeline, because close() waits for the cell")
         for workers in self._workers:
             workers.close()
+        self._replicas.close()
         self._ranks.close()
 
 

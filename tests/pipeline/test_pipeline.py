@@ -540,6 +540,65 @@ def test_state_equals_undivided_model() -> None:
     assert not any(module.training for stage in pipeline.stages for module in stage.modules())
 
 
+class Scale(nn.Module):
+    """Has a parameter and no way to fill it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_pipelines_that_only_step_take_no_streams(schedule: str) -> None:
+    pipelines = []
+    for _ in range(20):  # more than a device has streams for
+        pipelines.append(Pipeline(model_of(4), ["sim:0"] * 4, balance=[1] * 4, microbatches=2, loss=loss_of))
+        pipelines[-1].step(*batch_of(4))
+    pipelines[0](batch_of(4, "sim:0")[0]).sum().backward()
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_stages_of_meta_device_get_memory(device: str) -> None:
+    if device == "sim":
+        sim.enable(devices=2)
+    places = ["cpu"] * 2 if device == "cpu" else ["sim:0", "sim:1"]
+    with torch.device("meta"):
+        model, other = nn.Sequential(*model_of(3), nn.BatchNorm1d(WIDTH)), model_of(2)
+        first: Any = other[0]
+        first.append(first[0])  # twice in one stage
+        own = nn.Sequential(*model_of(1), Scale())
+    pipeline = Pipeline(model, places, balance=[2, 2], microbatches=2, loss=loss_of)
+    pipeline.step(*batch_of(4))
+    for name, tensor in [*pipeline.named_parameters(), *pipeline.named_buffers()]:
+        assert tensor.device.type == device, name
+        assert tensor.isfinite().all(), name
+    assert all(parameter.grad is not None for parameter in pipeline.parameters())
+    assert pipeline.get_buffer("3.running_var").ne(1).all()  # was 1, and has seen the batch
+
+    tied = Pipeline(other, places, balance=[1, 1], microbatches=2, loss=loss_of)
+    assert tied.get_parameter("0.0.weight") is tied.get_parameter("0.3.weight")
+
+    with pytest.raises(ValueError, match="a Scale has tensors on the meta device, and no reset_parameters"):
+        Pipeline(copy.deepcopy(own), places, balance=[1, 1], microbatches=2, loss=loss_of)
+    state = nn.Sequential(*model_of(1, seed=3), Scale()).state_dict()
+    filled: list[list[str]] = []
+
+    def fill(stage: nn.Module) -> None:
+        filled.append(list(stage.state_dict()))
+        stage.load_state_dict({name: state[name] for name in stage.state_dict()})
+
+    loaded = Pipeline(own, places, balance=[1, 1], microbatches=2, loss=loss_of, initialize=fill)
+    assert [name for names in filled for name in names] == list(state)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor.cpu(), state[name])
+    Pipeline(model_of(2), places, balance=[1, 1], microbatches=2, loss=loss_of, initialize=fill)
+    assert len(filled) == 2  # those that have memory keep their values
+    if device == "sim":
+        sim.disable()
+
+
 def test_mismatched_arguments_are_refused() -> None:
     two = [nn.Linear(2, 2), nn.Linear(2, 2)]
     shared = nn.Linear(2, 2)

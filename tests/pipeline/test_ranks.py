@@ -244,6 +244,29 @@ def test_skips_pass_over_ranks(world: World) -> None:
 
 
 @pytest.mark.world(2)
+def test_each_rank_makes_only_its_stages(world: World) -> None:
+    def run() -> None:
+        rank, source = dist.get_rank(), model_of(4)
+        with torch.device("meta"):
+            model = model_of(4)
+        state = source.state_dict()
+        pipeline = Pipeline(
+            model,
+            balance=[2, 2],
+            microbatches=2,
+            loss=loss_of,
+            group=dist.group.WORLD,
+            initialize=lambda stage: stage.load_state_dict({name: state[name] for name in stage.state_dict()}),
+        )
+        assert [parameter.is_meta for parameter in model.parameters()] == [
+            int(name[0]) // 2 != rank for name, _ in model.named_parameters()
+        ]
+        expect_plain(pipeline, source, [2, 2], 5)
+
+    world.run(run)
+
+
+@pytest.mark.world(2)
 def test_evaluation_returns_output_on_last_rank(world: World) -> None:
     def run() -> None:
         model = model_of(4)

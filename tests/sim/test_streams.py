@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
 import torch
 
+from cudafuture import own_stream
 from cudafuture.testing import sim
 
 pytestmark = pytest.mark.sim(devices=2, schedule="lazy")
@@ -173,3 +175,20 @@ def test_restart_drops_queued_work() -> None:
     assert current().query()
     held.open()
     del x
+
+
+def test_streams_of_garbage_are_used_again() -> None:
+    kept: list[torch.Stream] = []
+    with pytest.raises(RuntimeError, match="cannot make more"):
+        kept.extend(own_stream("sim") for _ in range(100))
+    for stream in kept:
+        cycle: list[object] = [stream]
+        cycle.append(cycle)
+    gc.disable()
+    try:
+        count = len(kept)
+        kept.clear()
+        del stream, cycle
+        assert len([own_stream("sim") for _ in range(count)]) == count
+    finally:
+        gc.enable()

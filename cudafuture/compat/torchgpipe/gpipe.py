@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from cudafuture.compat.torchgpipe.microbatch import check, scatter
-from cudafuture.pipeline._fill_drain import FillDrain, move_stages
+from cudafuture.pipeline._division import move_stages
+from cudafuture.pipeline._fill_drain import FillDrain
 from cudafuture.pipeline._minibatch import TensorOrTensors, map_tensors
 from cudafuture.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from cudafuture.pipeline.checkpoint import is_recomputing
