@@ -189,6 +189,7 @@ class Pipeline(nn.Module):
         target: Any = None,
         *,
         weights: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool = False,
         average: bool = True,
         timeout: float | None = None,
@@ -204,6 +205,9 @@ class Pipeline(nn.Module):
                 or a multiple, and are split at the same places.
             weights: tensor whose rows are those of the target, such as ``labels != ignore_index``: the loss of a
                 micro-batch is weighted by its share of their sum. None (default): by its rows.
+            scaler: multiplies the gradients, but not the returned loss, by its scale; then call its ``unscale_``,
+                ``step`` and ``update`` as always. With a `group`, on all ranks, one that knows of infinite gradients on
+                the others: ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=group)``.
             return_outputs: return ``(loss, outputs)``. Default False.
             average: average the gradients over the `replicas`. Default True. False, on all of them: only accumulate; a
                 later step averages what has been accumulated.
@@ -248,6 +252,10 @@ class Pipeline(nn.Module):
                 parts = self._split(batch, count)
                 targets = split_target(target, rows, count) if self._last in self._stages else []
             shares = self._shares(weights, rows, count) if self._last in self._stages else [1.0] * count
+            scale = None
+            if scaler is not None:
+                scale = scaler.scale(torch.ones((), dtype=torch.float32, device=self.stage_devices[-1]))
+                shares = [share * scale for share in shares]
             recomputes = self._recomputes(count)
             step = Step(self._stages, schedule, shared, self._route, shares, recomputes, keeps_outputs=return_outputs)
             given = (batch if parts else None, target if targets else None)
@@ -256,6 +264,8 @@ class Pipeline(nn.Module):
             reduction.finish()
             self.peak_activations = tuple(step.peak_activations[row] for row in self._rows_here)
             loss = self._loss(count)
+            if scale is not None and loss is not None:
+                loss = loss / scale
         return (loss, _joined(step)) if return_outputs else loss
 
     def _shares(self, weights: Any, rows: int, count: int) -> list[Any]:

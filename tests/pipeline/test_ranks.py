@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from cudafuture.distributed import ProcessGroup
 from cudafuture.errors import InvalidStateError, RemoteError, WorkerLostError
@@ -313,6 +314,40 @@ def clip(layers: int) -> None:
 @pytest.mark.world(2)
 def test_clipping_takes_norm_of_all_ranks(world: World) -> None:
     world.run(clip, 2)
+
+
+@pytest.mark.world(2)
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler")
+def test_scaler_skips_step_on_all_ranks(world: World) -> None:
+    def run() -> None:
+        rank, plain = dist.get_rank(), model_of(2)
+        pipeline = Pipeline(copy.deepcopy(plain), balance=[1, 1], microbatches=2, loss=loss_of, group=dist.group.WORLD)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        scaler = ShardedGradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+        x, y = batch_of(4)
+        loss = pipeline.step(x, y, scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        of_plain = torch.optim.SGD(plain.parameters(), lr=0.1)
+        expected = loss_of(plain(x), y)
+        expected.backward()
+        of_plain.step()
+        if rank == 1:
+            torch.testing.assert_close(loss, expected.detach())
+        trained = {name: value.clone() for name, value in pipeline.state_dict().items()}
+        for name, value in trained.items():
+            torch.testing.assert_close(value, plain.state_dict()[name])
+        optimizer.zero_grad()
+        if rank == 1:
+            next(pipeline.parameters()).register_hook(lambda gradient: gradient / 0)
+        pipeline.step(x, y, scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+        for name, value in pipeline.state_dict().items():
+            assert torch.equal(value, trained[name])
+
+    world.run(run)
 
 
 def train_and_save(folder: str, microbatches: int) -> None:
