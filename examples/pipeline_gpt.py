@@ -118,7 +118,7 @@ def main() -> int:
     """Train; return the exit status."""
     parser = argparse.ArgumentParser(description="Train a small GPT with pipelines beside each other.")
     parser.add_argument("--short", action="store_true", help="fewer steps")
-    parser.add_argument("--replicas", type=int, default=2, help="pipelines (default: 2); the processes are a multiple")
+    parser.add_argument("--replicas", type=int, default=2, choices=[1, 2], help="pipelines (default: 2)")
     parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b (default) or zb1p")
     parser.add_argument("--folder", type=Path, help="for the state, on a disk (default: the system's for such files)")
     args = parser.parse_args()

@@ -163,7 +163,7 @@ def move_stages(
     with torch.no_grad():
         for stage, modules in zip(stages, unmade, strict=True):
             if modules and initialize is not None:
-                initialize(stage)
+                _fill(stage, modules, initialize)
             for module in modules if initialize is None else ():
                 reset: Any = getattr(module, "reset_parameters", None)
                 if reset is None:
@@ -174,9 +174,30 @@ def move_stages(
                 reset()
 
 
+def _fill(stage: nn.Module, modules: list[nn.Module], initialize: Callable[[nn.Module], object]) -> None:
+    """Call `initialize`; raise ValueError if it leaves a tensor of one of the modules without values."""
+    for module in modules:
+        for tensor in _own_tensors(module):
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.fill_(torch.nan)
+    initialize(stage)
+    names = {module: name for name, module in stage.named_modules()}
+    for module in modules:
+        for tensor in _own_tensors(module):
+            if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() and tensor.isnan().all():
+                raise ValueError(
+                    f"initialize() has left a tensor of shape {tuple(tensor.shape)} in layer {names[module]} without "
+                    "values. A state_dict() has no buffers that are not persistent: fill them, too"
+                )
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
 def _is_unmade(module: nn.Module) -> bool:
     """Return True if a module has tensors of its own on the meta device."""
-    return any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    return any(tensor.is_meta for tensor in _own_tensors(module))
 
 
 def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ from torch.utils import _pytree
 
 from cudafuture._arguments import expect_timeout
 from cudafuture._C import CUDAFuture
+from cudafuture.combine import wait
 from cudafuture.distributed.mailbox import Mailbox, Message
 from cudafuture.errors import CUDAFutureError, InvalidStateError, RemoteError, WorkerLostError
 from cudafuture.future import copy
@@ -39,7 +40,7 @@ from cudafuture.pipeline._sharing import expect_sendable
 from cudafuture.pipeline._stage import StageMessage
 from cudafuture.pipeline.link import Link, LinkClosedError
 
-__all__ = ["Alone", "Ranks", "Receiver", "SharedStep"]
+__all__ = ["Alone", "RankStep", "Ranks", "Receiver", "SharedStep"]
 
 T = TypeVar("T")
 _ANSWER_SHARE, _LONGEST_ANSWER = 0.1, 2.0  # of the timeout, and seconds: how long the others may take to answer
@@ -112,7 +113,7 @@ class Alone:
     """Pipeline in one process."""
 
     rank, size = 0, 1
-    group = None
+    group = broken = None
 
     def making(self) -> AbstractContextManager[SharedStep]:
         """Return the scope in which the pipeline is made."""
@@ -122,6 +123,9 @@ class Alone:
     def step(self, kind: str, link: Link) -> Iterator[SharedStep]:
         """Return the scope of a step."""
         yield SharedStep(link, None)
+
+    def abandon(self, error: BaseException) -> None:
+        """Let no rank wait for this one any more, of which there are none."""
 
     def close(self) -> None:
         """Close the connection to the others, of which there are none."""
@@ -148,6 +152,8 @@ class _StepFailure(NamedTuple):
     type_name: str
     text: str
     traceback: str
+    is_difference: bool = False
+    """The rank has other settings than the first one."""
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> _StepFailure:
@@ -161,7 +167,9 @@ class _StepFailure(NamedTuple):
     def sentence(self, noun: str) -> str:
         return f"{noun} {self.rank} of the pipeline raised {self.type_name}: {self.text}"
 
-    def error(self, noun: str) -> RemoteError:
+    def error(self, noun: str) -> RemoteError | WorkerLostError:
+        if self.type_name == WorkerLostError.__qualname__:
+            return WorkerLostError(self.sentence(noun), worker=f"{noun} {self.rank}")
         return RemoteError(
             self.sentence(noun),
             type_name=self.type_name,
@@ -189,7 +197,7 @@ def _structure_of(value: Any) -> _Structure:
     return _Structure(_pytree.tree_flatten(value)[1])
 
 
-class _RankStep(SharedStep):
+class RankStep(SharedStep):
     """One step, as this rank shares it with the others. Messages of it may come before this rank begins it."""
 
     def __init__(self, ranks: Ranks, number: int) -> None:
@@ -203,6 +211,7 @@ class _RankStep(SharedStep):
         self.all_ended: CUDAFuture[None] = CUDAFuture(name=f"ends of step {number} on all ranks")
         self.verdict: CUDAFuture[list[_StepFailure]] = CUDAFuture(name=f"verdict of step {number}")
         self.answers: dict[int, str] = {}
+        self.has_asked = False
         self.describe = lambda: "has not begun its cells"
 
     def enter(self, kind: str, link: Link, timeout: float) -> None:
@@ -230,8 +239,18 @@ class _RankStep(SharedStep):
             with contextlib.suppress(TimeoutError):
                 return future.wait(non_blocking=True, timeout=left)
         if not future.done():
+            self.has_asked = True
             self._ranks.send_to_all(_MessageKind.ASK, self.number)
         return super().wait(future)
+
+    def wait_unless_over(self, future: CUDAFuture[T]) -> T:
+        """Wait for a future that a lost rank would leave pending; raise LinkClosedError if one is lost meanwhile."""
+        assert self.deadline is not None
+        pending: list[CUDAFuture[Any]] = [future, self.verdict]
+        wait(pending, max(0.0, self.deadline - time.monotonic()), "FIRST_COMPLETED")
+        if self.verdict.done() and not future.done():
+            raise LinkClosedError
+        return self.wait(future)
 
     def send(self, key: tuple[Any, ...], message: StageMessage, failed: Callable[[BaseException], object]) -> None:
         self._ranks.send(self.number, key, message, failed)
@@ -264,11 +283,12 @@ class Ranks:
     def __init__(self, group: Any, noun: str = "rank") -> None:
         self._noun = noun
         self._lock = threading.RLock()  # guards the fields below
-        self._steps: dict[int, _RankStep] = {}
+        self._steps: dict[int, RankStep] = {}
         self._number = 0  # of the step that this rank runs, or begins next
         self._broken: BaseException | None = None
         self._is_told = False  # by another rank
         self._is_raised = False  # in the program
+        self._has_abandoned = False  # this rank has told the others so
         self._is_closed = False
         self._gone: dict[int, BaseException] = {}  # by the first step in which a rank takes no part
         self._process = os.getpid()
@@ -292,7 +312,7 @@ class Ranks:
             self._receivers = list(step.receivers)
             self._channels = {each.key: _MessageKind.FIRST_KEY + i for i, each in enumerate(self._receivers)}
 
-    def step(self, kind: str, link: Link | None) -> AbstractContextManager[SharedStep]:
+    def step(self, kind: str, link: Link | None) -> AbstractContextManager[RankStep]:
         """Return the scope of a step, which all ranks enter; without a link they exchange no messages of stages.
 
         Raises:
@@ -301,7 +321,22 @@ class Ranks:
             TimeoutError: it has not ended in time, on some rank.
             InvalidStateError: an earlier step was abandoned.
         """
-        return self._shared(kind, link or _NoLink())
+        return self._shared(kind, _NoLink() if link is None else link)
+
+    @property
+    def broken(self) -> BaseException | None:
+        """The reason that these ranks cannot go on together; None: they can."""
+        return self._broken
+
+    def abandon(self, error: BaseException) -> None:
+        """Let no rank wait for this one any more; do nothing if one has done so, or the pipeline is closed."""
+        with self._lock:
+            if self._broken is not None or self._is_closed or os.getpid() != self._process:
+                return
+            number = self._number
+            self._break(error)
+            self._is_raised = self._has_abandoned = True
+        self._send_abandon(number, error)
 
     def close(self) -> None:
         """Close the pipeline on this rank: it takes part in no further step. Block until its last messages are sent."""
@@ -321,7 +356,7 @@ class Ranks:
     # ---- a step on this rank
 
     @contextmanager
-    def _shared(self, kind: str, link: Link) -> Iterator[_RankStep]:
+    def _shared(self, kind: str, link: Link) -> Iterator[RankStep]:
         step = self._enter(kind, link)
         error: BaseException | None = None
         try:
@@ -345,6 +380,8 @@ class Ranks:
             first, *others = failures
             noun = self._noun
             raised_here: Any = first.error(noun) if kind != "pipeline" else ValueError(first.sentence(noun))
+            if first.is_difference:
+                raised_here = ValueError(first.text)
             if hasattr(raised_here, "add_note"):
                 for other in others:
                     raised_here.add_note(f"then {noun} {other.rank}: {other.type_name}: {other.text}")
@@ -352,7 +389,7 @@ class Ranks:
         if error is not None:
             raise error
 
-    def _enter(self, kind: str, link: Link) -> _RankStep:
+    def _enter(self, kind: str, link: Link) -> RankStep:
         with self._lock:
             if self._is_closed:
                 raise InvalidStateError("the pipeline is closed")
@@ -378,7 +415,7 @@ class Ranks:
                 self._pass_on(step, message)
         return step
 
-    def _end(self, step: _RankStep, error: BaseException | None) -> list[_StepFailure]:
+    def _end(self, step: RankStep, error: BaseException | None) -> list[_StepFailure]:
         """Wait until all ranks have ended the step, and return their failures."""
         if self._broken is not None:
             raise self._broken
@@ -400,33 +437,37 @@ class Ranks:
         self._mailbox.send(0, _MessageKind.END, (step.number, 0), body=(failure, step.settings))
         return step.wait(step.verdict)
 
-    def _failures_of(self, step: _RankStep) -> list[_StepFailure]:
+    def _failures_of(self, step: RankStep) -> list[_StepFailure]:
         found = [failure for _, (failure, _) in sorted(step.ends.items()) if failure is not None]
         if not found:
             own = step.ends[0][1]
             for rank, (_, settings) in sorted(step.ends.items()):
                 if settings != own:
-                    text = f"{self._noun} 0 makes a pipeline of\n{own}\nbut {self._noun} {rank} one of\n{settings}"
-                    return [_StepFailure(rank, "ValueError", text, "")]
+                    text = f"{self._noun} 0 makes {own}\nbut {self._noun} {rank} makes {settings}"
+                    return [_StepFailure(rank, "ValueError", text, "", is_difference=True)]
         return found
 
-    def _abandon(self, step: _RankStep, error: BaseException) -> None:
+    def _abandon(self, step: RankStep, error: BaseException) -> None:
         """Let no rank wait for this one any more; add to the error what the others said."""
         with self._lock:
             self._break(error)
             self._is_raised = True
-            if self._is_told:
+            if self._is_told or self._has_abandoned:
                 return
-        if isinstance(error, TimeoutError):
+            self._has_abandoned = True
+        if isinstance(error, TimeoutError) and step.has_asked:
             error.args = (f"{error}\n{self._answers_of(step)}",)
-        kind = "WorkerLostError" if isinstance(error, WorkerLostError) else type(error).__qualname__
-        text = _StepFailure.of(self.rank, error).text
-        with contextlib.suppress(InvalidStateError):  # closed, or in a forked process
-            self.send_to_all(_MessageKind.ABANDON, step.number, (kind, text, getattr(error, "worker", "")))
+        self._send_abandon(step.number, error)
         awake = step.answers if isinstance(error, TimeoutError) else range(self.size)
         self._mailbox.flush(awake, _PATIENCE)
 
-    def _answers_of(self, step: _RankStep) -> str:
+    def _send_abandon(self, number: int, error: BaseException) -> None:
+        kind = "WorkerLostError" if isinstance(error, WorkerLostError) else type(error).__qualname__
+        text = _StepFailure.of(self.rank, error).text
+        with contextlib.suppress(InvalidStateError):  # closed, or in a forked process
+            self.send_to_all(_MessageKind.ABANDON, number, (kind, text, getattr(error, "worker", "")))
+
+    def _answers_of(self, step: RankStep) -> str:
         with self._lock:
             lines = [f"{self._noun} {rank} {answer}" for rank, answer in sorted(step.answers.items())]
             lines += [f"{self._noun} {rank} does not answer: it is stopped, or dead" for rank in step.silent_ranks()]
@@ -497,7 +538,7 @@ class Ranks:
             elif channel == _MessageKind.ANSWER:
                 step.answers[rank] = message.body
 
-    def _pass_on(self, step: _RankStep, message: Message) -> None:
+    def _pass_on(self, step: RankStep, message: Message) -> None:
         """Give a message for a stage of this rank to the link."""
         if not step.kind:
             step.early.append(message)
@@ -515,7 +556,7 @@ class Ranks:
         except Exception as error:  # of a copy to the device
             step.fail(error)
 
-    def _note_end(self, step: _RankStep, rank: int, end: tuple[_StepFailure | None, str]) -> None:
+    def _note_end(self, step: RankStep, rank: int, end: tuple[_StepFailure | None, str]) -> None:
         with self._lock:
             step.ends[rank] = end
             if len(step.ends) < self.size:
@@ -558,10 +599,10 @@ class Ranks:
             for step in self._steps.values():
                 step.close(is_over=True)
 
-    def _step(self, number: int) -> _RankStep:
+    def _step(self, number: int) -> RankStep:
         step = self._steps.get(number)
         if step is None:
-            step = self._steps[number] = _RankStep(self, number)
+            step = self._steps[number] = RankStep(self, number)
         return step
 
 

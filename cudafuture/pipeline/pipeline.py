@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
 import weakref
@@ -125,9 +126,9 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         self._ranks = Alone() if group is None else Ranks(group)
+        weakref.finalize(self, self._ranks.leave).atexit = False
         self._replicas = OneReplica() if replicas is None else Replicas(replicas)
-        for ranks in (self._ranks, self._replicas):
-            weakref.finalize(self, ranks.leave).atexit = False
+        weakref.finalize(self, self._replicas.leave).atexit = False
         with self._ranks.making() as making, self._replicas.making() as making_replica:
             _expect_choices(checkpoint, loss_reduction, microbatches)
             if loss is not None:
@@ -154,12 +155,14 @@ class Pipeline(nn.Module):
             move_stages(self.stages, self.stage_devices, initialize)
             self._route = route_of(parts)
             devices_here = dict(zip(here, self.stage_devices, strict=True))
-            making.settings = f"{self.schedule}\nwith {checkpoint=}, {loss_reduction=}, layers {dict(layers).keys()}"
+            settings = f"{checkpoint=}, {loss_reduction=}, layers {dict(layers).keys()}"
+            making.settings = f"a pipeline of\n{self.schedule}\nwith {settings}"
             making.receivers = receivers_of(self._route, self.schedule.device_of, devices_here)
             making.settings += f" and messages {[each.key for each in making.receivers]}" if self._route.popped else ""
             if making_replica is not None:
                 named = [(name, p.shape, p.dtype, p.requires_grad) for name, p in self.named_parameters()]
-                making_replica.settings = f"{making.settings} and parameters {named}"
+                buffers = [(name, buffer.shape, buffer.dtype) for name, buffer in self.named_buffers()]
+                making_replica.settings = f"{making.settings}, parameters {named} and buffers {buffers}"
         self._replicas.copy_first(self.stages)
         self.microbatches = microbatches
         self._checkpoint, self._mean, self._link = checkpoint, loss_reduction == "mean", link
@@ -175,6 +178,7 @@ class Pipeline(nn.Module):
         # must not take it, run in other threads.
         self._stepping = threading.RLock()
         self._rows: list[CUDAFuture[None]] = []  # of the last step
+        self._numbers = itertools.count(1)  # of the steps
         self.peak_activations: tuple[int, ...] = ()
         """For each device, the most micro-batches whose activations the last step kept at a time."""
 
@@ -210,8 +214,10 @@ class Pipeline(nn.Module):
                 the others: ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=group)``.
             return_outputs: return ``(loss, outputs)``. Default False.
             average: average the gradients over the `replicas`. Default True. False, on all of them: only accumulate; a
-                later step averages what has been accumulated.
-            timeout: seconds after which the step is abandoned. None (default): no limit; with a `group`, its timeout.
+                later step averages what has been accumulated. With ``loss_reduction="sum"`` gradients are larger until
+                then, by the number of replicas. The replicas do not tell each other of errors in such a step.
+            timeout: seconds after which the step is abandoned. None (default): no limit; with a `group` or `replicas`,
+                their timeouts. The collectives of replicas take at most the timeout of their group.
 
         With a `group` all ranks call this. The rank of the first stage uses its `batch`, that of the last stage its
         `target`; the other ranks ignore theirs, and get None as loss and outputs. The step ends well on all ranks or
@@ -236,8 +242,9 @@ class Pipeline(nn.Module):
         replicas = self._replicas if average else OneReplica()
         with (
             self._alone(),
+            self._breaking_both(),
             self._ranks.step("step", self._link()) as shared,
-            replicas.step(self._stages.values()) as reduction,
+            replicas.step(self._stages.values(), next(self._numbers)) as reduction,
         ):
             shared.limit(timeout)
             reduction.limit(timeout)
@@ -309,7 +316,7 @@ class Pipeline(nn.Module):
         return loss if self._mean else loss / self._replicas.size
 
     def _infer(self, batch: Any) -> Any:
-        with self._alone(), self._ranks.step("call", self._link()) as shared:
+        with self._alone(), self._breaking_both(), self._ranks.step("call", self._link()) as shared:
             schedule = self._schedule_for(shared.share(rows_of(batch) if 0 in self._stages else None))
             count = schedule.microbatches
             weights = [1.0] * count
@@ -330,6 +337,17 @@ class Pipeline(nn.Module):
         finally:
             self._reset()
             self._stepping.release()
+
+    @contextmanager
+    def _breaking_both(self) -> Iterator[None]:
+        """If the ranks or the replicas cannot go on together, tell the others of both, who would wait for this one."""
+        try:
+            yield
+        except BaseException:
+            for one, other in ((self._ranks, self._replicas), (self._replicas, self._ranks)):
+                if one.broken is not None:
+                    other.abandon(one.broken)
+            raise
 
     def _reset(self) -> None:
         for stage in self._stages.values():
@@ -391,6 +409,7 @@ class Pipeline(nn.Module):
             what = f"a step did not end in {shared.timeout} s; cells that have ended, and (those that run or wait)"
             error = TimeoutError(f"{what}:\n{step.progress()}")
             step.fail(error)
+            reduction.abandon(error)
             for future in futures:
                 future.add_done_callback(_retrieve_error, executor=_C.inline_executor)
             raise error from None
@@ -435,7 +454,7 @@ class Pipeline(nn.Module):
         """
         if not torch.is_grad_enabled():
             return self._infer(batch)
-        if self._ranks.group is not None:
+        if self._ranks.group is not None or self._replicas.size > 1:
             raise RuntimeError("a pipeline over several processes is trained by step()")
         if self._fill_drain is None:
             self._fill_drain = FillDrain(self.stages, self.stage_devices)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cudafuture.errors import CUDAFutureError, RemoteError, WorkerLostError
+from cudafuture.errors import CUDAFutureError, InvalidStateError, RemoteError, WorkerLostError
 from cudafuture.pipeline import Pipeline
 from cudafuture.testing import World, sim
 from pipeline.reference import gradients_in_order, model_of
@@ -260,6 +260,71 @@ def run_into_errors() -> None:
         pipeline.step(x, y[:3] if (replica, row) == (1, 1) else y)  # before any cell
     pipeline.step(x, y)
     pipeline.close()
+
+
+@pytest.mark.world(2)
+def test_error_of_any_class_leaves_replicas_in_step(world: World) -> None:
+    def run() -> None:
+        rank = dist.get_rank()
+        text = "of the stage"
+        for error in (TimeoutError(text), WorkerLostError(text, worker="w1"), MemoryError(text)):
+
+            def loss(output: Tensor, target: Tensor, error: BaseException = error) -> Tensor:
+                if rank == 0 and (target == 7).any():
+                    raise error
+                return loss_of(output, target)
+
+            pipeline = Pipeline(
+                model_of(2), ["cpu"] * 2, balance=[1, 1], microbatches=2, loss=loss, replicas=dist.group.WORLD
+            )
+            x, y = batch_of(rank)
+            y[0] = 7
+            with pytest.raises((type(error), RemoteError), match=text):
+                pipeline.step(x, y)
+            pipeline.zero_grad()
+            pipeline.step(*batch_of(rank))
+            found = [plain_gradients(pipeline, model_of(2), [1, 1], seed)[1] for seed in range(2)]
+            expect_gradients(pipeline, average(found))
+            with pytest.raises(RuntimeError, match="is trained by step"):
+                pipeline(x)
+            if rank == 0:
+                pipeline.step(x, x, average=False)
+            with pytest.raises(ValueError, match=r"replica 0 makes the average of its step 4\s.*replica 1 .* step 3"):
+                pipeline.step(x, x)
+            pipeline.close()
+
+    world.run(run)
+
+
+def lose_one_of_mesh(rank: int, kind: str) -> None:
+    """Rank 0 of a mesh of 2 x 2 dies: all others know at once, also the one that has no connection to it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pipeline = Pipeline(
+        model_of(2),
+        balance=[1, 1],
+        microbatches=2,
+        loss=loss_of,
+        group=mesh.get_group("pp"),
+        replicas=mesh.get_group("dp"),
+    )
+    pipeline.step(*batch_of(0))
+    if rank == 0 and kind == "between steps":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        pipeline.stages[0].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(WorkerLostError):
+        pipeline.step(*batch_of(0))
+    with pytest.raises((WorkerLostError, InvalidStateError)):
+        pipeline.step(*batch_of(0))
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"rank {rank} knows", "")
+    store.wait([f"rank {other} knows" for other in (1, 2, 3)])  # not of each other's exit
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("kind", ["between steps", "in a cell"])
+def test_process_lost_in_mesh_is_known_to_all(kind: str) -> None:
+    run_ranks(4, lose_one_of_mesh, kind, lost=[0])
 
 
 @pytest.mark.world(4)

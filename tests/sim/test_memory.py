@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -41,25 +43,26 @@ def test_bytes_in_use_are_counted() -> None:
 
 
 def test_torch_reads_statistics_of_each_device() -> None:
+    memory = torch.accelerator
+    gc.collect()
+    other = memory.memory_allocated(0), memory.max_memory_allocated(0)
+    allocated, reserved = memory.memory_allocated(1), memory.memory_reserved(1)  # by what earlier tests have left
     x = torch.empty(1 << 20, dtype=torch.uint8, device="sim:1")
-    torch.accelerator.reset_peak_memory_stats(1)
-    torch.accelerator.reset_accumulated_memory_stats(1)
+    memory.reset_peak_memory_stats(1)
+    memory.reset_accumulated_memory_stats(1)
     y = torch.empty(2 << 20, dtype=torch.uint8, device="sim:1")
-    assert torch.accelerator.memory_allocated(1) == torch.accelerator.memory_reserved(1) == 3 << 20
+    assert memory.memory_allocated(1) - allocated == memory.memory_reserved(1) - reserved == 3 << 20
     del y
-    stats = torch.accelerator.memory_stats(1)
-    assert [stats[f"allocated_bytes.all.{name}"] for name in ("current", "peak", "allocated", "freed")] == [
-        1 << 20,
-        3 << 20,
-        2 << 20,
-        2 << 20,
-    ]
-    torch.accelerator.reset_peak_memory_stats(1)
-    assert torch.accelerator.max_memory_allocated(1) == 1 << 20
-    assert torch.accelerator.max_memory_reserved(1) == torch.accelerator.memory_reserved(1) == 3 << 20
-    torch.accelerator.empty_cache()
-    assert torch.accelerator.memory_reserved(1) == 1 << 20
-    assert torch.accelerator.memory_allocated(0) == torch.accelerator.max_memory_allocated(0) == 0
+    stats = memory.memory_stats(1)
+    assert stats["allocated_bytes.all.current"] - allocated == 1 << 20
+    assert stats["allocated_bytes.all.peak"] - allocated == 3 << 20
+    assert stats["allocated_bytes.all.allocated"] == stats["allocated_bytes.all.freed"] == 2 << 20
+    memory.reset_peak_memory_stats(1)
+    assert memory.max_memory_allocated(1) - allocated == 1 << 20
+    assert memory.max_memory_reserved(1) - reserved == memory.memory_reserved(1) - reserved == 3 << 20
+    memory.empty_cache()
+    assert memory.memory_reserved(1) - reserved == 1 << 20
+    assert (memory.memory_allocated(0), memory.max_memory_allocated(0)) == other
     del x
 
 

@@ -67,8 +67,8 @@ class RankMessageSender {
  public:
   RankMessageSender(nb::handle backend, int rank) : backend_(backend_behind(backend)), rank_(rank) {}
   ~RankMessageSender() {
-    if (is_forked_child()) {
-      new std::vector<Posted>(std::move(unseen_));  // they belong to the parent
+    if (is_forked_child() || is_shut_down()) {
+      new std::vector<Posted>(std::move(unseen_));  // they belong to the parent, or no thread could wait for them
     } else {
       look_at_sent();
     }
