@@ -340,7 +340,7 @@ class Pipeline(nn.Module):
 
     @contextmanager
     def _breaking_both(self) -> Iterator[None]:
-        """If the ranks or the replicas cannot go on together, tell the others of both, who would wait for this one."""
+        """Stop both ranks and replicas where one of the two cannot go on: the others would wait for this one."""
         try:
             yield
         except BaseException:
