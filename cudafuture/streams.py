@@ -55,7 +55,7 @@ def own_stream(device: torch.device | str | int, priority: int = 0) -> torch.Str
 
     Raises:
         ValueError: the device has no streams, such as the CPU.
-        RuntimeError: the device could not create a stream.
+        RuntimeError: the device could not create a stream, even after a garbage collection.
 
     >>> own_stream("cpu")
     Traceback (most recent call last):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from cudafuture.pipeline.schedule import Schedule
+from cudafuture.testing import sim
 
 
 def model_of(layers: int, *, width: int = 6, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -19,6 +21,18 @@ def model_of(layers: int, *, width: int = 6, seed: int = 0, dtype: torch.dtype =
         last = nn.Tanh() if i % 2 == 0 else nn.ReLU(inplace=True)
         made.append(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), last))
     return nn.Sequential(*made).to(dtype)
+
+
+@contextmanager
+def without_races(**settings: Any) -> Iterator[None]:
+    """Run on a simulated accelerator with these settings; a race is a failure."""
+    sim.enable(**settings)
+    try:
+        yield
+        races = sim.races()
+    finally:
+        sim.disable()
+    assert not races, races[0]
 
 
 def gradients_in_order(

@@ -24,8 +24,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from cudafuture.distributed import ProcessGroup
 from cudafuture.errors import InvalidStateError, RemoteError, WorkerLostError
 from cudafuture.pipeline import Pipeline, pop, skippable, stash
-from cudafuture.testing import World, sim
-from pipeline.reference import gradients_in_order, model_of
+from cudafuture.testing import World
+from pipeline.reference import gradients_in_order, model_of, without_races
 from pipeline.tables import random_table, torch_table
 from support.child import Child
 from support.patience import PATIENCE
@@ -97,11 +97,8 @@ def test_gradients_equal_plain_model(size: int, world: World) -> None:
 
 
 def run_tables_on_simulator(rank: int, schedule: Any) -> None:
-    sim.enable(devices=1, seed=rank, schedule=schedule)
-    run_tables("sim:0", ["never", "always"] if SOAK else ["always"], ["1f1b", "zb1p"])
-    races = sim.races()
-    sim.disable()
-    assert not races, races[0]
+    with without_races(devices=1, seed=rank, schedule=schedule):
+        run_tables("sim:0", ["never", "always"] if SOAK else ["always"], ["1f1b", "zb1p"])
 
 
 @pytest.mark.world

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cudafuture.errors import CUDAFutureError, InvalidStateError, RemoteError, WorkerLostError
 from cudafuture.pipeline import Pipeline
-from cudafuture.testing import World, sim
-from pipeline.reference import gradients_in_order, model_of
+from cudafuture.testing import World
+from pipeline.reference import gradients_in_order, model_of, without_races
 from support.ranks import run_ranks
 
 WIDTH = 6
@@ -97,11 +97,8 @@ def test_replicas_have_average_of_gradients(schedule: str, world: World) -> None
 
 
 def train_on_simulator(rank: int, schedule: Any) -> None:
-    sim.enable(devices=2, seed=rank, schedule=schedule)
-    train_replicas(["sim:0", "sim:1"], "1f1b")
-    races = sim.races()
-    sim.disable()
-    assert not races, races[0]
+    with without_races(devices=2, seed=rank, schedule=schedule):
+        train_replicas(["sim:0", "sim:1"], "1f1b")
 
 
 @pytest.mark.world
